@@ -1,0 +1,48 @@
+// The threads that share a step's work.
+//
+// Where torch runs on OpenMP, its own team is borrowed: the threads that have just run torch's
+// kernels run ours, so no second pool competes with them for the cores. Elsewhere, and in a child
+// process after fork (where a borrowed team is gone), threads live for one call. Nothing is started
+// and nothing spins between steps on our account.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace sparsestep {
+
+// Calls run(context) on up to `threads` threads at once, the caller being one of them.
+void on_team(int threads, void (*run)(void*), void* context);
+
+// Whose threads on_team() uses: "openmp (torch's)" or "short-lived".
+const char* team_kind();
+
+// Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what a
+// task writes must not depend on it.
+template <class Body>
+void parallel(int threads, int64_t tasks, const Body& body) {
+    if (threads <= 1 || tasks <= 1) {
+        for (int64_t task = 0; task < tasks; ++task) body(task);
+        return;
+    }
+    struct Shared {
+        const Body* body;
+        int64_t tasks;
+        std::atomic<int64_t> next{0};
+    } shared;
+    shared.body = &body;
+    shared.tasks = tasks;
+    on_team(
+        threads,
+        [](void* context) {
+            Shared& work = *static_cast<Shared*>(context);
+            for (;;) {
+                const int64_t task = work.next.fetch_add(1, std::memory_order_relaxed);
+                if (task >= work.tasks) return;
+                (*work.body)(task);
+            }
+        },
+        &shared);
+}
+
+}  // namespace sparsestep

@@ -1,0 +1,147 @@
+// Tiles: how a rule sees storage.
+//
+// A rule computes on contiguous runs of float or double. Where a row is stored just so, the tile is
+// the row itself. Where it is stored otherwise (half precision, strided), the tile is a copy in the
+// first-level cache that is converted on the way in and rounded to nearest on the way out. So a rule
+// is compiled for two types only, whatever it runs on.
+//
+// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "types.h"
+
+namespace sparsestep {
+namespace {
+
+constexpr int64_t tile_size = 512;
+
+template <class To, class From>
+inline To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+// Storage types. The conversions are written without branches on the value, in integer and float
+// operations that every instruction set rounds alike, so that the bits never depend on the machine.
+struct Bfloat16 {
+    uint16_t bits;
+    operator float() const { return bits_as<float>(uint32_t(bits) << 16); }
+    static Bfloat16 nearest(float value) {
+        const uint32_t wide = bits_as<uint32_t>(value);
+        const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+        return {uint16_t(value != value ? 0x7fc0u : rounded)};
+    }
+};
+
+struct Float16 {
+    uint16_t bits;
+    operator float() const {
+        const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+        const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
+        // Scaling by 2^112 moves the exponent from half's bias to float's and renormalises
+        // subnormals; what was infinite or NaN gets the exponent of 255 instead.
+        const float scaled = bits_as<float>(magnitude) * bits_as<float>(uint32_t(239) << 23);
+        const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+        return bits_as<float>(bits_as<uint32_t>(scaled) | special | sign);
+    }
+    static Float16 nearest(float value) {
+        const uint32_t wide = bits_as<uint32_t>(value);
+        const uint32_t sign = (wide >> 16) & 0x8000u;
+        const uint32_t magnitude = wide & 0x7fffffffu;
+        // Normal results: round to nearest even by integer arithmetic on the shortened mantissa.
+        const uint32_t normal =
+            (magnitude - (uint32_t(112) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        // Subnormal results: adding 0.5 lets the float adder round at half's last place.
+        const uint32_t subnormal =
+            bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
+        uint32_t half = magnitude < (uint32_t(113) << 23) ? subnormal : normal;
+        half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // from 65520 on: infinite
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return {uint16_t(half | sign)};
+    }
+};
+
+template <class Stored, class T>
+struct Convert {
+    static T load(Stored stored) { return T(float(stored)); }
+    static Stored store(T value) { return Stored::nearest(float(value)); }
+};
+template <class T>
+struct Convert<float, T> {
+    static T load(float stored) { return T(stored); }
+    static float store(T value) { return float(value); }
+};
+template <class T>
+struct Convert<double, T> {
+    static T load(double stored) { return T(stored); }
+    static double store(T value) { return double(value); }
+};
+
+template <class T>
+constexpr Dtype dtype_of = sizeof(T) == 4 ? Dtype::float32 : Dtype::float64;
+
+// Runs body(typed pointer) for the dtype that the view has.
+template <class Body>
+inline void with_dtype(const View& view, Body body) {
+    switch (view.dtype) {
+        case Dtype::float16: return body(static_cast<Float16*>(view.data));
+        case Dtype::bfloat16: return body(static_cast<Bfloat16*>(view.data));
+        case Dtype::float32: return body(static_cast<float*>(view.data));
+        case Dtype::float64: return body(static_cast<double*>(view.data));
+    }
+}
+
+template <class T>
+inline bool is_direct(const View& view) {
+    return view.dtype == dtype_of<T> && view.element_stride == 1;
+}
+
+inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
+    return slot * view.slot_stride + column * view.element_stride;
+}
+
+template <class T>
+inline T* direct(const View& view, int64_t slot, int64_t column) {
+    return static_cast<T*>(view.data) + element_offset(view, slot, column);
+}
+
+// `n` elements of a row as T: the storage itself where that is possible, else a copy in `scratch`.
+template <class T>
+inline T* load(const View& view, int64_t slot, int64_t column, int64_t n, T* scratch) {
+    if (is_direct<T>(view)) return direct<T>(view, slot, column);
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        const Stored* from = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        if (stride == 1) {
+            for (int64_t i = 0; i < n; ++i) scratch[i] = Convert<Stored, T>::load(from[i]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) scratch[i] = Convert<Stored, T>::load(from[i * stride]);
+        }
+    });
+    return scratch;
+}
+
+// Writes a tile back that load() copied; a tile that is the storage itself is there already.
+template <class T>
+inline void store(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
+    if (is_direct<T>(view)) return;
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        Stored* to = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        if (stride == 1) {
+            for (int64_t i = 0; i < n; ++i) to[i] = Convert<Stored, T>::store(tile[i]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) to[i * stride] = Convert<Stored, T>::store(tile[i]);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace sparsestep

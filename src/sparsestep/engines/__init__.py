@@ -1,0 +1,85 @@
+"""Engines run a rule over the touched part of a parameter; here one is chosen.
+
+``auto`` takes the native engine wherever it applies and the reference engine elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from sparsestep.contract import Update
+from sparsestep.engines import native, reference
+from sparsestep.errors import InputError, SlowWarning, sentence
+
+ENGINES = ("auto", "native", "reference")
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an engine that does not exist here."""
+    if engine not in ENGINES:
+        raise InputError(sentence(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
+    if engine == "native" and native.core is None:
+        raise InputError(
+            sentence(
+                "engine='native' needs the C++ core",
+                "an installation without it",
+                "Reinstall without SPARSESTEP_PURE, or use engine='auto'",
+            )
+        )
+
+
+def run(updates: Sequence[Update], engine: str) -> None:
+    """Apply all updates, or raise and apply none.
+
+    What the reference engine runs is computed first and written last, and the native core checks
+    everything before it writes, so nothing can fail once something is written.
+    """
+    jobs, native_updates, results = [], [], []
+    for update in updates:
+        job = native.prepare(update) if engine != "reference" else None
+        if job is not None:
+            jobs.append(job)
+            native_updates.append(update)
+            continue
+        if engine == "native":
+            raise InputError(f"{update.who()}: {_why_not_native(update)}")
+        if engine == "auto":
+            _say_once_that_it_is_slow(update)
+        try:
+            results.append(reference.compute(update))
+        except InputError as error:
+            raise InputError(f"{update.who()}: {error}") from None
+    if jobs:
+        native.run(native_updates, jobs)
+    for result in results:
+        result.write()
+
+
+def _why_not_native(update: Update) -> str:
+    param = update.param
+    return sentence(
+        "the native engine takes CPU tensors whose rows lie at regular distances",
+        f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
+        "Make the parameter contiguous, or use engine='auto'",
+    )
+
+
+_said: set[str] = set()
+
+
+def _say_once_that_it_is_slow(update: Update) -> None:
+    if native.core is None:
+        reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
+    elif update.param.is_cpu and update.touched.positions is not None:
+        reason = _why_not_native(update)
+    else:
+        return  # torch's own kernels are the fast way for this device or a dense gradient
+    if not _said:
+        _said.add(reason)
+        warnings.warn(
+            f"sparsestep: the reference engine is used, about ten times slower than the native "
+            f"one: {reason}",
+            SlowWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,124 @@
+"""The native engine: sums duplicates and applies the rule in one pass, in C++ on the CPU.
+
+This file checks what the core must be able to rely on and turns tensors into addresses and strides.
+The core keeps no pointer beyond the call and checks the positions itself, before it writes anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from sparsestep.contract import Update
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import bad_index
+
+core: ModuleType | None
+try:
+    from sparsestep import _native as core
+except ImportError:  # installed without the core (SPARSESTEP_PURE=1)
+    core = None
+
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+_RULES: dict[str, tuple[int, int, int]] = core.rules() if core else {}
+
+Job = tuple[float, ...]
+
+
+def instruction_sets() -> dict[str, bool]:
+    """Every instruction set the core was compiled for, and whether this machine has it."""
+    return dict(core.instruction_sets()) if core else {}
+
+
+def _widest() -> str:
+    return [name for name, available in instruction_sets().items() if available][-1]
+
+
+class _Forced:
+    """The instruction set in use: the widest there is, or what SPARSESTEP_ISA says."""
+
+    def __init__(self) -> None:
+        self.index = -1
+        if core:
+            self.use(os.environ.get("SPARSESTEP_ISA") or _widest())
+
+    def use(self, name: str) -> None:
+        available = [known for known, here in instruction_sets().items() if here]
+        if name not in available:
+            contract = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
+            raise InputError(sentence(contract, repr(name)))
+        self.index = list(instruction_sets()).index(name)
+        self.name = name
+
+
+_isa = _Forced()
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, or ``None`` where the core is not installed."""
+    return _isa.name if core else None
+
+
+def use_instruction_set(name: str) -> None:
+    """Use one instruction set from now on; the results do not depend on it."""
+    _isa.use(name)
+
+
+def prepare(update: Update) -> Job | None:
+    """The update as the core takes it, or ``None`` where the core has no way to run it."""
+    rule = _RULES.get(update.rule.name)
+    if rule is None or update.rule.coefficients is None:
+        return None
+    index, states, coefficients = rule
+    touched = update.touched
+    positions, slots, block = touched.positions, touched.slots, touched.block
+    if positions is None:
+        entries, address = 1, 0
+        values = touched.values.contiguous()
+    else:
+        entries, address = positions.shape[0], positions.data_ptr()
+        values = touched.values
+        if not values.is_contiguous():
+            values = values.reshape(entries, block)
+    job: list[float] = [index, address, entries, slots, block, update.maximize]
+    for tensor, rows in ((values, entries), (update.param, slots)):
+        view = _view(tensor, rows, block)
+        if view is None:
+            return None
+        job += view
+    for tensor in update.state:
+        view = _view(tensor, slots, block)
+        if view is None:
+            return None
+        job += view
+    job += update.rule.coefficients(step=update.step, **update.hyper)
+    return tuple(job)
+
+
+def _view(tensor: Tensor, rows: int, block: int) -> tuple[int, int, int, int] | None:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or not tensor.is_cpu:
+        return None
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), dtype, block, 1
+    try:
+        slot_stride, element_stride = tensor.view(rows, block).stride()
+    except RuntimeError:  # no two strides describe it
+        return None
+    return tensor.data_ptr(), dtype, slot_stride, element_stride
+
+
+def run(updates: Sequence[Update], jobs: list[Job]) -> None:
+    """Apply all jobs at once; raises with nothing written if any position is no slot."""
+    assert core is not None
+    bad = core.step(jobs, torch.get_num_threads(), _isa.index)
+    if bad is not None:
+        job, _, position = bad
+        update = updates[job]
+        raise InputError(f"{update.who()}: {bad_index(0, update.touched.slots, position)}")
+    increment_version([update.param for update in updates])

@@ -1,0 +1,134 @@
+"""Touched: the one canonical form of a gradient, and how each layout becomes one.
+
+A parameter is seen as ``[slots, block]``: a slot is the smallest contiguous piece that is touched
+or not as a whole. A gradient in row-sparse COO form touches rows, so its slots are rows; one that
+is sparse in every dimension touches single elements.
+
+Everything that can be checked without reading the positions is checked here. The positions
+themselves are checked by the engine, which reads them anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.masked import MaskedTensor
+
+from sparsestep.errors import InputError, sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Which slots of a parameter a gradient touches, and with what values.
+
+    Attributes:
+        positions: int64 ``[n]``, a slot for each entry. A slot may come several times: its values
+            are summed. ``None`` when the gradient covers the whole parameter; then there is one
+            slot, and ``values`` has the parameter's shape.
+        values: ``[n, ...]``, a block for each entry.
+        slots: how many slots the parameter has.
+        block: how many elements a slot has.
+    """
+
+    positions: Tensor | None
+    values: Tensor
+    slots: int
+    block: int
+
+
+def touched(param: Tensor, grad: Tensor) -> Touched:
+    """Bring the gradient of ``param`` into canonical form, without copying its values.
+
+    Example:
+        >>> param = torch.zeros(5, 2)
+        >>> rows = torch.tensor([[3, 1, 3]])
+        >>> t = touched(param, torch.sparse_coo_tensor(rows, torch.ones(3, 2), (5, 2)))
+        >>> t.positions.tolist(), t.slots, t.block
+        ([3, 1, 3], 5, 2)
+    """
+    if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
+        raise InputError(_unsupported("a MaskedTensor"))
+    if grad.shape != param.shape:
+        raise InputError(
+            sentence(
+                f"the gradient must have the parameter's shape, {tuple(param.shape)}",
+                tuple(grad.shape),
+                "Was the parameter resized after backward? Call zero_grad() and backward() again",
+            )
+        )
+    if grad.dtype != param.dtype:
+        raise InputError(
+            sentence(
+                f"the gradient must have the parameter's dtype, {param.dtype}",
+                grad.dtype,
+                "Was the parameter converted after backward? Call zero_grad() and backward() again",
+            )
+        )
+    if grad.device != param.device:
+        raise InputError(
+            sentence(
+                f"the gradient must be on the parameter's device, {param.device}",
+                grad.device,
+            )
+        )
+    if grad.is_sparse:
+        return _from_coo(param, grad)
+    if grad.layout is torch.strided:
+        return Touched(None, grad.resolve_neg(), 1, grad.numel())
+    raise InputError(_unsupported(f"layout {grad.layout}"))
+
+
+def _unsupported(what: str) -> str:
+    return sentence(
+        "the gradient must be a strided or a COO tensor", what, "Convert it with .to_sparse_coo()"
+    )
+
+
+def _from_coo(param: Tensor, grad: Tensor) -> Touched:
+    indices, values = grad._indices(), grad._values()
+    sparse_dim, entries = indices.shape
+    shape = param.shape
+    if values.shape != (entries, *shape[sparse_dim:]):
+        raise InputError(
+            sentence(
+                f"the gradient's {entries} indices over {sparse_dim} dims need values of shape "
+                f"{(entries, *shape[sparse_dim:])}",
+                tuple(values.shape),
+            )
+        )
+    if sparse_dim == 1:
+        positions = indices[0]
+    else:
+        _check_indices(indices, shape)
+        positions = _flatten(indices, shape[:sparse_dim])
+    slots, block = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
+    return Touched(positions.contiguous(), values.resolve_neg(), slots, block)
+
+
+def _check_indices(indices: Tensor, shape: torch.Size) -> None:
+    """Refuse an index outside its own dimension, which flattening would hide."""
+    if indices.numel() == 0:
+        return
+    for dim, row in enumerate(indices):
+        low, high = (int(bound) for bound in row.aminmax())
+        if low < 0 or high >= shape[dim]:
+            raise InputError(bad_index(dim, shape[dim], low if low < 0 else high))
+
+
+def bad_index(dim: int, size: int, index: int) -> str:
+    """Phrase the refusal of an index that its dimension does not have."""
+    return sentence(
+        f"the gradient's indices of dim {dim} must be in [0, {size})",
+        index,
+        "Check the ids that went into the embedding",
+    )
+
+
+def _flatten(indices: Tensor, leading: torch.Size) -> Tensor:
+    positions = indices.new_zeros(indices.shape[1])
+    for row, size in zip(indices, leading, strict=True):
+        positions.mul_(size).add_(row)
+    return positions
