@@ -2,10 +2,12 @@
 // let the rule update parameter and state in place. One pass over memory, nothing the size of the
 // gradient in between.
 //
+// Slots are visited in the order in which the gradient names them: the gradient is then read from
+// front to back, and the rows of the table, which lie anywhere, are asked for ahead of time.
+//
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "tile.h"
@@ -14,148 +16,195 @@
 namespace sparsestep {
 namespace {
 
-// How far ahead rows are asked for. Long enough to hide a trip to memory, short enough that the
-// rows are still in the cache when their turn comes.
-constexpr int64_t prefetch_distance = 10;
-constexpr int64_t prefetch_bytes = 1024;
 constexpr int64_t cache_line = 64;
 
-struct KeyedEntries {
-    const uint64_t* keys;
-    int32_t bits;
-    int64_t slot(int64_t i) const { return int64_t(keys[i] >> bits); }
-    int64_t entry(int64_t i) const { return int64_t(keys[i] & ((uint64_t(1) << bits) - 1)); }
-};
+// How many entries ahead rows are asked for: long enough to hide a trip to memory.
+constexpr int64_t prefetch_distance = 16;
 
-struct SortedEntries {
-    const int64_t* positions;
-    int64_t first;
-    int64_t slot(int64_t i) const { return positions[first + i]; }
-    int64_t entry(int64_t i) const { return first + i; }
-};
+// The hardware itself goes on with a row that is longer than this.
+constexpr int64_t prefetch_bytes = 1024;
 
-struct WholeParameter {
-    int64_t slot(int64_t) const { return 0; }
-    int64_t entry(int64_t) const { return 0; }
-};
+// Always inlined: GCC takes a function that does nothing but prefetch for one without effect and
+// drops the calls.
+#define SPARSESTEP_INLINE inline __attribute__((always_inline))
 
-inline int64_t bytes_of(Dtype dtype) {
-    return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
-}
+// The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two kinds
+// it is decides once per piece, not once per row, whether there is anything to convert.
+template <class T>
+struct StoredRows {
+    char* data;
+    int64_t row_bytes;
+    int64_t lines;
 
-inline void prefetch_row(const View& view, int64_t slot, int64_t begin, int64_t end) {
-    const int64_t size = bytes_of(view.dtype);
-    const char* row =
-        static_cast<const char*>(view.data) + element_offset(view, slot, begin) * size;
-    const int64_t bytes = (end - begin) * view.element_stride * size;
-    for (int64_t at = 0; at < bytes && at < prefetch_bytes; at += cache_line) {
-        __builtin_prefetch(row + at, 1, 3);
+    StoredRows(const View& view, const Piece& piece)
+        : data(static_cast<char*>(view.data) + piece.first_column * int64_t(sizeof(T))),
+          row_bytes(view.slot_stride * int64_t(sizeof(T))) {
+        const int64_t bytes = (piece.last_column - piece.first_column) * int64_t(sizeof(T));
+        lines = ((bytes < prefetch_bytes ? bytes : prefetch_bytes) + cache_line - 1) / cache_line;
     }
-}
+    T* load(int64_t row, int64_t offset, int64_t, T*) const {
+        return reinterpret_cast<T*>(data + row * row_bytes) + offset;
+    }
+    void store(int64_t, int64_t, int64_t, const T*) const {}
 
-template <class Rule>
-struct Loop;
+    // Rows are fetched into the second-level cache. The first has room for far fewer requests under
+    // way, and asking for ownership at once (a prefetch for writing) would go there too.
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        const char* at = data + row * row_bytes;
+        for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(at + line * cache_line, 0, 2);
+    }
+};
 
-template <template <class> class RuleOf, class T>
-struct Loop<RuleOf<T>> {
-    using Rule = RuleOf<T>;
+template <class T>
+struct ConvertedRows {
+    View view;
+    int64_t first_column;
+
+    ConvertedRows(const View& view, const Piece& piece)
+        : view(view), first_column(piece.first_column) {}
+    T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
+        load_tile(view, row, first_column + offset, n, tile);
+        return tile;
+    }
+    void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
+        store_tile(view, row, first_column + offset, n, tile);
+    }
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        __builtin_prefetch(static_cast<const char*>(view.data) +
+                               element_offset(view, row, first_column) * bytes_of(view.dtype),
+                           0, 2);
+    }
+};
+
+// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
+template <class Rule, class T, class Rows>
+class Loop {
+public:
+    Loop(const Job& job, const Piece& piece)
+        : rule_(job.coefficients),
+          piece_(piece),
+          columns_(piece.last_column - piece.first_column),
+          positions_(job.positions),
+          links_(job.links),
+          negate_(job.negate),
+          values_(job.values, piece),
+          param_(job.param, piece),
+          state_(make_state(job, piece, sequence())) {}
+
+    void run() {
+        if (!positions_) return update_slot(0, 0, sequence());
+        if (piece_.end == heavy_piece) {
+            return update_slot(piece_.begin, positions_[piece_.begin], sequence());
+        }
+        int64_t ahead = piece_.begin;
+        for (int64_t entry = piece_.begin; entry < piece_.end; ++entry) {
+            const int64_t until = entry + prefetch_distance;
+            for (; ahead < piece_.end && ahead <= until; ++ahead) prefetch_slot(ahead);
+            if (!is_taken(entry)) update_slot(entry, positions_[entry], sequence());
+        }
+    }
+
+private:
     static constexpr int states = Rule::states;
+    static constexpr auto sequence() { return std::make_index_sequence<states>(); }
 
-    // The gradient of one slot: the sum of its entries [i, end), or the stored row where that is it.
-    template <class Source>
-    static const T* gradient(const Job& job, const Source& source, int64_t i, int64_t end,
-                             int64_t column, int64_t n, T* sum, T* scratch) {
-        const T* row = load<T>(job.values, source.entry(i), column, n, sum);
-        if (end - i == 1 && !job.negate) return row;
-        if (row != sum) std::memcpy(sum, row, size_t(n) * sizeof(T));
-        for (int64_t k = i + 1; k < end; ++k) {
-            if (k + prefetch_distance < end) {
-                prefetch_row(job.values, source.entry(k + prefetch_distance), column, column + n);
+    struct State {
+        Rows rows[states > 0 ? states : 1];
+    };
+    template <size_t... S>
+    static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
+        return {{Rows(job.state[S], piece)...}};
+    }
+
+    bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
+    Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
+
+    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
+        if (is_taken(entry)) return;
+        const int64_t slot = positions_[entry];
+        param_.prefetch(slot);
+        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
+    }
+
+    // The gradient of the slot that `entry` names first: the sum of its chain, or the stored row
+    // itself where that is all.
+    const T* gradient(int64_t entry, int64_t offset, int64_t n) {
+        const T* row = values_.load(entry, offset, n, sum_);
+        const Link second = next(entry);
+        if (second == chain_end && !negate_) return row;
+        if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
+        Link ahead = second;
+        for (int k = 0; k < prefetch_distance && ahead != chain_end; ++k) {
+            values_.prefetch(ahead);
+            ahead = next(ahead);
+        }
+        for (Link at = second; at != chain_end; at = next(at)) {
+            if (ahead != chain_end) {
+                values_.prefetch(ahead);
+                ahead = next(ahead);
             }
-            const T* next = load<T>(job.values, source.entry(k), column, n, scratch);
-            for (int64_t j = 0; j < n; ++j) sum[j] += next[j];
+            add(sum_, values_.load(at, offset, n, addend_), n);
         }
-        if (job.negate) {
-            for (int64_t j = 0; j < n; ++j) sum[j] = -sum[j];
+        if (negate_) {
+            for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
-        return sum;
+        return sum_;
+    }
+
+    static void add(T* __restrict sum, const T* __restrict row, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) sum[j] += row[j];
     }
 
     template <size_t... S>
-    static void update(const Rule& rule, T* __restrict param, const T* __restrict grad,
-                       T* const* state, int64_t n, std::index_sequence<S...>) {
-        update_tile(rule, param, grad, n, state[S]...);
+    void update_slot(int64_t entry, int64_t slot, std::index_sequence<S...>) {
+        for (int64_t offset = 0; offset < columns_; offset += tile_size) {
+            const int64_t rest = columns_ - offset;
+            const int64_t n = rest < tile_size ? rest : tile_size;
+            const T* grad = gradient(entry, offset, n);
+            T* param = param_.load(slot, offset, n, param_tile_);
+            T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
+            update(rule_, n, param, grad, state[S]...);
+            param_.store(slot, offset, n, param);
+            (state_.rows[S].store(slot, offset, n, state[S]), ...);
+        }
     }
 
-    template <class... State>
-    static void update_tile(const Rule& rule, T* __restrict param, const T* __restrict grad,
-                            int64_t n, State* __restrict... state) {
+    template <class... Tile>
+    static void update(const Rule& rule, int64_t n, T* __restrict param, const T* __restrict grad,
+                       Tile* __restrict... state) {
+#pragma GCC ivdep
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
     }
 
-    template <class Source>
-    static void run(const Job& job, const Source& source, int64_t count, int64_t begin,
-                    int64_t end) {
-        const Rule rule(job.coefficients);
-        alignas(cache_line) T sum[tile_size], spare[tile_size], param_tile[tile_size];
-        alignas(cache_line) T state_tiles[states > 0 ? states : 1][tile_size];
-        for (int64_t i = 0; i < count;) {
-            const int64_t slot = source.slot(i);
-            int64_t next = i + 1;
-            while (next < count && source.slot(next) == slot) ++next;
-            prefetch_ahead(job, source, i, next, count, begin, end);
-            for (int64_t column = begin; column < end; column += tile_size) {
-                const int64_t n = end - column < tile_size ? end - column : tile_size;
-                const T* grad = gradient(job, source, i, next, column, n, sum, spare);
-                T* param = load<T>(job.param, slot, column, n, param_tile);
-                T* state[states > 0 ? states : 1];
-                for (int s = 0; s < states; ++s) {
-                    state[s] = load<T>(job.state[s], slot, column, n, state_tiles[s]);
-                }
-                update(rule, param, grad, state, n, std::make_index_sequence<states>());
-                store<T>(job.param, slot, column, n, param);
-                for (int s = 0; s < states; ++s) {
-                    store<T>(job.state[s], slot, column, n, state[s]);
-                }
-            }
-            i = next;
-        }
-    }
-
-    // Entries [i, next) are being worked on: ask for what stands the same number of entries ahead.
-    template <class Source>
-    static void prefetch_ahead(const Job& job, const Source& source, int64_t i, int64_t next,
-                               int64_t count, int64_t begin, int64_t end) {
-        int64_t from = i == 0 ? 1 : i + prefetch_distance;
-        int64_t to = next + prefetch_distance;
-        if (to > count) to = count;
-        if (from < next) from = next;
-        int64_t last = -1;
-        for (int64_t k = from; k < to; ++k) {
-            prefetch_row(job.values, source.entry(k), begin, end);
-            const int64_t slot = source.slot(k);
-            if (slot == last) continue;
-            last = slot;
-            prefetch_row(job.param, slot, begin, end);
-            for (int s = 0; s < states; ++s) prefetch_row(job.state[s], slot, begin, end);
-        }
-    }
-
-    static void apply(const Job& job, const Entries& entries, int64_t begin, int64_t end) {
-        if (entries.keys) {
-            run(job, KeyedEntries{entries.keys, job.entry_bits}, entries.count, begin, end);
-        } else if (job.positions) {
-            run(job, SortedEntries{job.positions, entries.first}, entries.count, begin, end);
-        } else {
-            run(job, WholeParameter{}, entries.count, begin, end);
-        }
-    }
+    const Rule rule_;
+    const Piece piece_;
+    const int64_t columns_;
+    const int64_t* const positions_;
+    const Link* const links_;
+    const bool negate_;
+    const Rows values_, param_;
+    const State state_;
+    alignas(cache_line) T sum_[tile_size];
+    alignas(cache_line) T addend_[tile_size];
+    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T state_tiles_[states > 0 ? states : 1][tile_size];
 };
+
+template <template <class> class Rule, class T>
+void apply(const Job& job, const Piece& piece) {
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
+    if (stored) {
+        Loop<Rule<T>, T, StoredRows<T>>(job, piece).run();
+    } else {
+        Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();
+    }
+}
 
 template <template <class> class Rule>
 constexpr RuleKernels kernels_of() {
     return {Rule<float>::name, Rule<float>::states, Rule<float>::coefficients,
-            &Loop<Rule<float>>::apply, &Loop<Rule<double>>::apply};
+            &apply<Rule, float>, &apply<Rule, double>};
 }
 
 }  // namespace

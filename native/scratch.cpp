@@ -19,7 +19,7 @@ std::atomic<Block*> kept{nullptr};
 
 }  // namespace
 
-Scratch::Scratch(size_t bytes) : data_(nullptr), bytes_(bytes) {
+void Scratch::reserve(size_t bytes) {
     if (bytes == 0) return;
     if (Block* block = kept.exchange(nullptr)) {
         const Block found = *block;

@@ -8,15 +8,16 @@ namespace sparsestep {
 
 class Scratch {
 public:
-    explicit Scratch(size_t bytes);  // throws std::bad_alloc
+    Scratch() = default;
     ~Scratch();
+    void reserve(size_t bytes);  // once; throws std::bad_alloc
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     void* data() const { return data_; }
 
 private:
-    void* data_;
-    size_t bytes_;
+    void* data_ = nullptr;
+    size_t bytes_ = 0;
 };
 
 }  // namespace sparsestep

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "types.h"
 
@@ -96,8 +97,12 @@ inline void with_dtype(const View& view, Body body) {
     }
 }
 
+inline int64_t bytes_of(Dtype dtype) {
+    return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
+}
+
 template <class T>
-inline bool is_direct(const View& view) {
+inline bool is_stored_as(const View& view) {
     return view.dtype == dtype_of<T> && view.element_stride == 1;
 }
 
@@ -106,31 +111,21 @@ inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
 }
 
 template <class T>
-inline T* direct(const View& view, int64_t slot, int64_t column) {
-    return static_cast<T*>(view.data) + element_offset(view, slot, column);
-}
-
-// `n` elements of a row as T: the storage itself where that is possible, else a copy in `scratch`.
-template <class T>
-inline T* load(const View& view, int64_t slot, int64_t column, int64_t n, T* scratch) {
-    if (is_direct<T>(view)) return direct<T>(view, slot, column);
+inline void load_tile(const View& view, int64_t slot, int64_t column, int64_t n, T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         const Stored* from = data + element_offset(view, slot, column);
         const int64_t stride = view.element_stride;
         if (stride == 1) {
-            for (int64_t i = 0; i < n; ++i) scratch[i] = Convert<Stored, T>::load(from[i]);
+            for (int64_t i = 0; i < n; ++i) tile[i] = Convert<Stored, T>::load(from[i]);
         } else {
-            for (int64_t i = 0; i < n; ++i) scratch[i] = Convert<Stored, T>::load(from[i * stride]);
+            for (int64_t i = 0; i < n; ++i) tile[i] = Convert<Stored, T>::load(from[i * stride]);
         }
     });
-    return scratch;
 }
 
-// Writes a tile back that load() copied; a tile that is the storage itself is there already.
 template <class T>
-inline void store(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
-    if (is_direct<T>(view)) return;
+inline void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         Stored* to = data + element_offset(view, slot, column);

@@ -22,26 +22,31 @@ constexpr int max_coefficients = 16;
 
 struct Job;
 
-// Which entries of a job to apply, and in which order. Entries of one slot stand together, in order
-// of appearance. With `keys`, entry i is `keys[i] & entry_mask` and its slot `keys[i] >> entry_bits`;
-// without, entry i is `first + i` and its slot `positions[first + i]`.
-struct Entries {
-    const uint64_t* keys;
-    int64_t first;
-    int64_t count;
+// A share of a job: entries [begin, end) and columns [first_column, last_column) of their blocks.
+// Entries that are marked as taken (see Link) are passed over, unless the piece is the chain that
+// begins with the one entry `begin`: then `end` is `heavy_piece`.
+struct Piece {
+    int64_t begin, end;
+    int64_t first_column, last_column;
 };
+constexpr int64_t heavy_piece = -1;
 
-// Applies a job's rule to the given entries, columns [column_begin, column_end) of the block.
-using Apply = void (*)(const Job& job, const Entries& entries, int64_t column_begin,
-                       int64_t column_end);
+// Applies a job's rule to a piece of it.
+using Apply = void (*)(const Job& job, const Piece& piece);
+
+// Where a slot comes more than once, its entries form a chain in order of appearance. An entry holds
+// the number of the next one; all but the first are marked as taken along by the first.
+using Link = uint32_t;
+constexpr Link taken = 0x80000000u;
+constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than that
 
 // One gradient to apply to one parameter.
 struct Job {
-    const int64_t* positions;  // null: the gradient covers slot 0, which is the whole parameter
+    const int64_t* positions;  // null: one entry, and its slot is the whole parameter
+    const Link* links;         // null: no slot comes twice
     int64_t entries;
     int64_t slots;
     int64_t block;
-    int32_t entry_bits;
     bool negate;  // maximize: the gradient is read with the opposite sign
     View values;  // [entries, block]
     View param;

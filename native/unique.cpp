@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace sparsestep {
 namespace {
@@ -12,160 +13,148 @@ int bits_for(int64_t count) {  // the bits that hold 0 .. count-1
 
 }  // namespace
 
-Partition::Partition(const Job& job)
+Unique::Unique(const Job& job)
     : positions_(job.positions),
       entries_(job.entries),
       slots_(job.slots),
       chunks_(job.positions ? (job.entries + chunk_size - 1) / chunk_size : 0),
       entry_bits_(bits_for(job.entries)),
-      slot_bits_(bits_for(job.slots)) {
-    if (entry_bits_ + slot_bits_ > 64) {
-        throw std::length_error("a gradient with this many entries for this many slots");
+      slot_bits_(bits_for(job.slots)),
+      bucket_bits_(std::min({bits_for(job.entries / bucket_size), max_bucket_bits, slot_bits_})),
+      inspections_(size_t(chunks_)) {
+    if (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64) {
+        throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
     }
-    bucket_bits_ = std::min({bits_for(job.entries / bucket_size), max_bucket_bits, slot_bits_});
-    range_shift_ = slot_bits_ - bucket_bits_;
-    inspections_.resize(size_t(chunks_));
 }
 
-int64_t Partition::chunk_end(int64_t chunk) const {
+int64_t Unique::chunk_end(int64_t chunk) const {
     return std::min(entries_, (chunk + 1) * chunk_size);
 }
 
-void Partition::inspect(int64_t chunk) {
+void Unique::inspect(int64_t chunk) {
     const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
     const uint64_t slots = uint64_t(slots_);
-    bool bad = false, descending = false;
-    int64_t previous = begin > 0 ? positions_[begin - 1] : INT64_MIN;
-    for (int64_t i = begin; i < end; ++i) {
-        const int64_t position = positions_[i];
-        bad |= uint64_t(position) >= slots;  // negative positions become huge
-        descending |= position < previous;
-        previous = position;
+    uint64_t bad = 0, descents = 0;
+    for (int64_t i = begin; i < end; ++i) bad |= uint64_t(uint64_t(positions_[i]) >= slots);
+    for (int64_t i = std::max<int64_t>(begin, 1); i < end && !descents; ++i) {
+        descents |= uint64_t(positions_[i] <= positions_[i - 1]);
     }
     int64_t first_bad = -1;
     if (bad) {
         first_bad = begin;
         while (uint64_t(positions_[first_bad]) < slots) ++first_bad;
     }
-    inspections_[size_t(chunk)] = {first_bad, !descending};
+    inspections_[size_t(chunk)] = {first_bad, descents == 0};
 }
 
-int64_t Partition::first_bad_entry() const {
+int64_t Unique::first_bad_entry() const {
     for (const Inspection& inspection : inspections_) {
         if (inspection.first_bad >= 0) return inspection.first_bad;
     }
     return -1;
 }
 
-bool Partition::sorted() const {
+bool Unique::ascending() const {
     return std::all_of(inspections_.begin(), inspections_.end(),
-                       [](const Inspection& inspection) { return inspection.sorted; });
+                       [](const Inspection& inspection) { return inspection.ascending; });
 }
 
-int64_t Partition::scratch_words() const {
-    if (sorted()) return 0;
-    const int64_t counts = bucket_bits_ == 0 ? 0 : 2 * (chunks_ << bucket_bits_);
-    return 2 * entries_ + counts;
+int64_t Unique::scratch_words() const {
+    const int64_t counts = is_dealt() ? chunks_ * buckets() : 0;
+    return 2 * entries_ + counts + (entries_ + 1) / 2;
 }
 
-void Partition::use_scratch(uint64_t* scratch) {
+void Unique::use_scratch(uint64_t* scratch) {
     keys_ = scratch;
     spare_ = keys_ + entries_;
-    counts_ = spare_ + entries_;
+    links_ = reinterpret_cast<Link*>(spare_ + entries_);
+    counts_ = spare_ + entries_ + (entries_ + 1) / 2;
+    longest_.assign(size_t(2 * buckets()), 0);
 }
 
-uint64_t Partition::key(int64_t entry) const {
+uint64_t Unique::key(int64_t entry) const {
     return uint64_t(positions_[entry]) << entry_bits_ | uint64_t(entry);
 }
 
-// Spreads neighbouring slots over all buckets, and slots at regular distances too. Within a bucket
-// the bits above the lowest bucket_bits_ still tell slots apart, so sorting by those is enough.
-int64_t Partition::mixed_bucket(uint64_t slot) const {
-    const uint64_t mix = ((slot >> bucket_bits_) * 0x9e3779b97f4a7c15u) >> (64 - bucket_bits_);
-    return int64_t((slot ^ mix) & ((uint64_t(1) << bucket_bits_) - 1));
+// Spreads neighbouring slots over all buckets, so that a popular region does not fill one of them,
+// and slots at regular distances too. Within a bucket the bits above the lowest bucket_bits_ tell
+// slots apart, so sorting by those is enough.
+int64_t Unique::bucket_of(int64_t slot) const {
+    const uint64_t upper = uint64_t(slot) >> bucket_bits_;
+    const uint64_t mix = (upper * 0x9e3779b97f4a7c15u) >> (64 - bucket_bits_);
+    return int64_t((uint64_t(slot) ^ mix) & uint64_t(buckets() - 1));
 }
 
-void Partition::count(int64_t chunk) {
-    const int64_t buckets = int64_t(1) << bucket_bits_;
-    uint64_t* by_range = counts_ + 2 * chunk * buckets;
-    uint64_t* by_mix = by_range + buckets;
-    std::fill(by_range, by_range + 2 * buckets, 0);
+void Unique::count(int64_t chunk) {
+    uint64_t* counts = counts_ + chunk * buckets();
+    std::fill(counts, counts + buckets(), 0);
     for (int64_t i = chunk_begin(chunk); i < chunk_end(chunk); ++i) {
-        const uint64_t slot = uint64_t(positions_[i]);
-        ++by_range[range_bucket(slot)];
-        ++by_mix[mixed_bucket(slot)];
+        ++counts[bucket_of(positions_[i])];
     }
 }
 
-// Buckets of neighbouring slots walk memory in one direction, which is best, unless a popular region
-// makes one of them too large to share out; then slots are spread over the buckets.
-void Partition::choose_buckets(int threads) {
-    const int64_t buckets = int64_t(1) << bucket_bits_;
-    std::vector<int64_t> totals(size_t(2 * buckets), 0);
-    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        const uint64_t* counts = counts_ + 2 * chunk * buckets;
-        for (int64_t bucket = 0; bucket < 2 * buckets; ++bucket) {
-            totals[size_t(bucket)] += int64_t(counts[bucket]);
-        }
-    }
-    const int64_t largest = *std::max_element(totals.begin(), totals.begin() + buckets);
-    mixed_ = threads > 1 && largest > std::max(2 * bucket_size, entries_ / (4 * threads));
-    const int64_t* chosen = totals.data() + (mixed_ ? buckets : 0);
-    bucket_begin_.assign(size_t(buckets + 1), 0);
-    for (int64_t bucket = 0; bucket < buckets; ++bucket) {
-        int64_t at = bucket_begin_[size_t(bucket)];
-        bucket_begin_[size_t(bucket + 1)] = at + chosen[bucket];
+void Unique::place_buckets() {
+    bucket_begin_.assign(size_t(buckets() + 1), 0);
+    int64_t at = 0;
+    for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
         for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-            uint64_t& cell = counts_[(2 * chunk + mixed_) * buckets + bucket];
-            const int64_t here = int64_t(cell);
-            cell = uint64_t(at);
-            at += here;
+            uint64_t& cell = counts_[chunk * buckets() + bucket];
+            at += int64_t(std::exchange(cell, uint64_t(at)));
+        }
+        bucket_begin_[size_t(bucket + 1)] = at;
+    }
+}
+
+void Unique::deal(int64_t chunk) {
+    uint64_t* next = counts_ + chunk * buckets();
+    for (int64_t i = chunk_begin(chunk); i < chunk_end(chunk); ++i) {
+        keys_[next[bucket_of(positions_[i])]++] = key(i);
+        links_[i] = chain_end;
+    }
+}
+
+void Unique::link(int64_t bucket) {
+    int64_t begin = 0, count = entries_;
+    if (is_dealt()) {
+        begin = bucket_begin_[size_t(bucket)];
+        count = bucket_begin_[size_t(bucket + 1)] - begin;
+    } else {
+        for (int64_t i = 0; i < entries_; ++i) {
+            keys_[i] = key(i);
+            links_[i] = chain_end;
         }
     }
-}
-
-void Partition::deal(int64_t chunk) {
-    const int64_t buckets = int64_t(1) << bucket_bits_;
-    uint64_t* next = counts_ + (2 * chunk + mixed_) * buckets;
-    const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
-    if (mixed_) {
-        for (int64_t i = begin; i < end; ++i) keys_[next[mixed_bucket(uint64_t(positions_[i]))]++] = key(i);
-    } else {
-        for (int64_t i = begin; i < end; ++i) keys_[next[range_bucket(uint64_t(positions_[i]))]++] = key(i);
+    const uint64_t* keys = sort(keys_ + begin, spare_ + begin, count);
+    const uint64_t mask = (uint64_t(1) << entry_bits_) - 1;
+    int64_t* longest = longest_.data() + 2 * bucket;
+    int64_t first = 0;
+    for (int64_t i = 1; i <= count; ++i) {
+        if (i < count && (keys[i] ^ keys[i - 1]) >> entry_bits_ == 0) {
+            const Link entry = Link(keys[i] & mask);
+            links_[keys[i - 1] & mask] += entry - chain_end;  // keeps a mark that is there
+            links_[entry] = chain_end | taken;
+            continue;
+        }
+        if (i - first > longest[1]) {
+            longest[0] = int64_t(keys[first] & mask);
+            longest[1] = i - first;
+        }
+        first = i;
     }
 }
 
-int64_t Partition::pieces() const {
-    return keys_ ? int64_t(1) << bucket_bits_ : chunks_;
-}
-
-// The first entry from here on that begins a new slot; for sorted positions.
-int64_t Partition::run_boundary(int64_t entry) const {
-    while (entry > 0 && entry < entries_ && positions_[entry] == positions_[entry - 1]) ++entry;
-    return entry;
-}
-
-int64_t Partition::piece_size(int64_t piece) const {
-    if (!keys_ || bucket_bits_ == 0) return chunk_end(piece) - chunk_begin(piece);
-    return bucket_begin_[size_t(piece + 1)] - bucket_begin_[size_t(piece)];
-}
-
-Entries Partition::entries(int64_t piece) const {
-    if (!keys_) {
-        const int64_t begin = run_boundary(chunk_begin(piece));
-        return {nullptr, begin, run_boundary(chunk_end(piece)) - begin};
+std::vector<int64_t> Unique::heavy(int64_t length) {
+    std::vector<int64_t> found;
+    for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
+        if (longest_[size_t(2 * bucket + 1)] < length) continue;
+        found.push_back(longest_[size_t(2 * bucket)]);
+        links_[found.back()] |= taken;
     }
-    if (bucket_bits_ == 0) {
-        for (int64_t i = 0; i < entries_; ++i) keys_[i] = key(i);
-        return {sort(keys_, spare_, entries_), 0, entries_};
-    }
-    const int64_t begin = bucket_begin_[size_t(piece)];
-    const int64_t count = piece_size(piece);
-    return {sort(keys_ + begin, spare_ + begin, count), 0, count};
+    return found;
 }
 
 // Sorts by slot, keeping the order of appearance. Returns where the result is: keys or spare.
-const uint64_t* Partition::sort(uint64_t* keys, uint64_t* spare, int64_t count) const {
+const uint64_t* Unique::sort(uint64_t* keys, uint64_t* spare, int64_t count) const {
     if (count <= 32) {
         for (int64_t i = 1; i < count; ++i) {
             const uint64_t key = keys[i];
@@ -175,23 +164,18 @@ const uint64_t* Partition::sort(uint64_t* keys, uint64_t* spare, int64_t count) 
         }
         return keys;
     }
-    const int low = entry_bits_ + (mixed_ ? bucket_bits_ : 0);
-    const int bits = slot_bits_ - bucket_bits_;
     constexpr int widest = 8;
-    const int width = std::clamp(bits_for(count), 4, widest);
-    const int passes = (bits + width - 1) / width;
-    const int digit_bits = passes ? (bits + passes - 1) / passes : 0;
-    const uint64_t mask = (uint64_t(1) << digit_bits) - 1;
+    const int low = entry_bits_ + bucket_bits_;
+    const int bits = slot_bits_ - bucket_bits_;
+    const int passes = (bits + widest - 1) / widest;
+    const int width = passes ? (bits + passes - 1) / passes : 0;
+    const uint64_t mask = (uint64_t(1) << width) - 1;
     for (int pass = 0; pass < passes; ++pass) {
-        const int shift = low + pass * digit_bits;
+        const int shift = low + pass * width;
         uint32_t places[1 << widest] = {};
         for (int64_t i = 0; i < count; ++i) ++places[keys[i] >> shift & mask];
         uint32_t at = 0;
-        for (uint64_t digit = 0; digit <= mask; ++digit) {
-            const uint32_t here = places[digit];
-            places[digit] = at;
-            at += here;
-        }
+        for (uint64_t digit = 0; digit <= mask; ++digit) at += std::exchange(places[digit], at);
         for (int64_t i = 0; i < count; ++i) spare[places[keys[i] >> shift & mask]++] = keys[i];
         std::swap(keys, spare);
     }

@@ -1,10 +1,10 @@
-// From positions to runs of equal slots.
+// From positions to chains of equal slots.
 //
-// A gradient lists slots in any order, with repetitions. The loop wants the entries of a slot
-// together, in order of appearance. Positions that are sorted already are used as they are (checked,
-// never trusted). Otherwise each entry becomes one 64-bit key, slot in the high bits and entry in
-// the low ones; the keys are dealt into buckets in parallel and each bucket is radix-sorted when
-// its turn comes, while it is in the cache.
+// A gradient names slots in any order, with repetitions. The loop wants to know, for each entry,
+// whether an earlier one has its slot and which one comes next. Positions in ascending order show
+// that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
+// 64-bit key, slot in the high bits and entry in the low ones; the keys are dealt into buckets in
+// parallel, and each bucket is radix-sorted in the cache, which brings equal slots together.
 #pragma once
 
 #include <cstdint>
@@ -14,63 +14,57 @@
 
 namespace sparsestep {
 
-// How the entries of one job are dealt out.
-class Partition {
+// Finds the chains of one job. The steps are called in the order in which they stand here; those
+// that take a number may run in parallel, for all numbers below the count above them.
+class Unique {
 public:
-    explicit Partition(const Job& job);
+    explicit Unique(const Job& job);
 
-    // The steps below are run in this order; those that take a chunk may run in parallel.
     int64_t chunks() const { return chunks_; }
-    void inspect(int64_t chunk);          // range and order of the positions
-    int64_t first_bad_entry() const;      // -1: every position is a slot
-    bool sorted() const;                  // nothing further to do: use the positions as they are
-    int64_t scratch_words() const;        // what deal() needs, in 64-bit words
+    void inspect(int64_t chunk);      // range and order of the positions
+    int64_t first_bad_entry() const;  // -1: every position is a slot
+    bool ascending() const;           // strictly: no chains, so nothing further to do
+
+    int64_t scratch_words() const;  // 64-bit words that the next steps need
     void use_scratch(uint64_t* scratch);
-    bool is_dealt() const { return keys_ && bucket_bits_ > 0; }  // else count() to deal() are idle
+    bool is_dealt() const { return bucket_bits_ > 0; }  // else count() to deal() are not needed
     void count(int64_t chunk);
-    void choose_buckets(int threads);
+    void place_buckets();
     void deal(int64_t chunk);
 
-    // A piece of the job whose slots no other piece has.
-    int64_t pieces() const;
-    int64_t piece_size(int64_t piece) const;
-    Entries entries(int64_t piece) const;  // sorts the piece's bucket
-
-    int32_t entry_bits() const { return entry_bits_; }
+    int64_t buckets() const { return int64_t(1) << bucket_bits_; }
+    void link(int64_t bucket);  // writes the links of all entries in the bucket
+    const Link* links() const { return links_; }
+    std::vector<int64_t> heavy(int64_t length);  // first entries of chains at least so long, taken out
 
 private:
     int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size; }
     int64_t chunk_end(int64_t chunk) const;
-    int64_t run_boundary(int64_t entry) const;
     uint64_t key(int64_t entry) const;
-    int64_t range_bucket(uint64_t slot) const { return int64_t(slot >> range_shift_); }
-    int64_t mixed_bucket(uint64_t slot) const;
-    int64_t bucket_of(uint64_t slot) const { return mixed_ ? mixed_bucket(slot) : range_bucket(slot); }
+    int64_t bucket_of(int64_t slot) const;
     const uint64_t* sort(uint64_t* keys, uint64_t* spare, int64_t count) const;
 
-    static constexpr int64_t chunk_size = 16384;
-    static constexpr int64_t bucket_size = 512;
+    static constexpr int64_t chunk_size = 8192;
+    static constexpr int64_t bucket_size = 1024;
     static constexpr int max_bucket_bits = 10;
+
+    struct Inspection {
+        int64_t first_bad;
+        bool ascending;
+    };
 
     const int64_t* positions_;
     int64_t entries_;
     int64_t slots_;
     int64_t chunks_;
-    int32_t entry_bits_;
-    int32_t slot_bits_;
-    int32_t bucket_bits_;
-    int32_t range_shift_;
-    bool mixed_ = false;
-    struct Inspection {
-        int64_t first_bad;
-        bool sorted;
-    };
+    int entry_bits_, slot_bits_, bucket_bits_;
     std::vector<Inspection> inspections_;
     std::vector<int64_t> bucket_begin_;
+    std::vector<int64_t> longest_;  // per bucket: first entry of its longest chain, and its length
     uint64_t* keys_ = nullptr;
     uint64_t* spare_ = nullptr;
-    // Per chunk: how many entries go to each bucket, by range and mixed; then where they go.
-    uint64_t* counts_ = nullptr;
+    uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
+    Link* links_ = nullptr;
 };
 
 }  // namespace sparsestep
