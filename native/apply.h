@@ -84,6 +84,7 @@ public:
         : rule_(job.coefficients),
           piece_(piece),
           columns_(piece.last_column - piece.first_column),
+          whole_(job.whole),
           positions_(job.positions),
           links_(job.links),
           negate_(job.negate),
@@ -92,7 +93,7 @@ public:
           state_(make_state(job, piece, sequence())) {}
 
     void run() {
-        if (!positions_) return update_slot(0, 0, sequence());
+        if (whole_) return update_slot(0, 0, sequence());
         if (piece_.end == heavy_piece) {
             return update_slot(piece_.begin, positions_[piece_.begin], sequence());
         }
@@ -179,6 +180,7 @@ private:
     const Rule rule_;
     const Piece piece_;
     const int64_t columns_;
+    const bool whole_;
     const int64_t* const positions_;
     const Link* const links_;
     const bool negate_;

@@ -50,7 +50,7 @@ private:
     Py_ssize_t at_ = 0;
 };
 
-// (rule, positions, entries, slots, block, negate, values, param, states..., coefficients...), with
+// (rule, whole, positions, entries, slots, block, negate, values, param, states..., coefficients...), with
 // four numbers for a view: address, dtype, stride of a slot, stride of an element.
 Job read_job(nb::handle tuple, const KernelTable& kernels) {
     Reader reader(tuple);
@@ -58,6 +58,7 @@ Job read_job(nb::handle tuple, const KernelTable& kernels) {
     if (index < 0 || index >= kernels.count) throw nb::value_error("no such rule");
     const RuleKernels& rule = kernels.rules[index];
     Job job{};
+    job.whole = reader.integer() != 0;
     job.positions = static_cast<const int64_t*>(reader.address());
     job.entries = reader.integer();
     job.slots = reader.integer();

@@ -42,7 +42,8 @@ constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than
 
 // One gradient to apply to one parameter.
 struct Job {
-    const int64_t* positions;  // null: one entry, and its slot is the whole parameter
+    bool whole;                // one entry, whose slot is the whole parameter; no positions
+    const int64_t* positions;  // a slot for each entry
     const Link* links;         // null: no slot comes twice
     int64_t entries;
     int64_t slots;

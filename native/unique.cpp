@@ -17,7 +17,7 @@ Unique::Unique(const Job& job)
     : positions_(job.positions),
       entries_(job.entries),
       slots_(job.slots),
-      chunks_(job.positions ? (job.entries + chunk_size - 1) / chunk_size : 0),
+      chunks_(job.whole ? 0 : (job.entries + chunk_size - 1) / chunk_size),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
       bucket_bits_(std::min({bits_for(job.entries / bucket_size), max_bucket_bits, slot_bits_})),

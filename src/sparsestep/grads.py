@@ -74,11 +74,26 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
                 grad.device,
             )
         )
+    if not param.is_contiguous() and has_internal_overlap(param):
+        raise InputError(
+            sentence(
+                "every element of a parameter must have memory of its own",
+                f"shape {tuple(param.shape)} with strides {param.stride()}",
+                "Make the parameter contiguous",
+            )
+        )
     if grad.is_sparse:
         return _from_coo(param, grad)
     if grad.layout is torch.strided:
         return Touched(None, grad.resolve_neg(), 1, grad.numel())
     raise InputError(_unsupported(f"layout {grad.layout}"))
+
+
+def has_internal_overlap(tensor: Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _unsupported(what: str) -> str:

@@ -35,12 +35,11 @@ def run(updates: Sequence[Update], engine: str) -> None:
     What the reference engine runs is computed first and written last, and the native core checks
     everything before it writes, so nothing can fail once something is written.
     """
-    jobs, native_updates, results = [], [], []
+    natively, results = [], []
     for update in updates:
-        job = native.prepare(update) if engine != "reference" else None
-        if job is not None:
-            jobs.append(job)
-            native_updates.append(update)
+        prepared = native.prepare(update) if engine != "reference" else None
+        if prepared is not None:
+            natively.append(prepared)
             continue
         if engine == "native":
             raise InputError(f"{update.who()}: {_why_not_native(update)}")
@@ -50,8 +49,8 @@ def run(updates: Sequence[Update], engine: str) -> None:
             results.append(reference.compute(update))
         except InputError as error:
             raise InputError(f"{update.who()}: {error}") from None
-    if jobs:
-        native.run(native_updates, jobs)
+    if natively:
+        native.run(natively)
     for result in results:
         result.write()
 

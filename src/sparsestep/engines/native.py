@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,12 +70,19 @@ def use_instruction_set(name: str) -> None:
     _isa.use(name)
 
 
-def prepare(update: Update) -> Job | None:
+class Prepared(NamedTuple):
+    """An update as the core takes it, and what must stay alive until the core has run."""
+
+    job: Job
+    update: Update
+    values: Tensor
+
+
+def prepare(update: Update) -> Prepared | None:
     """The update as the core takes it, or ``None`` where the core has no way to run it."""
     rule = _RULES.get(update.rule.name)
     if rule is None or update.rule.coefficients is None:
         return None
-    index, states, coefficients = rule
     touched = update.touched
     positions, slots, block = touched.positions, touched.slots, touched.block
     if positions is None:
@@ -85,19 +93,14 @@ def prepare(update: Update) -> Job | None:
         values = touched.values
         if not values.is_contiguous():
             values = values.reshape(entries, block)
-    job: list[float] = [index, address, entries, slots, block, update.maximize]
-    for tensor, rows in ((values, entries), (update.param, slots)):
+    job = [rule[0], positions is None, address, entries, slots, block, update.maximize]
+    for tensor, rows in (values, entries), (update.param, slots), *((s, slots) for s in update.state):
         view = _view(tensor, rows, block)
         if view is None:
             return None
         job += view
-    for tensor in update.state:
-        view = _view(tensor, slots, block)
-        if view is None:
-            return None
-        job += view
     job += update.rule.coefficients(step=update.step, **update.hyper)
-    return tuple(job)
+    return Prepared(tuple(job), update, values)
 
 
 def _view(tensor: Tensor, rows: int, block: int) -> tuple[int, int, int, int] | None:
@@ -113,12 +116,12 @@ def _view(tensor: Tensor, rows: int, block: int) -> tuple[int, int, int, int] | 
     return tensor.data_ptr(), dtype, slot_stride, element_stride
 
 
-def run(updates: Sequence[Update], jobs: list[Job]) -> None:
-    """Apply all jobs at once; raises with nothing written if any position is no slot."""
+def run(prepared: Sequence[Prepared]) -> None:
+    """Apply all updates at once; raises with nothing written if any position is no slot."""
     assert core is not None
-    bad = core.step(jobs, torch.get_num_threads(), _isa.index)
+    bad = core.step([each.job for each in prepared], torch.get_num_threads(), _isa.index)
     if bad is not None:
         job, _, position = bad
-        update = updates[job]
+        update = prepared[job].update
         raise InputError(f"{update.who()}: {bad_index(0, update.touched.slots, position)}")
-    increment_version([update.param for update in updates])
+    increment_version([each.update.param for each in prepared])

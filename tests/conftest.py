@@ -1,0 +1,26 @@
+"""Settings that every test shares."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from sparsestep.engines import native
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("SPARSESTEP_HYPOTHESIS", "ci"))
+
+# Tests make broken tensors on purpose; torch asks to be told so explicitly.
+torch.sparse.check_sparse_tensor_invariants.disable()
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_settings():
+    """Give back the thread count and the instruction set that a test found."""
+    threads, isa = torch.get_num_threads(), native.instruction_set()
+    yield
+    torch.set_num_threads(threads)
+    if isa is not None:
+        native.use_instruction_set(isa)

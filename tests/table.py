@@ -1,0 +1,197 @@
+"""The table that the property tests run over, and the cases they are fed.
+
+A rule that is registered in ``sparsestep.rules.OPTIMIZERS`` is in the table. An engine is the
+reference engine or the native one with each instruction set that this machine has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsestep.engines import native
+from sparsestep.rules import OPTIMIZERS
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INSTRUCTION_SETS = [name for name, available in native.instruction_sets().items() if available]
+ENGINES = ["reference", *INSTRUCTION_SETS]
+
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@contextmanager
+def running_on(engine: str) -> Iterator[str]:
+    """The ``engine=`` argument for an engine of the table, with its instruction set in use."""
+    if engine == "reference":
+        yield "reference"
+        return
+    before = native.instruction_set()
+    assert before is not None
+    native.use_instruction_set(engine)
+    try:
+        yield "native"
+    finally:
+        native.use_instruction_set(before)
+
+
+@dataclass
+class Gradient:
+    """A COO gradient, or a dense one where ``indices`` is ``None``."""
+
+    shape: tuple[int, ...]
+    indices: Tensor | None
+    values: Tensor
+    coalesced: bool = False
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        if self.indices is None:
+            return self.values.to(dtype)
+        coo = torch.sparse_coo_tensor(self.indices, self.values.to(dtype), self.shape)
+        return coo.coalesce() if self.coalesced else coo
+
+    def dense(self) -> Tensor:
+        """The sum of all entries, in float64."""
+        if self.indices is None:
+            return self.values.double()
+        return self.tensor(torch.float64).to_dense()
+
+    def mask(self) -> Tensor:
+        """Which elements are touched."""
+        if self.indices is None:
+            return torch.ones(self.shape, dtype=torch.bool)
+        ones = torch.ones(self.values.shape, dtype=torch.float64)
+        return torch.sparse_coo_tensor(self.indices, ones, self.shape).to_dense() > 0
+
+
+@dataclass
+class Case:
+    """Params of several shapes, their gradients step by step, and options."""
+
+    shapes: list[tuple[int, ...]]
+    steps: list[list[Gradient | None]]
+    options: dict[str, Any]
+    seed: int
+
+    def params(self, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.randn(s, generator=generator).to(dtype) for s in self.shapes]
+
+    def run(
+        self, optimizer: type[torch.optim.Optimizer], dtype: torch.dtype, **extra: Any
+    ) -> tuple[list[Tensor], torch.optim.Optimizer]:
+        """Train through all steps; half of the params in a second group with another lr."""
+        params = [torch.nn.Parameter(p) for p in self.params(dtype)]
+        opt = optimizer(self.groups(params), **self.options, **extra)
+        for gradients in self.steps:
+            take_step(opt, params, gradients, dtype)
+        return [p.detach() for p in params], opt
+
+    def groups(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        half = (len(params) + 1) // 2
+        groups: list[dict[str, Any]] = [{"params": params[:half]}]
+        if params[half:]:
+            groups.append({"params": params[half:], "lr": 0.05})
+        return groups
+
+
+def take_step(
+    opt: torch.optim.Optimizer,
+    params: list[Tensor],
+    gradients: list[Gradient | None],
+    dtype: torch.dtype,
+) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = None if gradient is None else gradient.tensor(dtype)
+    opt.step()
+
+
+# Values are small multiples of 1/8, so that sums of duplicates are exact in every dtype and every
+# order: what differs between two ways to compute a step is then the step alone.
+def _values(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    return torch.randint(-16, 17, shape, generator=generator) / 8
+
+
+@st.composite
+def gradients(draw: st.DrawFn, shape: tuple[int, ...], *, dense: bool = True) -> Gradient:
+    if dense and draw(st.integers(0, 5)) == 0:
+        return Gradient(shape, None, _values(draw, shape))
+    sparse_dim = draw(st.integers(0, len(shape)))
+    if not dense and len(shape) > 0:
+        sparse_dim = max(1, sparse_dim)
+    entries = draw(st.integers(0, 12)) if math.prod(shape[:sparse_dim]) else 0
+    rows = [
+        draw(st.lists(st.integers(0, max(0, size - 1)), min_size=entries, max_size=entries))
+        for size in shape[:sparse_dim]
+    ]
+    indices = torch.tensor(rows, dtype=torch.int64).reshape(sparse_dim, entries)
+    values = _values(draw, (entries, *shape[sparse_dim:]))
+    return Gradient(shape, indices, values, coalesced=draw(st.booleans()))
+
+
+shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple) | st.sampled_from(
+    [(), (1,), (40,), (7, 33), (3, 0), (0, 4), (4, 600)]
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, dense: bool = True, max_steps: int = 6) -> Case:
+    """``dense=False``: only what torch.optim.SparseAdam takes as well."""
+    several = draw(st.lists(shapes, min_size=1, max_size=3))
+    steps = [
+        [draw(st.none() | gradients(shape, dense=dense)) for shape in several]
+        for _ in range(draw(st.integers(1, max_steps)))
+    ]
+    options = {"maximize": draw(st.booleans()), "lr": draw(st.sampled_from([1e-3, 0.1, 1.0]))}
+    return Case(several, steps, options, draw(st.integers(0, 2**16)))
+
+
+def state_tensors(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """All state tensors in the order of the params, then of the names."""
+    return [
+        value
+        for group in opt.param_groups
+        for param in group["params"]
+        for _, value in sorted(opt.state.get(param, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal to the last bit: NaN equals NaN of the same bits, 0.0 does not equal -0.0."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    return torch.equal(ours.contiguous().view(integers), theirs.contiguous().view(integers))
+
+
+def snapshot(opt: torch.optim.Optimizer) -> list[Any]:
+    """Everything a step may change: params, state tensors and step counts."""
+    kept = []
+    for group in opt.param_groups:
+        for param in group["params"]:
+            state = opt.state.get(param, {})
+            kept.append(param.detach().clone())
+            kept.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
+    return kept
+
+
+def unchanged(opt: torch.optim.Optimizer, before: list[Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return same_bits(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+    after = snapshot(opt)
+    return len(after) == len(before) and all(map(same, after, before))
+

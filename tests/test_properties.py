@@ -1,0 +1,190 @@
+"""What holds for every rule, gradient, dtype and engine. A rule is in the table once registered."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsestep.optimizer import RuleOptimizer
+from tests.table import (
+    ENGINES,
+    INSTRUCTION_SETS,
+    Case,
+    cases,
+    each_dtype,
+    each_engine,
+    each_optimizer,
+    running_on,
+    same_bits,
+    snapshot,
+    state_tensors,
+    take_step,
+    unchanged,
+)
+
+# Distance allowed from the float64 oracle in one step, relative to the larger of value and update.
+STEP_TOLERANCE = {
+    torch.float16: 2.0**-11 * 1.01,
+    torch.bfloat16: 2.0**-8 * 1.01,
+    torch.float32: 1e-6,
+    torch.float64: 1e-14,
+}
+
+
+def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], gradient: Any):
+    """The rule applied in float64 to the touched elements, from the optimizer's present state."""
+    state = opt.state.get(param, {})
+    mask = gradient.mask()
+    grad = gradient.dense()[mask] * (-1 if group["maximize"] else 1)
+    kept = [
+        state[spec.name].double()[mask] if state else torch.full_like(grad, spec.initial)
+        for spec in opt.rule.state
+    ]
+    hyper = {name: group[name] for name in opt.rule.hyperparameters}
+    new, *new_state = opt.rule.update(
+        param.detach().double()[mask], grad, *kept, step=state.get("step", 0) + 1, **hyper
+    )
+    return mask, new, new_state
+
+
+def close(ours: torch.Tensor, oracle: torch.Tensor, before: torch.Tensor, dtype: Any) -> bool:
+    scale = torch.maximum(oracle.abs(), before.double().abs())
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    allowed = STEP_TOLERANCE[dtype] * scale + smallest
+    return bool(((ours.double() - oracle).abs() <= allowed).all())
+
+
+@each_optimizer
+@each_engine
+@each_dtype
+@given(case=cases())
+def test_a_step_is_the_rule_on_what_was_touched(
+    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype, case: Case
+):
+    params = [torch.nn.Parameter(p) for p in case.params(dtype)]
+    with running_on(engine) as name:
+        opt = optimizer(case.groups(params), **case.options, engine=name)
+        groups = {p: group for group in opt.param_groups for p in group["params"]}
+        for gradients in case.steps:
+            before = [p.detach().clone() for p in params]
+            expected = [
+                oracle_step(opt, p, groups[p], g) if g is not None else None
+                for p, g in zip(params, gradients, strict=True)
+            ]
+            old_state = {p: copy.deepcopy(opt.state.get(p, {})) for p in params}
+            take_step(opt, params, gradients, dtype)
+            for param, old, result in zip(params, before, expected, strict=True):
+                if result is None:
+                    assert same_bits(param.detach(), old)
+                    continue
+                mask, new, new_state = result
+                assert close(param.detach()[mask], new, old[mask], dtype)
+                assert same_bits(param.detach()[~mask], old[~mask])
+                for spec, value in zip(opt.rule.state, new_state, strict=True):
+                    ours = opt.state[param][spec.name]
+                    was = old_state[param].get(spec.name, torch.full_like(ours, spec.initial))
+                    assert close(ours[mask], value, was[mask], ours.dtype)
+                    assert same_bits(ours[~mask], was[~mask])
+
+
+@each_optimizer
+@each_dtype
+@given(case=cases(), threads=st.sampled_from([1, 2, 3, 8]))
+def test_bits_do_not_depend_on_threads_or_instruction_set(
+    optimizer: type[RuleOptimizer], dtype: torch.dtype, case: Case, threads: int
+):
+    results = []
+    for engine in INSTRUCTION_SETS:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            with running_on(engine) as name:
+                params, opt = case.run(optimizer, dtype, engine=name)
+            results.append([*params, *state_tensors(opt)])
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+@each_optimizer
+@each_engine
+def test_bits_do_not_depend_on_how_many_share_a_large_step(
+    optimizer: type[RuleOptimizer], engine: str
+):
+    """Large enough for buckets, several chunks, a long chain and every thread."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 5000, (1, 40_000), generator=generator)
+    indices[0, torch.randint(0, 40_000, (15_000,), generator=generator)] = 4321
+    values = torch.randn(40_000, 24, generator=generator)
+    weight = torch.randn(5000, 24, generator=generator)
+    results = []
+    with running_on(engine) as name:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            param = torch.nn.Parameter(weight.clone())
+            opt = optimizer([param], lr=0.1, engine=name)
+            param.grad = torch.sparse_coo_tensor(indices, values, weight.shape)
+            opt.step()
+            opt.step()
+            results.append([param.detach(), *state_tensors(opt)])
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+@each_optimizer
+@each_engine
+@given(case=cases(max_steps=2), bad=st.sampled_from([-1, 6, 2**31, 2**62, -(2**62)]))
+def test_a_bad_position_anywhere_changes_nothing(
+    optimizer: type[RuleOptimizer], engine: str, case: Case, bad: int
+):
+    with running_on(engine) as name:
+        params, opt = case.run(optimizer, torch.float32, engine=name)
+        last = torch.nn.Parameter(torch.zeros(6, 2))
+        opt.add_param_group({"params": [last]})
+        before = snapshot(opt)
+        indices = torch.tensor([[0, bad, 3]])
+        last.grad = torch.sparse_coo_tensor(
+            indices, torch.ones(3, 2), (6, 2), check_invariants=False
+        )
+        with pytest.raises(ValueError, match=rf"indices of dim 0 must be in \[0, 6\). Got {bad}"):
+            opt.step()
+    assert unchanged(opt, before)
+
+
+@each_optimizer
+@each_engine
+@each_dtype
+@given(case=cases())
+def test_a_gradient_is_never_written(
+    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype, case: Case
+):
+    params = [torch.nn.Parameter(p) for p in case.params(dtype)]
+    with running_on(engine) as name:
+        opt = optimizer(case.groups(params), **case.options, engine=name)
+        for gradients in case.steps:
+            take_step(opt, params, gradients, dtype)
+            for param, gradient in zip(params, gradients, strict=True):
+                if gradient is not None:
+                    assert param.grad is not None
+                    fresh = gradient.tensor(dtype)
+                    assert same_bits(param.grad.to_dense(), fresh.to_dense())
+
+
+@each_optimizer
+@given(case=cases())
+def test_pickle_and_deepcopy_go_on_with_the_same_bits(optimizer: type[RuleOptimizer], case: Case):
+    params, opt = case.run(optimizer, torch.float32)
+    again_params, again = copy.deepcopy(([*opt.param_groups[0]["params"]], opt))
+    gradient = torch.ones_like(opt.param_groups[0]["params"][0])
+    for some, one in ((opt.param_groups[0]["params"], opt), (again_params, again)):
+        for group in one.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        some[0].grad = gradient
+        one.step()
+    assert again.engine == opt.engine
+    assert same_bits(opt.param_groups[0]["params"][0], again_params[0])
+    assert len(ENGINES) >= 2
