@@ -28,8 +28,8 @@ constexpr int64_t prefetch_bytes = 1024;
 // drops the calls.
 #define SPARSESTEP_INLINE inline __attribute__((always_inline))
 
-// The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two kinds
-// it is decides once per piece, not once per row, whether there is anything to convert.
+// The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
+// kinds it is decides once per piece, not once per row, whether there is anything to convert.
 template <class T>
 struct StoredRows {
     char* data;
@@ -51,7 +51,8 @@ struct StoredRows {
     // way, and asking for ownership at once (a prefetch for writing) would go there too.
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const char* at = data + row * row_bytes;
-        for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(at + line * cache_line, 0, 2);
+        for (int64_t line = 0; line < lines; ++line)
+            __builtin_prefetch(at + line * cache_line, 0, 2);
     }
 };
 
@@ -205,8 +206,8 @@ void apply(const Job& job, const Piece& piece) {
 
 template <template <class> class Rule>
 constexpr RuleKernels kernels_of() {
-    return {Rule<float>::name, Rule<float>::states, Rule<float>::coefficients,
-            &apply<Rule, float>, &apply<Rule, double>};
+    return {Rule<float>::name, Rule<float>::states, Rule<float>::coefficients, &apply<Rule, float>,
+            &apply<Rule, double>};
 }
 
 }  // namespace

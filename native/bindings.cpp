@@ -50,8 +50,9 @@ private:
     Py_ssize_t at_ = 0;
 };
 
-// (rule, whole, positions, entries, slots, block, negate, values, param, states..., coefficients...), with
-// four numbers for a view: address, dtype, stride of a slot, stride of an element.
+// (rule, whole, positions, entries, slots, block, negate, values, param, states...,
+// coefficients...), with four numbers for a view: address, dtype, stride of a slot, stride of an
+// element.
 Job read_job(nb::handle tuple, const KernelTable& kernels) {
     Reader reader(tuple);
     const int64_t index = reader.integer();

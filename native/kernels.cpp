@@ -1,7 +1,8 @@
 // Every rule's loop, compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags.
 // The registry of rules is the array below.
-#include "apply.h"
 #include "kernels.h"
+
+#include "apply.h"
 #include "rules/sparse_adam.h"
 
 namespace sparsestep {

@@ -1,5 +1,5 @@
-// Working memory of a step. One block is kept from step to step, because asking the system anew each
-// time would fault every page in again; very large ones are given back.
+// Working memory of a step. One block is kept from step to step, because asking the system anew
+// each time would fault every page in again; very large ones are given back.
 #pragma once
 
 #include <cstddef>

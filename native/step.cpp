@@ -35,8 +35,7 @@ using Extent = std::pair<const char*, const char*>;
 Extent extent(const Job& job) {
     const View& view = job.param;
     const char* begin = static_cast<const char*>(view.data);
-    const int64_t last =
-        (job.slots - 1) * view.slot_stride + (job.block - 1) * view.element_stride;
+    const int64_t last = (job.slots - 1) * view.slot_stride + (job.block - 1) * view.element_stride;
     return {begin, begin + (last + 1) * element_bytes(view.dtype)};
 }
 
@@ -121,9 +120,8 @@ private:
             if (!which(unique)) continue;
             for (int64_t i = 0; i < (unique.*count)(); ++i) tasks_.emplace_back(&unique, i);
         }
-        parallel(threads_, int64_t(tasks_.size()), [&](int64_t t) {
-            (tasks_[size_t(t)].first->*run)(tasks_[size_t(t)].second);
-        });
+        parallel(threads_, int64_t(tasks_.size()),
+                 [&](int64_t t) { (tasks_[size_t(t)].first->*run)(tasks_[size_t(t)].second); });
     }
 
     void add_pieces(int64_t j) {
@@ -140,7 +138,8 @@ private:
             const int64_t length = std::max(heavy_chain, job.entries / (8 * threads_));
             for (int64_t entry : uniques_[size_t(j)].heavy(length)) add_heavy(j, entry);
         }
-        const int64_t entries = std::max<int64_t>(1, piece_elements / std::max<int64_t>(1, job.block));
+        const int64_t entries =
+            std::max<int64_t>(1, piece_elements / std::max<int64_t>(1, job.block));
         for (int64_t begin = 0; begin < job.entries; begin += entries) {
             pieces_.push_back({j, {begin, std::min(job.entries, begin + entries), 0, job.block}});
         }

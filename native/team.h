@@ -17,8 +17,8 @@ void on_team(int threads, void (*run)(void*), void* context);
 // Whose threads on_team() uses: "openmp (torch's)" or "short-lived".
 const char* team_kind();
 
-// Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what a
-// task writes must not depend on it.
+// Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what
+// a task writes must not depend on it.
 template <class Body>
 void parallel(int threads, int64_t tasks, const Body& body) {
     if (threads <= 1 || tasks <= 1) {

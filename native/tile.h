@@ -2,8 +2,8 @@
 //
 // A rule computes on contiguous runs of float or double. Where a row is stored just so, the tile is
 // the row itself. Where it is stored otherwise (half precision, strided), the tile is a copy in the
-// first-level cache that is converted on the way in and rounded to nearest on the way out. So a rule
-// is compiled for two types only, whatever it runs on.
+// first-level cache that is converted on the way in and rounded to nearest on the way out. So a
+// rule is compiled for two types only, whatever it runs on.
 //
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once

@@ -34,8 +34,8 @@ constexpr int64_t heavy_piece = -1;
 // Applies a job's rule to a piece of it.
 using Apply = void (*)(const Job& job, const Piece& piece);
 
-// Where a slot comes more than once, its entries form a chain in order of appearance. An entry holds
-// the number of the next one; all but the first are marked as taken along by the first.
+// Where a slot comes more than once, its entries form a chain in order of appearance. An entry
+// holds the number of the next one; all but the first are marked as taken along by the first.
 using Link = uint32_t;
 constexpr Link taken = 0x80000000u;
 constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than that

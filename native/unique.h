@@ -35,7 +35,8 @@ public:
     int64_t buckets() const { return int64_t(1) << bucket_bits_; }
     void link(int64_t bucket);  // writes the links of all entries in the bucket
     const Link* links() const { return links_; }
-    std::vector<int64_t> heavy(int64_t length);  // first entries of chains at least so long, taken out
+    std::vector<int64_t> heavy(
+        int64_t length);  // first entries of chains at least so long, taken out
 
 private:
     int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size; }

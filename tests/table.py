@@ -194,4 +194,3 @@ def unchanged(opt: torch.optim.Optimizer, before: list[Any]) -> bool:
 
     after = snapshot(opt)
     return len(after) == len(before) and all(map(same, after, before))
-

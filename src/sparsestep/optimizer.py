@@ -6,6 +6,7 @@ and hands the updates to an engine.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,9 +28,12 @@ from sparsestep.grads import touched
 # Options that some optimizer has. A group that sets one which this optimizer does not have is
 # refused; other keys are the user's own notes, as with torch.
 _OPTIONS = frozenset(
-    """amsgrad bias_correction capturable dampening decoupled_weight_decay differentiable engine
-    foreach fused initial_accumulator_value lr_decay mask momentum nesterov semantics state_dtype
-    stochastic_rounding weight_decay""".split()
+    {
+        *("amsgrad", "bias_correction", "capturable", "dampening", "decoupled_weight_decay"),
+        *("differentiable", "engine", "foreach", "fused", "initial_accumulator_value", "lr_decay"),
+        *("mask", "momentum", "nesterov", "semantics", "state_dtype", "stochastic_rounding"),
+        "weight_decay",
+    }
 )
 
 
@@ -120,7 +124,8 @@ class RuleOptimizer(Optimizer):
         repeats: list[Update] = []
         for number, group in enumerate(self.param_groups):
             hyper = {name: group[name] for name in self.rule.hyperparameters}
-            hyper["lr"] = float(hyper["lr"])
+            if isinstance(hyper["lr"], Tensor):
+                hyper["lr"] = hyper["lr"].item()
             for index, param in enumerate(group["params"]):
                 grad = param.grad
                 if grad is None:
@@ -195,9 +200,11 @@ class RuleOptimizer(Optimizer):
         # Torch calls this at the end of load_state_dict too, with state and groups alone.
         self.__dict__.setdefault("_loading", None)
         super().__setstate__(state)
+        # Torch adds to the defaults here; a group gets only what the constructor knows.
+        known = inspect.signature(type(self)).parameters.keys() & self.defaults.keys()
         for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
+            for name in known:
+                group.setdefault(name, self.defaults[name])
         if self._loading is not None:
             self._restore_precision(self._loading)
 

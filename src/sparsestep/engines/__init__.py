@@ -80,5 +80,5 @@ def _say_once_that_it_is_slow(update: Update) -> None:
             f"sparsestep: the reference engine is used, about ten times slower than the native "
             f"one: {reason}",
             SlowWarning,
-            stacklevel=4,
+            stacklevel=6,  # the caller of optimizer.step()
         )

@@ -1,14 +1,13 @@
 """The native engine: sums duplicates and applies the rule in one pass, in C++ on the CPU.
 
 This file checks what the core must be able to rely on and turns tensors into addresses and strides.
-The core keeps no pointer beyond the call and checks the positions itself, before it writes anything.
+The core keeps no pointer beyond the call, and checks the positions itself before it writes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,12 @@ from sparsestep.contract import Update
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import bad_index
 
-core: ModuleType | None
 try:
-    from sparsestep import _native as core
+    from sparsestep import _native
 except ImportError:  # installed without the core (SPARSESTEP_PURE=1)
     core = None
+else:
+    core = _native
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _RULES: dict[str, tuple[int, int, int]] = core.rules() if core else {}
@@ -93,8 +93,10 @@ def prepare(update: Update) -> Prepared | None:
         values = touched.values
         if not values.is_contiguous():
             values = values.reshape(entries, block)
-    job = [rule[0], positions is None, address, entries, slots, block, update.maximize]
-    for tensor, rows in (values, entries), (update.param, slots), *((s, slots) for s in update.state):
+    job: list[float] = [rule[0], positions is None, address, entries, slots, block, update.maximize]
+    tensors = [(values, entries), (update.param, slots)]
+    tensors += [(tensor, slots) for tensor in update.state]
+    for tensor, rows in tensors:
         view = _view(tensor, rows, block)
         if view is None:
             return None

@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each creates what it needs (.venv, torch at the version in constraints.txt, the native build) and
+# is quick when run again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
+
+.PHONY: demo test lint format fuzz bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/sparsestep demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+# Random cases instead of the fixed ones, again and again until one fails or you stop it.
+fuzz: $(INSTALLED)
+	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/sparse_adam.py
+
+clean:
+	rm -rf $(VENV) build
+
+# Python sources are used in place; only what the native core is built from makes this run again.
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings=cmake.define.SPARSESTEP_WERROR=ON -e ".[cli,dev]"
+	touch $@

@@ -1,0 +1,202 @@
+"""The native core as a library: instruction sets, threads, fork, symbols."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsestep
+from sparsestep.engines import native
+from sparsestep.rules import OPTIMIZERS
+
+NATIVE = Path(__file__).parents[2] / "native"
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_plainest_instruction_set_is_everywhere():
+    assert next(iter(native.instruction_sets())) == "baseline"
+    assert native.instruction_sets()["baseline"]
+
+
+@pytest.mark.parametrize("name", [n for n, here in native.instruction_sets().items() if here])
+def test_the_environment_forces_an_instruction_set(name: str):
+    code = "from sparsestep.engines import native; print(native.instruction_set())"
+    assert run_python(code, SPARSESTEP_ISA=name).stdout.strip() == name
+
+
+def test_an_unknown_instruction_set_is_refused():
+    done = run_python("import sparsestep", SPARSESTEP_ISA="mmx")
+    assert done.returncode == 1
+    assert re.search("SPARSESTEP_ISA must be one of baseline.*Got 'mmx'", done.stderr)
+
+
+def test_every_rule_has_its_native_twin():
+    assert native.core is not None
+    twins = native.core.rules()
+    for optimizer in OPTIMIZERS:
+        rule = optimizer.rule
+        _, states, coefficients = twins[rule.name]
+        assert states == len(rule.state)
+        group = optimizer([torch.zeros(1)]).param_groups[0]
+        hyper = {name: group[name] for name in rule.hyperparameters}
+        assert rule.coefficients is not None
+        assert coefficients == len(rule.coefficients(step=1, **hyper))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_kernels_share_no_code_between_instruction_sets(isa: str, tmp_path: Path):
+    """A weak symbol could be merged by the linker into a copy that needs a wider machine."""
+    if isa != "baseline" and isa not in native.instruction_sets():
+        pytest.skip("not an x86 machine")
+    flags = {"baseline": [], "avx2": ["-mavx2"], "avx512": ["-mavx512f", "-mavx512vl"]}[isa]
+    built = tmp_path / "kernels.o"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    command = [compiler, "-std=c++17", "-O3", f"-DSPARSESTEP_ISA={isa}", *flags, "-c"]
+    subprocess.run([*command, str(NATIVE / "kernels.cpp"), "-o", str(built)], check=True)
+    symbols = subprocess.run(["nm", "-C", str(built)], capture_output=True, text=True, check=True)
+    # A line is "address kind name", or "kind name" for what is defined elsewhere.
+    found = re.findall(r"^[0-9a-f ]+ ([A-Za-z]) (.+)$", symbols.stdout, re.MULTILINE)
+    shared = [name for kind, name in found if kind in "WVuwv"]
+    defined = [name for kind, name in found if kind in "TDBR"]
+    assert shared == []
+    assert defined == [f"sparsestep::kernels_{isa}()"]
+
+
+WORK = """
+import os, torch, sparsestep
+torch.set_num_threads(2)
+
+def work(seed):
+    torch.manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(5000, 32))
+    opt = sparsestep.SparseAdam([param], lr=0.1, engine="native")
+    for _ in range(3):
+        rows = torch.randint(0, 5000, (1, 20000))
+        param.grad = torch.sparse_coo_tensor(rows, torch.randn(20000, 32), param.shape)
+        opt.step()
+    return param.detach()
+"""
+
+
+def test_it_survives_fork_after_threads_have_started():
+    done = run_python(
+        WORK
+        + """
+expected = work(0)
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)               # torch's own kernels would hang on two
+    torch.get_num_threads = lambda: 2      # ours must not
+    os._exit(0 if torch.equal(work(0), expected) else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0
+assert torch.equal(work(0), expected)   # and the parent goes on
+print("ok")
+"""
+    )
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_several_python_threads_may_step_at_once():
+    done = run_python(
+        WORK
+        + """
+import threading
+expected = [work(seed) for seed in range(4)]
+results = {}
+
+def prepared(seed):
+    torch.manual_seed(seed)
+    weight = torch.randn(5000, 32)
+    grads = [(torch.randint(0, 5000, (1, 20000)), torch.randn(20000, 32)) for _ in range(3)]
+    return torch.nn.Parameter(weight), grads
+
+work_items = [prepared(seed) for seed in range(4)]
+
+def run(seed):
+    param, grads = work_items[seed]
+    opt = sparsestep.SparseAdam([param], lr=0.1, engine="native")
+    for rows, values in grads:
+        param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
+        opt.step()
+    results[seed] = param.detach()
+
+threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert all(torch.equal(results[seed], expected[seed]) for seed in range(4))
+print("ok")
+"""
+    )
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_a_bad_call_into_the_core_is_refused():
+    assert native.core is not None
+    with pytest.raises(TypeError):
+        native.core.step([1], 1, 0)
+    with pytest.raises(ValueError, match="too few"):
+        native.core.step([(0, 0)], 1, 0)
+    with pytest.raises(ValueError, match="no such rule"):
+        native.core.step([(999, 0)], 1, 0)
+    with pytest.raises(ValueError, match="instruction set"):
+        native.core.step([], 1, 999)
+
+
+PURE = """
+import sys, warnings
+sys.modules["sparsestep._native"] = None   # what an installation without the core looks like
+import torch, sparsestep
+table = torch.nn.Embedding(10, 4, sparse=True)
+opt = sparsestep.SparseAdam(table.parameters(), lr=0.1)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        opt.zero_grad()
+        table(torch.tensor([1, 2, 1])).sum().backward()
+        opt.step()
+assert [w.category for w in said] == [sparsestep.SlowWarning], said
+assert "without its C++ core" in str(said[0].message)
+assert said[0].filename == "<string>", said[0].filename
+try:
+    sparsestep.SparseAdam(table.parameters(), engine="native")
+except ValueError as error:
+    assert "needs the C++ core" in str(error)
+    print("ok")
+"""
+
+
+def test_without_the_core_everything_works_and_says_once_that_it_is_slow():
+    done = run_python(PURE)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_tables_above_two_billion_slots():
+    """Element-wise positions need more than 32 bits; the memory is never touched."""
+    rows, columns = 2**17, 2**15
+    param = sparsestep.memory.zeros(torch.Size([rows, columns]), torch.float16, torch.device("cpu"))
+    opt = sparsestep.SparseAdam([param], lr=0.5, engine="native")
+    indices = torch.tensor([[rows - 1, 0, rows - 1], [columns - 1, 1, columns - 1]])
+    param.grad = torch.sparse_coo_tensor(indices, torch.ones(3, dtype=torch.float16), param.shape)
+    opt.step()
+    assert param[rows - 1, columns - 1] == -0.5
+    assert param[0, 1] == -0.5
+    assert param[0, 0] == 0

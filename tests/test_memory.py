@@ -1,0 +1,59 @@
+"""State costs what was touched, not what the table holds."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparsestep import memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (300_000, 8)], ids=str)
+def test_zeros_are_ordinary_tensors(shape, dtype):
+    ours = memory.zeros(torch.Size(shape), dtype, torch.device("cpu"))
+    assert torch.equal(ours, torch.zeros(shape, dtype=dtype))
+    ours += 1
+    assert torch.equal(copy.deepcopy(ours), torch.ones(shape, dtype=dtype))
+
+
+def test_full_takes_any_value():
+    assert torch.equal(
+        memory.full(torch.Size([3]), 0.5, torch.float32, torch.device("cpu")),
+        torch.full((3,), 0.5),
+    )
+
+
+LARGE_TABLE = """
+import torch, sparsestep
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+ROWS, DIM, LOOKUPS = 40_000_000, 16, 256
+# The param is lazy too, or the test would need 2.5 GB for it.
+param = sparsestep.memory.zeros(torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu"))
+opt = sparsestep.SparseAdam([param], lr=0.1)
+rows = (torch.arange(LOOKUPS) * (ROWS // LOOKUPS))[None]
+before = resident()
+for _ in range(2):
+    param.grad = torch.sparse_coo_tensor(rows, torch.ones(LOOKUPS, DIM), param.shape)
+    opt.step()
+grown = resident() - before
+assert grown < 64, f"{grown} MiB"
+assert param[rows[0]].max() < -0.1
+print("ok")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_step_on_a_large_table_takes_memory_for_the_batch_only():
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_TABLE], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "ok\n", done.stderr

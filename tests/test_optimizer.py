@@ -1,0 +1,363 @@
+"""A torch optimizer in every respect: construction, groups, hooks, closures, odd params."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.optimizer import RuleOptimizer
+from tests.table import each_engine, each_optimizer, running_on, same_bits
+
+
+def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows]), torch.full((len(rows), *shape[1:]), value), shape
+    )
+
+
+# Construction
+
+
+@each_optimizer
+def test_generators_of_params(optimizer: type[RuleOptimizer]):
+    model = torch.nn.ModuleList(torch.nn.Embedding(5, 2, sparse=True) for _ in range(3))
+    for params in (
+        model.parameters(),
+        (p for p in model.parameters()),
+        [{"params": (p for p in model.parameters())}],
+        iter([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]),
+        model.named_parameters(),
+    ):
+        opt = optimizer(params)
+        found = [p for group in opt.param_groups for p in group["params"]]
+        assert len(found) in (2, 3)
+        assert all(isinstance(p, torch.nn.Parameter) for p in found)
+
+
+@each_optimizer
+def test_zero_learning_rate_moves_nothing_but_counts(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.randn(4, 2))
+    before = param.detach().clone()
+    opt = optimizer([param], lr=0.0)
+    param.grad = coo([1, 3], (4, 2))
+    opt.step()
+    assert torch.equal(param, before)
+    assert opt.state[param]["step"] == 1
+    assert opt.state[param]["exp_avg"][1].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "SparseAdam: Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "Tensor lr must be 1-element"),
+        ({"eps": 0.0}, "Invalid epsilon value: 0.0"),
+        ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": (0.9,)}, "betas must be a pair"),
+        ({"engine": "cuda"}, "engine must be one of auto, native, reference. Got 'cuda'"),
+    ],
+)
+def test_bad_options(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        sparsestep.SparseAdam([torch.zeros(2)], **options)
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": 0.0}])
+def test_bad_options_of_a_group(options: dict):
+    opt = sparsestep.SparseAdam([torch.zeros(2)])
+    with pytest.raises(ValueError, match="SparseAdam: Invalid"):
+        opt.add_param_group({"params": [torch.zeros(3)], **options})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["weight_decay", "amsgrad", "mask", "semantics", "fused", "foreach", "bias_correction"],
+)
+def test_options_that_it_does_not_have_are_refused(option: str):
+    with pytest.raises(TypeError):
+        sparsestep.SparseAdam([torch.zeros(2)], **{option: True})
+    with pytest.raises(InputError, match=f"may set lr, betas, eps, maximize. Got {option}"):
+        sparsestep.SparseAdam([{"params": [torch.zeros(2)], option: True}])
+
+
+def test_a_group_may_carry_notes():
+    opt = sparsestep.SparseAdam([{"params": [torch.zeros(2)], "name": "users"}])
+    assert opt.param_groups[0]["name"] == "users"
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_params_are_refused(layout: torch.layout):
+    bad = torch.eye(3).to_sparse(layout=layout)
+    with pytest.raises(
+        ValueError,
+        match=r"Sparse params at indices \[\[0, 1\]\]: SparseAdam requires dense parameter tensors",
+    ):
+        sparsestep.SparseAdam([torch.zeros(2), bad])
+
+
+def test_complex_params_are_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"Complex params at indices \[\[1, 0\]\]: "
+        "SparseAdam does not support complex parameters",
+    ):
+        sparsestep.SparseAdam(
+            [{"params": [torch.zeros(2)]}, {"params": [torch.zeros(2, dtype=torch.complex64)]}]
+        )
+
+
+# Steps
+
+
+@each_optimizer
+@each_engine
+def test_none_gradients_are_skipped(optimizer: type[RuleOptimizer], engine: str):
+    params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    with running_on(engine) as name:
+        opt = optimizer(params, engine=name)
+        params[1].grad = torch.ones(3)
+        opt.step()
+    assert params[0] not in opt.state
+    assert opt.state[params[1]]["step"] == 1
+
+
+@each_optimizer
+@each_engine
+def test_an_empty_gradient_counts_and_changes_nothing_else(
+    optimizer: type[RuleOptimizer], engine: str
+):
+    param = torch.nn.Parameter(torch.randn(4, 2))
+    with running_on(engine) as name:
+        opt = optimizer([param], engine=name)
+        param.grad = coo([1], (4, 2))
+        opt.step()
+        kept = [param.detach().clone(), *(v.clone() for v in list(opt.state[param].values())[1:])]
+        param.grad = torch.sparse_coo_tensor(torch.zeros(1, 0).long(), torch.zeros(0, 2), (4, 2))
+        opt.step()
+    assert opt.state[param]["step"] == 2
+    after = [param.detach(), *list(opt.state[param].values())[1:]]
+    assert all(map(same_bits, kept, after))
+
+
+@each_optimizer
+@each_engine
+def test_a_stored_zero_is_touched(optimizer: type[RuleOptimizer], engine: str):
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    with running_on(engine) as name:
+        opt = optimizer([param], lr=0.1, engine=name)
+        param.grad = coo([0, 1], (3, 2))
+        opt.step()
+        once = param.detach().clone()
+        param.grad = coo([0], (3, 2), value=0.0)
+        opt.step()
+    assert bool((param[0] != once[0]).all())  # its momentum goes on
+    assert same_bits(param[1:].detach(), once[1:])
+
+
+@each_optimizer
+def test_closure_hooks_and_zero_grad(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    opt = optimizer([param], lr=0.1)
+    calls = []
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        opt.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        calls.append("closure")
+        return loss
+
+    with torch.no_grad():
+        assert opt.step(closure).item() == 6.0
+    assert calls == ["pre", "closure", "post"]
+    opt.zero_grad()
+    assert param.grad is None
+
+
+@each_optimizer
+def test_zero_grad_that_keeps_the_tensors(optimizer: type[RuleOptimizer]):
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    opt = optimizer(table.parameters(), lr=0.1)
+    for _ in range(2):
+        opt.zero_grad(set_to_none=False)
+        table(torch.tensor([1, 2])).sum().backward()
+        opt.step()
+    assert opt.state[table.weight]["step"] == 2
+
+
+@each_optimizer
+def test_a_param_given_twice_is_updated_twice_like_torch(optimizer: type[RuleOptimizer]):
+    ours, theirs = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+    their_class = getattr(torch.optim, optimizer.__name__)
+    for cls, param in ((optimizer, ours), (their_class, theirs)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt = cls([param, param, param], lr=0.1)
+        param.grad = coo([1, 2], (4, 2))
+        opt.step()
+        opt.step()
+        assert opt.state[param]["step"] == 6
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+@each_optimizer
+@each_engine
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), torch.tensor([0.1])], ids=str)
+def test_learning_rate_as_number_or_tensor(optimizer: type[RuleOptimizer], engine: str, lr):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+    with running_on(engine) as name:
+        opt = optimizer([param], lr=lr, engine=name)
+        param.grad = coo([1], (4, 2))
+        opt.step()
+        opt.param_groups[0]["lr"] *= 0.5
+        opt.step()
+    assert torch.allclose(param[1], torch.full((2,), 0.85), atol=1e-4)
+
+
+@each_optimizer
+def test_writing_a_param_is_noticed_by_autograd(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = optimizer([param])
+    loss = param.square().sum()
+    param.grad = coo([1], (4, 2))
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Odd params
+
+
+def odd_params() -> dict[str, torch.Tensor]:
+    base = torch.arange(64.0).reshape(8, 8)
+    return {
+        "0-d": torch.tensor(3.0),
+        "1-d": torch.arange(8.0),
+        "transposed": base.clone().t(),
+        "columns of a wider table": base.clone()[:, 2:5],
+        "every other row": base.clone()[::2],
+        "every other element": torch.arange(16.0)[::2],
+        "offset view": base.clone().flatten()[5:53].view(6, 8),
+        "permuted 3-d": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        "reversed 3-d": torch.arange(24.0).reshape(2, 3, 4).permute(2, 1, 0),
+        "channels last": torch.arange(120.0)
+        .reshape(2, 3, 4, 5)
+        .contiguous(memory_format=torch.channels_last),
+    }
+
+
+@each_optimizer
+@each_engine
+@pytest.mark.parametrize("kind", odd_params())
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_params_of_any_strides(optimizer, engine, kind, dense):
+    odd = odd_params()[kind]
+    plain = torch.nn.Parameter(odd.detach().clone(memory_format=torch.contiguous_format))
+    odd.requires_grad_()
+    with running_on(engine) as name:
+        name = "auto" if name == "native" else name  # not every layout has a native way
+        for step in range(3):
+            for param in (odd, plain):
+                if step == 0:
+                    param.opt = optimizer([param], lr=0.1, engine=name)
+                grad = torch.sin(torch.arange(float(odd.numel())) + step).reshape(odd.shape)
+                param.grad = grad if dense else grad.to_sparse((odd.dim() + 1) // 2)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", sparsestep.SlowWarning)
+                    param.opt.step()
+    assert torch.allclose(odd, plain, rtol=1e-6)
+
+
+@each_optimizer
+def test_what_the_native_engine_cannot_do_is_said(optimizer: type[RuleOptimizer], monkeypatch):
+    from sparsestep import engines
+
+    monkeypatch.setattr(engines, "_said", set())
+    odd = torch.arange(24.0).reshape(2, 3, 4).permute(2, 1, 0).requires_grad_()
+    odd.grad = coo([1], (4, 3, 2))
+    with pytest.raises(InputError, match="rows lie at regular distances"):
+        optimizer([odd], engine="native").step()
+    opt = optimizer([odd])
+    with pytest.warns(sparsestep.SlowWarning, match="reference engine"):
+        opt.step()
+    opt.step()  # once is enough: a second warning would be an error here
+
+
+@each_optimizer
+@each_engine
+def test_views_of_one_table_are_updated_one_after_the_other(optimizer, engine):
+    """Overlapping params: the second starts from what the first has written."""
+    ours, theirs = torch.ones(2, 600, 8).unbind()
+    their_class = getattr(torch.optim, optimizer.__name__)
+    with running_on(engine) as name:
+        for table, make in (
+            (ours, lambda p: optimizer(p, lr=0.1, engine=name)),
+            (theirs, lambda p: their_class(p, lr=0.1)),
+        ):
+            views = [table[:400].requires_grad_(), table[200:].requires_grad_()]
+            opts = [make([views[0]]), make([views[1]])] if engine == "reference" else [make(views)]
+            for view in views:
+                view.grad = coo(list(range(0, 400, 2)), (400, 8))
+            for opt in opts:
+                opt.step()
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+@each_optimizer
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), data=st.data())
+def test_values_of_any_strides(optimizer: type[RuleOptimizer], rows, columns, data):
+    """Autograd hands out expanded and transposed values."""
+    kind = data.draw(st.sampled_from(["expanded", "transposed", "sliced"]))
+    values = {
+        "expanded": torch.ones(1, 1).expand(rows, columns),
+        "transposed": torch.arange(float(rows * columns)).reshape(columns, rows).t(),
+        "sliced": torch.arange(float(rows * columns * 2)).reshape(rows, columns * 2)[:, ::2],
+    }[kind]
+    ids = data.draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+    results = []
+    for each in (values, values.contiguous()):
+        param = torch.nn.Parameter(torch.ones(5, columns))
+        param.grad = torch.sparse_coo_tensor(torch.tensor([ids]), each, (5, columns))
+        optimizer([param], lr=0.1).step()
+        results.append(param.detach())
+    assert same_bits(*results)
+
+
+@each_optimizer
+def test_gradients_that_carry_a_graph(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = optimizer([param], lr=0.1)
+    (grad,) = torch.autograd.grad(param.pow(3).sum(), [param], create_graph=True)
+    param.grad = grad
+    opt.step()
+    assert torch.allclose(param, torch.full((4, 2), 0.9))
+
+
+@each_optimizer
+def test_grad_scaler_skips_a_step_with_inf(optimizer: type[RuleOptimizer]):
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    opt = optimizer(table.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = table.weight.detach().clone()
+    for factor, moved in ((float("inf"), False), (1.0, True)):
+        opt.zero_grad()
+        scaler.scale(factor * table(torch.tensor([1, 2])).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert (table.weight in opt.state) == moved
+        assert same_bits(table.weight.detach(), before) != moved
