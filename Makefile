@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
+FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp)
 
-.PHONY: demo test lint format fuzz bench clean
+.PHONY: demo test lint format fuzz sanitize bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -19,17 +20,26 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(FORMATTED)
 
 # Random cases instead of the fixed ones, again and again until one fails or you stop it.
 fuzz: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
+
+# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer.
+sanitize: sanitize-address,undefined sanitize-thread
+
+sanitize-%:
+	cmake -S . -B build/sanitize-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
+		-DSPARSESTEP_WERROR=ON -DSPARSESTEP_SANITIZE=$*
+	cmake --build build/sanitize-$* --parallel 2
+	build/sanitize-$*/test_core
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sparse_adam.py

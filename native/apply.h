@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t cache_line = 64;
 
 // How many entries ahead rows are asked for: long enough to hide a trip to memory.
-constexpr int64_t prefetch_distance = 16;
+constexpr int64_t prefetch_distance = 32;
 
 // The hardware itself goes on with a row that is longer than this.
 constexpr int64_t prefetch_bytes = 1024;
@@ -124,6 +124,7 @@ private:
     SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
         if (is_taken(entry)) return;
         const int64_t slot = positions_[entry];
+        values_.prefetch(entry);
         param_.prefetch(slot);
         for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
     }

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t serial_bytes = 1 << 18;
 
 // How much a task holds: enough to be worth fetching, little enough to share out evenly.
-constexpr int64_t piece_elements = 1 << 14;
+constexpr int64_t piece_elements = 1 << 16;
 
 // A chain as long as this, and a good part of the whole gradient, is summed by several threads.
 constexpr int64_t heavy_chain = 4096;
@@ -136,7 +136,7 @@ private:
         // Long chains first, so that none is begun when all else has ended.
         if (job.links && threads_ > 1) {
             const int64_t length = std::max(heavy_chain, job.entries / (8 * threads_));
-            for (int64_t entry : uniques_[size_t(j)].heavy(length)) add_heavy(j, entry);
+            for (int64_t entry : uniques_[size_t(j)].take_heavy(length)) add_heavy(j, entry);
         }
         const int64_t entries =
             std::max<int64_t>(1, piece_elements / std::max<int64_t>(1, job.block));

@@ -11,6 +11,13 @@ int bits_for(int64_t count) {  // the bits that hold 0 .. count-1
     return count <= 1 ? 0 : 64 - __builtin_clzll(uint64_t(count - 1));
 }
 
+// Spreads neighbouring slots, and slots at regular distances, over all 64 bits. Buckets take the
+// upper bits and the hash tables the lower half, so that the one does not spoil the other.
+uint64_t mix(uint64_t slot) {
+    const uint64_t product = (slot ^ (slot >> 32)) * 0x9e3779b97f4a7c15u;
+    return product ^ (product >> 29);
+}
+
 }  // namespace
 
 Unique::Unique(const Job& job)
@@ -20,7 +27,7 @@ Unique::Unique(const Job& job)
       chunks_(job.whole ? 0 : (job.entries + chunk_size - 1) / chunk_size),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
-      bucket_bits_(std::min({bits_for(job.entries / bucket_size), max_bucket_bits, slot_bits_})),
+      bucket_bits_(std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
       inspections_(size_t(chunks_)) {
     if (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64) {
         throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
@@ -33,18 +40,22 @@ int64_t Unique::chunk_end(int64_t chunk) const {
 
 void Unique::inspect(int64_t chunk) {
     const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
-    const uint64_t slots = uint64_t(slots_);
-    uint64_t bad = 0, descents = 0;
-    for (int64_t i = begin; i < end; ++i) bad |= uint64_t(uint64_t(positions_[i]) >= slots);
-    for (int64_t i = std::max<int64_t>(begin, 1); i < end && !descents; ++i) {
-        descents |= uint64_t(positions_[i] <= positions_[i - 1]);
+    const int64_t* positions = positions_;
+    const uint64_t last = uint64_t(slots_) - 1;
+    // The sign bit is set where a position is negative or beyond the last slot.
+    uint64_t sign = 0;
+    for (int64_t i = begin; i < end; ++i) {
+        const uint64_t position = uint64_t(positions[i]);
+        sign |= position | (last - position);
     }
     int64_t first_bad = -1;
-    if (bad) {
+    if (sign >> 63) {
         first_bad = begin;
-        while (uint64_t(positions_[first_bad]) < slots) ++first_bad;
+        while (uint64_t(positions[first_bad]) < uint64_t(slots_)) ++first_bad;
     }
-    inspections_[size_t(chunk)] = {first_bad, descents == 0};
+    int64_t i = std::max<int64_t>(begin, 1);
+    while (i < end && positions[i] > positions[i - 1]) ++i;
+    inspections_[size_t(chunk)] = {first_bad, i == std::max<int64_t>(end, 1)};
 }
 
 int64_t Unique::first_bad_entry() const {
@@ -66,30 +77,18 @@ int64_t Unique::scratch_words() const {
 
 void Unique::use_scratch(uint64_t* scratch) {
     keys_ = scratch;
-    spare_ = keys_ + entries_;
-    links_ = reinterpret_cast<Link*>(spare_ + entries_);
-    counts_ = spare_ + entries_ + (entries_ + 1) / 2;
-    longest_.assign(size_t(2 * buckets()), 0);
-}
-
-uint64_t Unique::key(int64_t entry) const {
-    return uint64_t(positions_[entry]) << entry_bits_ | uint64_t(entry);
-}
-
-// Spreads neighbouring slots over all buckets, so that a popular region does not fill one of them,
-// and slots at regular distances too. Within a bucket the bits above the lowest bucket_bits_ tell
-// slots apart, so sorting by those is enough.
-int64_t Unique::bucket_of(int64_t slot) const {
-    const uint64_t upper = uint64_t(slot) >> bucket_bits_;
-    const uint64_t mix = (upper * 0x9e3779b97f4a7c15u) >> (64 - bucket_bits_);
-    return int64_t((uint64_t(slot) ^ mix) & uint64_t(buckets() - 1));
+    tables_ = keys_ + entries_;
+    links_ = reinterpret_cast<Link*>(tables_ + entries_);
+    counts_ = tables_ + entries_ + (entries_ + 1) / 2;
 }
 
 void Unique::count(int64_t chunk) {
     uint64_t* counts = counts_ + chunk * buckets();
     std::fill(counts, counts + buckets(), 0);
-    for (int64_t i = chunk_begin(chunk); i < chunk_end(chunk); ++i) {
-        ++counts[bucket_of(positions_[i])];
+    const int64_t* positions = positions_;
+    const int shift = 64 - bucket_bits_;
+    for (int64_t i = chunk_begin(chunk), end = chunk_end(chunk); i < end; ++i) {
+        ++counts[mix(uint64_t(positions[i])) >> shift];
     }
 }
 
@@ -106,80 +105,75 @@ void Unique::place_buckets() {
 }
 
 void Unique::deal(int64_t chunk) {
-    uint64_t* next = counts_ + chunk * buckets();
-    for (int64_t i = chunk_begin(chunk); i < chunk_end(chunk); ++i) {
-        keys_[next[bucket_of(positions_[i])]++] = key(i);
-        links_[i] = chain_end;
+    const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
+    std::fill(links_ + begin, links_ + end, chain_end);
+    // Local copies: the compiler must assume that a write through keys changes the members.
+    uint64_t* const next = counts_ + chunk * buckets();
+    uint64_t* const keys = keys_;
+    const int64_t* const positions = positions_;
+    const int shift = 64 - bucket_bits_, entry_bits = entry_bits_;
+    for (int64_t i = begin; i < end; ++i) {
+        const uint64_t slot = uint64_t(positions[i]);
+        keys[next[mix(slot) >> shift]++] = slot << entry_bits | uint64_t(i);
     }
+}
+
+int64_t Unique::bucket_begin(int64_t bucket) const {
+    if (is_dealt()) return bucket_begin_[size_t(bucket)];
+    return bucket == 0 ? 0 : entries_;
 }
 
 void Unique::link(int64_t bucket) {
-    int64_t begin = 0, count = entries_;
-    if (is_dealt()) {
-        begin = bucket_begin_[size_t(bucket)];
-        count = bucket_begin_[size_t(bucket + 1)] - begin;
-    } else {
+    const int64_t begin = bucket_begin(bucket), count = bucket_begin(bucket + 1) - begin;
+    if (!is_dealt()) {
+        std::fill(links_, links_ + entries_, chain_end);
         for (int64_t i = 0; i < entries_; ++i) {
-            keys_[i] = key(i);
-            links_[i] = chain_end;
+            keys_[i] = uint64_t(positions_[i]) << entry_bits_ | uint64_t(i);
         }
     }
-    const uint64_t* keys = sort(keys_ + begin, spare_ + begin, count);
-    const uint64_t mask = (uint64_t(1) << entry_bits_) - 1;
-    int64_t* longest = longest_.data() + 2 * bucket;
-    int64_t first = 0;
-    for (int64_t i = 1; i <= count; ++i) {
-        if (i < count && (keys[i] ^ keys[i - 1]) >> entry_bits_ == 0) {
-            const Link entry = Link(keys[i] & mask);
-            links_[keys[i - 1] & mask] += entry - chain_end;  // keeps a mark that is there
-            links_[entry] = chain_end | taken;
-            continue;
+    // For each slot met so far, one more than the place of its latest key in this bucket.
+    uint32_t* const table = reinterpret_cast<uint32_t*>(tables_ + begin);
+    const uint64_t capacity = uint64_t(2 * count);
+    std::fill(table, table + capacity, 0);
+    const uint64_t* const keys = keys_ + begin;
+    Link* const links = links_;
+    const int entry_bits = entry_bits_;
+    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint64_t key = keys[i];
+        uint64_t place = (mix(key >> entry_bits) & 0xffffffffu) * capacity >> 32;
+        while (table[place] && (keys[table[place] - 1] ^ key) >> entry_bits) {
+            if (++place == capacity) place = 0;
         }
-        if (i - first > longest[1]) {
-            longest[0] = int64_t(keys[first] & mask);
-            longest[1] = i - first;
+        if (table[place]) {
+            const Link entry = Link(key & entry_mask);
+            // The one before ends the chain so far; it keeps its mark if it has one.
+            links[keys[table[place] - 1] & entry_mask] += entry - chain_end;
+            links[entry] = chain_end | taken;
         }
-        first = i;
+        table[place] = uint32_t(i + 1);
     }
 }
 
-std::vector<int64_t> Unique::heavy(int64_t length) {
+std::vector<int64_t> Unique::take_heavy(int64_t length) {
     std::vector<int64_t> found;
     for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
-        if (longest_[size_t(2 * bucket + 1)] < length) continue;
-        found.push_back(longest_[size_t(2 * bucket)]);
+        const uint64_t* const keys = keys_ + bucket_begin(bucket);
+        const uint64_t* const end = keys_ + bucket_begin(bucket + 1);
+        if (end - keys < length) continue;
+        // The slot that has more than half of the bucket, if there is one, wins every such vote.
+        uint64_t candidate = 0;
+        int64_t votes = 0;
+        for (const uint64_t* key = keys; key != end; ++key) {
+            if (votes == 0) candidate = *key >> entry_bits_;
+            votes += *key >> entry_bits_ == candidate ? 1 : -1;
+        }
+        const auto is_candidate = [&](uint64_t key) { return key >> entry_bits_ == candidate; };
+        if (std::count_if(keys, end, is_candidate) < length) continue;
+        found.push_back(entry_of(*std::find_if(keys, end, is_candidate)));
         links_[found.back()] |= taken;
     }
     return found;
-}
-
-// Sorts by slot, keeping the order of appearance. Returns where the result is: keys or spare.
-const uint64_t* Unique::sort(uint64_t* keys, uint64_t* spare, int64_t count) const {
-    if (count <= 32) {
-        for (int64_t i = 1; i < count; ++i) {
-            const uint64_t key = keys[i];
-            int64_t at = i;
-            for (; at > 0 && keys[at - 1] > key; --at) keys[at] = keys[at - 1];
-            keys[at] = key;
-        }
-        return keys;
-    }
-    constexpr int widest = 8;
-    const int low = entry_bits_ + bucket_bits_;
-    const int bits = slot_bits_ - bucket_bits_;
-    const int passes = (bits + widest - 1) / widest;
-    const int width = passes ? (bits + passes - 1) / passes : 0;
-    const uint64_t mask = (uint64_t(1) << width) - 1;
-    for (int pass = 0; pass < passes; ++pass) {
-        const int shift = low + pass * width;
-        uint32_t places[1 << widest] = {};
-        for (int64_t i = 0; i < count; ++i) ++places[keys[i] >> shift & mask];
-        uint32_t at = 0;
-        for (uint64_t digit = 0; digit <= mask; ++digit) at += std::exchange(places[digit], at);
-        for (int64_t i = 0; i < count; ++i) spare[places[keys[i] >> shift & mask]++] = keys[i];
-        std::swap(keys, spare);
-    }
-    return keys;
 }
 
 }  // namespace sparsestep

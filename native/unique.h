@@ -4,7 +4,7 @@
 // whether an earlier one has its slot and which one comes next. Positions in ascending order show
 // that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
 // 64-bit key, slot in the high bits and entry in the low ones; the keys are dealt into buckets in
-// parallel, and each bucket is radix-sorted in the cache, which brings equal slots together.
+// parallel, keeping their order, and each bucket is run through a hash table that fits the cache.
 #pragma once
 
 #include <cstdint>
@@ -35,18 +35,21 @@ public:
     int64_t buckets() const { return int64_t(1) << bucket_bits_; }
     void link(int64_t bucket);  // writes the links of all entries in the bucket
     const Link* links() const { return links_; }
-    std::vector<int64_t> heavy(
-        int64_t length);  // first entries of chains at least so long, taken out
+
+    // First entries of chains that have at least `length` entries and most of their bucket. They
+    // are marked as taken, so that the loop leaves them to whoever asked.
+    std::vector<int64_t> take_heavy(int64_t length);
 
 private:
     int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size; }
     int64_t chunk_end(int64_t chunk) const;
-    uint64_t key(int64_t entry) const;
-    int64_t bucket_of(int64_t slot) const;
-    const uint64_t* sort(uint64_t* keys, uint64_t* spare, int64_t count) const;
+    int64_t bucket_begin(int64_t bucket) const;
+    int64_t entry_of(uint64_t key) const {
+        return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
+    }
 
     static constexpr int64_t chunk_size = 8192;
-    static constexpr int64_t bucket_size = 1024;
+    static constexpr int64_t bucket_size = 4096;
     static constexpr int max_bucket_bits = 10;
 
     struct Inspection {
@@ -61,9 +64,9 @@ private:
     int entry_bits_, slot_bits_, bucket_bits_;
     std::vector<Inspection> inspections_;
     std::vector<int64_t> bucket_begin_;
-    std::vector<int64_t> longest_;  // per bucket: first entry of its longest chain, and its length
     uint64_t* keys_ = nullptr;
-    uint64_t* spare_ = nullptr;
+    uint64_t* tables_ =
+        nullptr;  // as large as the keys: room for a table twice as large as a bucket
     uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
     Link* links_ = nullptr;
 };

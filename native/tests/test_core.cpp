@@ -1,0 +1,295 @@
+// Tests of the core that need no Python, so that they can run under the sanitizers: `make
+// sanitize`. Everything is compared, to the bit, with the plainest loop that does the same.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dispatch.h"
+#include "step.h"
+#include "tile.h"
+
+using namespace sparsestep;
+
+namespace {
+
+int failures = 0;
+
+void check(bool holds, const std::string& what) {
+    if (holds) return;
+    ++failures;
+    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+}
+
+constexpr double coefficients[] = {0.1, 0.001, 1e-8, 0.01};
+
+template <class T>
+void sparse_adam(T& p, T g, T& m, T& v) {
+    m = m + T(coefficients[0]) * (g - m);
+    v = v + T(coefficients[1]) * (g * g - v);
+    p = p - T(coefficients[3]) * (m / (std::sqrt(v) + T(coefficients[2])));
+}
+
+template <class T>
+struct Problem {
+    int64_t slots, block;
+    std::vector<int64_t> positions;
+    std::vector<T> values, param, exp_avg, exp_avg_sq;
+    bool negate = false;
+    bool whole = false;
+
+    Problem(int64_t slots, int64_t block, std::vector<int64_t> positions, unsigned seed)
+        : slots(slots), block(block), positions(std::move(positions)) {
+        std::mt19937 random(seed);
+        std::normal_distribution<double> normal;
+        const auto fill = [&](std::vector<T>& to, size_t count) {
+            for (size_t i = 0; i < count; ++i) to.push_back(T(normal(random)));
+        };
+        fill(values, this->positions.size() * size_t(block));
+        fill(param, size_t(slots * block));
+        fill(exp_avg, size_t(slots * block));
+        fill(exp_avg_sq, size_t(slots * block));
+        for (T& value : exp_avg_sq) value = value * value;
+    }
+
+    void solve_plainly() {
+        std::map<int64_t, std::vector<T>> sums;
+        for (size_t i = 0; i < positions.size(); ++i) {
+            std::vector<T>& sum = sums[positions[i]];
+            for (int64_t j = 0; j < block; ++j) {
+                const T value = values[i * size_t(block) + size_t(j)];
+                if (int64_t(sum.size()) < block) {
+                    sum.push_back(value);
+                } else {
+                    sum[size_t(j)] += value;
+                }
+            }
+        }
+        for (const auto& [slot, sum] : sums) {
+            for (int64_t j = 0; j < block; ++j) {
+                const size_t at = size_t(slot * block + j);
+                const T grad = negate ? -sum[size_t(j)] : sum[size_t(j)];
+                sparse_adam(param[at], grad, exp_avg[at], exp_avg_sq[at]);
+            }
+        }
+    }
+
+    View view(std::vector<T>& tensor) {
+        return {tensor.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64, block, 1};
+    }
+
+    Job job(const InstructionSet& set) {
+        Job result{};
+        result.whole = whole;
+        result.positions = positions.data();
+        result.entries = int64_t(positions.size());
+        result.slots = slots;
+        result.block = block;
+        result.negate = negate;
+        result.values = view(values);
+        result.param = view(param);
+        result.state[0] = view(exp_avg);
+        result.state[1] = view(exp_avg_sq);
+        for (int i = 0; i < 4; ++i) result.coefficients[i] = coefficients[i];
+        const RuleKernels& rule = set.kernels.rules[0];
+        result.apply = sizeof(T) == 4 ? rule.apply_float : rule.apply_double;
+        return result;
+    }
+
+    bool operator==(const Problem& other) const {
+        const auto same = [](const std::vector<T>& a, const std::vector<T>& b) {
+            return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+        };
+        return same(param, other.param) && same(exp_avg, other.exp_avg) &&
+               same(exp_avg_sq, other.exp_avg_sq);
+    }
+};
+
+void for_each_set(const std::function<void(const InstructionSet&)>& body) {
+    for (const InstructionSet& set : instruction_sets()) {
+        if (set.available) body(set);
+    }
+}
+
+template <class T>
+void expect_solved(const Problem<T>& problem, const std::string& what) {
+    Problem<T> expected = problem;
+    expected.solve_plainly();
+    for_each_set([&](const InstructionSet& set) {
+        for (int threads : {1, 2, 3, 8}) {
+            Problem<T> ours = problem;
+            Job job = ours.job(set);
+            check(!step(&job, 1, threads), what + ": no bad entry");
+            check(ours == expected, what + " with " + set.name + ", " + std::to_string(threads));
+        }
+    });
+}
+
+std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsigned seed) {
+    std::mt19937_64 random(seed);
+    std::vector<int64_t> result;
+    for (int64_t i = 0; i < count; ++i) result.push_back(int64_t(random() % uint64_t(slots)));
+    return result;
+}
+
+template <class T>
+void test_shapes() {
+    for (int64_t count : {0, 1, 2, 31, 64, 1000, 30000}) {
+        for (int64_t slots : {1, 2, 7, 1000}) {
+            for (int64_t block : {1, 3, 16, 37}) {
+                const std::string what = std::to_string(count) + " entries, " +
+                                         std::to_string(slots) + " x " + std::to_string(block);
+                const auto seed = unsigned(count + slots * block);
+                expect_solved(Problem<T>(slots, block, random_positions(count, slots, seed), seed),
+                              what);
+            }
+        }
+    }
+}
+
+void test_long_rows_and_maximize() {
+    Problem<float> problem(20, 1300, random_positions(50, 20, 1), 1);
+    problem.negate = true;
+    expect_solved(problem, "rows longer than a tile, negated");
+}
+
+void test_one_slot_has_most_entries() {
+    std::vector<int64_t> positions = random_positions(60000, 5000, 2);
+    for (size_t i = 0; i < positions.size(); i += 2) positions[i] = 77;
+    for (size_t i = 1; i < positions.size(); i += 6) positions[i] = 78;
+    expect_solved(Problem<float>(5000, 8, positions, 2), "two heavy chains");
+    expect_solved(Problem<float>(5000, 40, std::vector<int64_t>(20000, 4999), 3), "one chain");
+}
+
+void test_ascending_positions() {
+    std::vector<int64_t> positions;
+    for (int64_t i = 0; i < 40000; ++i) positions.push_back(2 * i);
+    expect_solved(Problem<float>(80000, 4, positions, 4), "ascending");
+    positions[20000] = positions[19999];  // a repetition where two chunks might meet
+    expect_solved(Problem<float>(80000, 4, positions, 4), "ascending but for one repetition");
+    std::swap(positions[8191], positions[8192]);
+    expect_solved(Problem<float>(80000, 4, positions, 4), "one pair out of order between chunks");
+}
+
+void test_regular_distances() {
+    std::vector<int64_t> positions;
+    for (int64_t i = 0; i < 30000; ++i) positions.push_back((i * 7 % 300) * 4096);
+    expect_solved(Problem<float>(300 * 4096, 1, positions, 5), "slots at regular distances");
+}
+
+void test_whole_parameter() {
+    Problem<float> problem(1, 100000, {0}, 6);
+    problem.whole = true;
+    expect_solved(problem, "whole parameter");
+}
+
+void test_bad_positions_change_nothing() {
+    for (int64_t bad : {int64_t(-1), int64_t(1000), int64_t(1) << 62, INT64_MIN, INT64_MAX}) {
+        for (size_t at : {size_t(0), size_t(8191), size_t(8192), size_t(29999)}) {
+            Problem<float> first(1000, 4, random_positions(500, 1000, 7), 7);
+            Problem<float> second(1000, 4, random_positions(30000, 1000, 8), 8);
+            second.positions[at] = bad;
+            const Problem<float> before[] = {first, second};
+            Job jobs[] = {first.job(instruction_sets()[0]), second.job(instruction_sets()[0])};
+            const auto found = step(jobs, 2, 2);
+            check(found && found->job == 1 && found->entry == int64_t(at) && found->position == bad,
+                  "a bad position is reported");
+            check(first == before[0] && second == before[1], "a bad position changes nothing");
+        }
+    }
+}
+
+void test_several_jobs_and_shared_memory() {
+    std::vector<Problem<float>> problems;
+    for (unsigned j = 0; j < 30; ++j) {
+        problems.emplace_back(100 + j, 1 + j, random_positions(64 * j, 100 + j, j), j);
+    }
+    std::vector<Problem<float>> expected = problems;
+    for (Problem<float>& problem : expected) problem.solve_plainly();
+    std::vector<Job> jobs;
+    for (Problem<float>& problem : problems) jobs.push_back(problem.job(instruction_sets().back()));
+    check(!step(jobs.data(), int64_t(jobs.size()), 3), "several jobs");
+    for (size_t j = 0; j < jobs.size(); ++j)
+        check(problems[j] == expected[j], "one of several jobs");
+
+    Problem<float> shared(3000, 16, random_positions(20000, 3000, 9), 9);
+    Problem<float> twice = shared;
+    twice.solve_plainly();
+    twice.solve_plainly();
+    Job same[] = {shared.job(instruction_sets()[0]), shared.job(instruction_sets()[0])};
+    check(!step(same, 2, 4), "jobs that share memory");
+    check(shared == twice, "jobs that share memory run one after the other");
+}
+
+void test_concurrent_steps() {
+    std::vector<Problem<float>> problems;
+    for (unsigned j = 0; j < 4; ++j) {
+        problems.emplace_back(2000, 16, random_positions(20000, 2000, j), j);
+    }
+    std::vector<Problem<float>> expected = problems;
+    for (Problem<float>& problem : expected) problem.solve_plainly();
+    std::vector<std::thread> callers;
+    for (Problem<float>& problem : problems) {
+        callers.emplace_back([&problem] {
+            Job job = problem.job(instruction_sets().back());
+            step(&job, 1, 2);
+        });
+    }
+    for (std::thread& caller : callers) caller.join();
+    for (size_t j = 0; j < problems.size(); ++j) check(problems[j] == expected[j], "at once");
+}
+
+void test_half_precision() {
+    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+        const Float16 half{uint16_t(bits)};
+        const Bfloat16 brain{uint16_t(bits)};
+        const float wide = half, broad = brain;
+        const bool nan = (bits & 0x7c00u) == 0x7c00u && bits & 0x3ffu;
+        const int exponent = int(bits >> 10 & 31);
+        const double mantissa = double(bits & 0x3ffu) / 1024;
+        const double magnitude = exponent == 31  ? INFINITY
+                                 : exponent == 0 ? std::ldexp(mantissa, -14)
+                                                 : std::ldexp(1 + mantissa, exponent - 15);
+        check(nan ? wide != wide : double(wide) == (bits & 0x8000u ? -magnitude : magnitude),
+              "float16 " + std::to_string(bits) + " is read");
+        check(nan || Float16::nearest(wide).bits == bits, "float16 is written back");
+        check(broad != broad || Bfloat16::nearest(broad).bits == bits, "bfloat16 is written back");
+    }
+    // Halfway cases go to the even neighbour, anything beyond to the nearer one.
+    for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
+        const float low = Float16{uint16_t(bits)}, high = Float16{uint16_t(bits + 1)};
+        const float middle = (low + high) / 2;
+        check(Float16::nearest(middle).bits == (bits & 1 ? bits + 1 : bits), "float16 tie");
+        check(Float16::nearest(std::nextafter(middle, high)).bits == bits + 1, "float16 up");
+        check(Float16::nearest(std::nextafter(middle, low)).bits == bits, "float16 down");
+    }
+    check(Float16::nearest(65519.0f).bits == 0x7bff, "float16 largest");
+    check(Float16::nearest(65520.0f).bits == 0x7c00, "float16 infinite");
+    check(Float16::nearest(-INFINITY).bits == 0xfc00, "float16 minus infinite");
+    check(std::isnan(float(Float16::nearest(NAN))), "float16 NaN");
+    check(std::isnan(float(Bfloat16::nearest(NAN))), "bfloat16 NaN");
+}
+
+}  // namespace
+
+int main() {
+    test_shapes<float>();
+    test_shapes<double>();
+    test_long_rows_and_maximize();
+    test_one_slot_has_most_entries();
+    test_ascending_positions();
+    test_regular_distances();
+    test_whole_parameter();
+    test_bad_positions_change_nothing();
+    test_several_jobs_and_shared_memory();
+    test_concurrent_steps();
+    test_half_precision();
+    std::printf("core: %s\n", failures ? "FAILED" : "ok");
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
