@@ -78,17 +78,20 @@ Job read_job(nb::handle tuple, const KernelTable& kernels) {
     return job;
 }
 
-nb::object run_step(nb::list jobs, int threads, int instruction_set) {
+const InstructionSet& chosen(int instruction_set) {
     const auto& sets = instruction_sets();
     if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
         !sets[size_t(instruction_set)].available) {
         throw nb::value_error("this machine does not have that instruction set");
     }
+    return sets[size_t(instruction_set)];
+}
+
+nb::object run_step(nb::list jobs, int threads, int instruction_set) {
+    const KernelTable& kernels = chosen(instruction_set).kernels;
     std::vector<Job> read;
     read.reserve(nb::len(jobs));
-    for (nb::handle job : jobs) {
-        read.push_back(read_job(job, sets[size_t(instruction_set)].kernels));
-    }
+    for (nb::handle job : jobs) read.push_back(read_job(job, kernels));
     std::optional<BadEntry> bad;
     {
         nb::gil_scoped_release release;
@@ -96,6 +99,31 @@ nb::object run_step(nb::list jobs, int threads, int instruction_set) {
     }
     if (!bad) return nb::none();
     return nb::make_tuple(bad->job, bad->entry, bad->position);
+}
+
+// (slots, offsets, entries, param, exp_avg, exp_avg_sq, grads, dim, four coefficients), then where
+// the share of each thread ends.
+void run_limit(nb::tuple work, nb::tuple shares, int instruction_set) {
+    Reader reader(work);
+    LimitWork read{};
+    read.slots = static_cast<const int64_t*>(reader.address());
+    read.offsets = static_cast<const int64_t*>(reader.address());
+    read.entries = static_cast<const int64_t*>(reader.address());
+    read.param = static_cast<float*>(reader.address());
+    read.exp_avg = static_cast<float*>(reader.address());
+    read.exp_avg_sq = static_cast<float*>(reader.address());
+    read.grads = static_cast<const float*>(reader.address());
+    read.dim = reader.integer();
+    for (double& coefficient : read.coefficients) coefficient = reader.real();
+    if (read.dim % 16 != 0 || read.dim > max_limit_dim) throw nb::value_error("no such dim");
+    Reader ends(shares);
+    std::vector<int64_t> bounds{0};
+    for (size_t i = 0; i < nb::len(shares); ++i) bounds.push_back(ends.integer());
+    const Limit limit = chosen(instruction_set).kernels.limit;
+    nb::gil_scoped_release release;
+    const int threads = int(bounds.size()) - 1;
+    parallel(threads, threads,
+             [&](int64_t t) { limit(read, bounds[size_t(t)], bounds[size_t(t + 1)]); });
 }
 
 nb::dict rules() {
@@ -123,6 +151,8 @@ NB_MODULE(_native, module) {
     module.def("step", &run_step, nb::arg("jobs"), nb::arg("threads"), nb::arg("instruction_set"),
                "Apply all jobs; or, where a position is no slot, change nothing and return "
                "(job, entry, position) of the first such.");
+    module.def("limit", &run_limit, nb::arg("work"), nb::arg("shares"), nb::arg("instruction_set"),
+               "What benchmarks are measured against; see native/limit.h.");
     module.def("rules", &rules, "name -> (index, number of states, number of coefficients)");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "apply.h"
+#include "limit.h"
 #include "rules/sparse_adam.h"
 
 namespace sparsestep {
@@ -18,7 +19,7 @@ constexpr RuleKernels rules[] = {
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules, int(sizeof(rules) / sizeof(rules[0]))};
+    return {rules, int(sizeof(rules) / sizeof(rules[0])), &limit};
 }
 
 }  // namespace sparsestep

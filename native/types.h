@@ -66,9 +66,27 @@ struct RuleKernels {
     Apply apply_double;
 };
 
+// What the benchmark's limit (limit.h) is told in advance: slots in order of first appearance, and
+// the entries of slot i at entries[offsets[i]] to entries[offsets[i + 1]]. float32, contiguous
+// rows.
+struct LimitWork {
+    const int64_t* slots;
+    const int64_t* offsets;
+    const int64_t* entries;
+    float* param;
+    float* exp_avg;
+    float* exp_avg_sq;
+    const float* grads;
+    int64_t dim;  // a multiple of 16, at most max_limit_dim
+    double coefficients[4];
+};
+constexpr int64_t max_limit_dim = 512;
+using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
+
 struct KernelTable {
     const RuleKernels* rules;
     int count;
+    Limit limit;
 };
 
 }  // namespace sparsestep

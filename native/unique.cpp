@@ -18,13 +18,44 @@ uint64_t mix(uint64_t slot) {
     return product ^ (product >> 29);
 }
 
+struct Keys {
+    const uint64_t* data;
+    int64_t count;
+    int entry_bits;
+};
+
+// `table` holds, for each slot met so far, one more than the place of its latest key.
+template <class Place>
+void link_keys(const Keys& keys, Place* table, int64_t capacity, Link* links) {
+    std::fill(table, table + capacity, Place(0));
+    const uint64_t* const data = keys.data;
+    const int entry_bits = keys.entry_bits;
+    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
+    for (int64_t i = 0; i < keys.count; ++i) {
+        const uint64_t key = data[i];
+        const uint64_t hash = mix(key >> entry_bits) & 0xffffffffu;
+        uint64_t place = hash * uint64_t(capacity) >> 32;
+        while (table[place] && (data[table[place] - 1] ^ key) >> entry_bits) {
+            if (++place == uint64_t(capacity)) place = 0;
+        }
+        if (table[place]) {
+            const Link entry = Link(key & entry_mask);
+            // The one before ends the chain so far; it keeps its mark if it has one.
+            links[data[table[place] - 1] & entry_mask] += entry - chain_end;
+            links[entry] = chain_end | taken;
+        }
+        table[place] = Place(i + 1);
+    }
+}
+
 }  // namespace
 
 Unique::Unique(const Job& job)
     : positions_(job.positions),
       entries_(job.entries),
       slots_(job.slots),
-      chunks_(job.whole ? 0 : (job.entries + chunk_size - 1) / chunk_size),
+      chunk_size_(std::max(min_chunk_size, (job.entries + max_chunks - 1) / max_chunks)),
+      chunks_(job.whole ? 0 : (job.entries + chunk_size_ - 1) / chunk_size_),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
       bucket_bits_(std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
@@ -35,7 +66,7 @@ Unique::Unique(const Job& job)
 }
 
 int64_t Unique::chunk_end(int64_t chunk) const {
-    return std::min(entries_, (chunk + 1) * chunk_size);
+    return std::min(entries_, (chunk + 1) * chunk_size_);
 }
 
 void Unique::inspect(int64_t chunk) {
@@ -131,27 +162,13 @@ void Unique::link(int64_t bucket) {
             keys_[i] = uint64_t(positions_[i]) << entry_bits_ | uint64_t(i);
         }
     }
-    // For each slot met so far, one more than the place of its latest key in this bucket.
-    uint32_t* const table = reinterpret_cast<uint32_t*>(tables_ + begin);
-    const uint64_t capacity = uint64_t(2 * count);
-    std::fill(table, table + capacity, 0);
-    const uint64_t* const keys = keys_ + begin;
-    Link* const links = links_;
-    const int entry_bits = entry_bits_;
-    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
-    for (int64_t i = 0; i < count; ++i) {
-        const uint64_t key = keys[i];
-        uint64_t place = (mix(key >> entry_bits) & 0xffffffffu) * capacity >> 32;
-        while (table[place] && (keys[table[place] - 1] ^ key) >> entry_bits) {
-            if (++place == capacity) place = 0;
-        }
-        if (table[place]) {
-            const Link entry = Link(key & entry_mask);
-            // The one before ends the chain so far; it keeps its mark if it has one.
-            links[keys[table[place] - 1] & entry_mask] += entry - chain_end;
-            links[entry] = chain_end | taken;
-        }
-        table[place] = uint32_t(i + 1);
+    const Keys keys{keys_ + begin, count, entry_bits_};
+    if (count <= bucket_size + bucket_size / 2) {
+        // Sparsely filled, most look-ups succeed at once: a wrong guess costs more than the memory.
+        uint16_t table[8 * (bucket_size + bucket_size / 2)];
+        link_keys(keys, table, 8 * count, links_);
+    } else {
+        link_keys(keys, reinterpret_cast<uint32_t*>(tables_ + begin), 2 * count, links_);
     }
 }
 

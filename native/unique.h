@@ -41,15 +41,16 @@ public:
     std::vector<int64_t> take_heavy(int64_t length);
 
 private:
-    int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size; }
+    int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size_; }
     int64_t chunk_end(int64_t chunk) const;
     int64_t bucket_begin(int64_t bucket) const;
     int64_t entry_of(uint64_t key) const {
         return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
     }
 
-    static constexpr int64_t chunk_size = 8192;
-    static constexpr int64_t bucket_size = 4096;
+    static constexpr int64_t min_chunk_size = 8192;
+    static constexpr int64_t max_chunks = 64;
+    static constexpr int64_t bucket_size = 2048;
     static constexpr int max_bucket_bits = 10;
 
     struct Inspection {
@@ -60,6 +61,7 @@ private:
     const int64_t* positions_;
     int64_t entries_;
     int64_t slots_;
+    int64_t chunk_size_;
     int64_t chunks_;
     int entry_bits_, slot_bits_, bucket_bits_;
     std::vector<Inspection> inspections_;

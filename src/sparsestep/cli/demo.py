@@ -1,0 +1,162 @@
+"""Train word vectors with torch's SparseAdam, then with sparsestep's, and compare.
+
+The words are the identifiers in the source of Python's standard library. Both
+runs start from the same weights and see the same batches, so what differs is
+the time. It takes about a minute.
+
+Example:
+  sparsestep demo --steps 2000 --out loss.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+import sparsestep
+from sparsestep.cli import identifiers, skipgram
+from sparsestep.errors import sentence
+
+if TYPE_CHECKING:
+    from sparsestep.cli.display import Screen
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "torch.optim.SparseAdam": torch.optim.SparseAdam,
+    "sparsestep.SparseAdam": sparsestep.SparseAdam,
+}
+
+_WARM_UP_STEPS = 20
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``sparsestep demo``."""
+    parser.add_argument(
+        "--words",
+        type=whole_number(10, 1_000_000),
+        default=20_000,
+        metavar="N",
+        help="how many identifiers get a vector, the most frequent ones (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole_number(1, 1_000_000),
+        default=5000,
+        metavar="N",
+        help="how many batches each run sees (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dim",
+        type=whole_number(1, 1024),
+        default=64,
+        metavar="N",
+        help="how many numbers a vector has (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, 2**63 - 1),
+        default=0,
+        metavar="N",
+        help="what weights and batches are drawn from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=picture_path,
+        default="sparsestep-demo.png",
+        metavar="FILE",
+        help="where the picture goes, a PNG file (default: %(default)s)",
+    )
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """A converter for argparse that refuses what is not a whole number in ``[low, high]``.
+
+    Example:
+        >>> whole_number(1, 10)("7")
+        7
+    """
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            contract = f"it must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+        return number
+
+    return convert
+
+
+def picture_path(text: str) -> Path:
+    """A converter for argparse that refuses a path that a PNG file cannot be written to.
+
+    A minute of training comes before the picture, so writing is tried at once. An existing file
+    keeps its contents until then.
+    """
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(sentence("its name must end in .png", repr(text)))
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        contract = f"it must be a file that can be written ({error.strerror})"
+        raise argparse.ArgumentTypeError(sentence(contract, repr(text))) from None
+    return path
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, train twice, compare; returns the exit code."""
+    # Here and not above: these need rich and matplotlib, which `import sparsestep.cli` must not.
+    from sparsestep.cli import display, picture
+
+    screen = display.Screen()
+    root = identifiers.standard_library()
+    with screen.waiting(f"reading {root}"):
+        files = identifiers.read(root)
+        known = identifiers.vocabulary(files, options.words)
+        near = skipgram.pairs(files, known)
+    if near.shape[1] == 0:
+        raise SystemExit(f"sparsestep: there is no Python source to learn from in {root}.")
+    screen.say(
+        f"The standard library of Python {platform.python_version()}: {len(files):,} files, "
+        f"{sum(map(len, files)):,} identifiers.\n"
+        f"Two tables of {len(known.words):,} x {options.dim}, {options.steps:,} steps per run, "
+        f"threads: {torch.get_num_threads()}."
+    )
+    batches = skipgram.Batches(near, known.counts, options.steps, options.seed)
+    theirs, ours = _train(screen, batches, options.dim)
+    screen.compare(theirs, ours)
+    screen.show_neighbours(ours.tables.words, known)
+    try:
+        picture.draw(options.out, theirs, ours, len(known.words))
+    except OSError as error:
+        raise SystemExit(f"sparsestep: the picture could not be written: {error}.") from None
+    screen.say(f"The loss over time: {options.out}")
+    return 0
+
+
+def _train(
+    screen: Screen, batches: skipgram.Batches, dim: int
+) -> tuple[skipgram.Run, skipgram.Run]:
+    weights = skipgram.start(len(batches.counts), dim, batches.seed)
+    # First use costs: threads start, code is loaded. Neither run shall pay for that.
+    few = replace(batches, steps=_WARM_UP_STEPS)
+    for name, optimizer in OPTIMIZERS.items():
+        skipgram.train(name, optimizer, weights, few)
+    with screen.bars() as bars:
+        theirs, ours = (
+            skipgram.train(name, optimizer, weights, batches, bars.follow(name, batches.steps))
+            for name, optimizer in OPTIMIZERS.items()
+        )
+    return theirs, ours

@@ -1,0 +1,113 @@
+"""Describe this installation, for a bug report.
+
+Example:
+  sparsestep info --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from sparsestep.engines import native
+from sparsestep.version import __version__
+
+Value = str | int | list[str] | None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``sparsestep info``."""
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what ``facts`` finds; plain text, so that it works without rich and pastes well."""
+    print(json.dumps(facts(), indent=2) if options.json else lines(facts()))
+    return 0
+
+
+def lines(values: dict[str, Value]) -> str:
+    """One aligned ``key: value`` per line.
+
+    Example:
+        >>> print(lines({"threads": 2, "cpu": "quick", "sets": ["a", "b"], "forced": None}))
+        threads: 2
+        cpu:     quick
+        sets:    a, b
+        forced:  none
+    """
+    width = max(map(len, values)) + 1
+    return "\n".join(f"{key + ':':<{width}} {_text(value)}" for key, value in values.items())
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, list):
+        value = ", ".join(value)
+    return "none" if value is None or value == "" else str(value)
+
+
+def facts() -> dict[str, Value]:
+    """What a bug report needs: versions, engine, instruction sets, threads, machine."""
+    return {
+        "sparsestep": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "torch": str(torch.__version__),
+        "engine": engine(),
+        "instruction_set": native.instruction_set(),
+        "instruction_sets": [name for name, here in native.instruction_sets().items() if here],
+        "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
+        "threads": torch.get_num_threads(),
+        "threads_of": str(native.core.team()) if native.core else None,
+        "cpu": cpu_model(),
+        "huge_pages": huge_pages(),
+    }
+
+
+def engine() -> str:
+    """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
+    if native.core is not None:
+        return "native"
+    try:  # the engine keeps no reason, so ask again
+        importlib.import_module("sparsestep._native")
+    except ImportError as error:
+        return f"reference (the C++ core is missing: {error})"
+    return "reference (the C++ core is missing)"
+
+
+def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the processor, as Linux gives it, else as Python knows it.
+
+    Args:
+        source: where Linux describes its processors.
+    """
+    try:
+        described = source.read_text()
+    except OSError:
+        described = ""
+    for line in described.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def huge_pages(
+    source: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> str:
+    """Whether the system backs large tables with huge pages: always, madvise, never or unknown.
+
+    Args:
+        source: where Linux lists the choices, with brackets around the one in force.
+    """
+    try:
+        choices = source.read_text()
+    except OSError:
+        return "unknown"
+    return choices.partition("[")[2].partition("]")[0] or "unknown"
