@@ -22,19 +22,11 @@ inline __attribute__((always_inline)) void limit_prefetch(const float* row, int6
     for (int64_t j = 0; j < dim; j += limit_line) __builtin_prefetch(row + j, 0, 2);
 }
 
-inline void limit_update(const SparseAdam<float>& rule, float* __restrict param,
-                         const float* __restrict grad, float* __restrict exp_avg,
-                         float* __restrict exp_avg_sq, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += limit_line) {
-        for (int64_t j = i; j < i + limit_line; ++j) {
-            rule(param[j], grad[j], exp_avg[j], exp_avg_sq[j]);
-        }
-    }
-}
-
-void limit(const LimitWork& work, int64_t begin, int64_t end) {
+// With the row length known to the compiler, or with any (0).
+template <int64_t fixed_dim>
+void limit_rows(const LimitWork& work, int64_t begin, int64_t end) {
     const SparseAdam<float> rule(work.coefficients);
-    const int64_t dim = work.dim;
+    const int64_t dim = fixed_dim ? fixed_dim : work.dim;
     alignas(64) float sum[max_limit_dim];
     for (int64_t i = begin; i < end; ++i) {
         if (i + limit_ahead < end) {
@@ -45,7 +37,7 @@ void limit(const LimitWork& work, int64_t begin, int64_t end) {
             limit_prefetch(work.grads + work.entries[work.offsets[i + limit_ahead]] * dim, dim);
         }
         const int64_t first = work.offsets[i], last = work.offsets[i + 1];
-        const float* grad = work.grads + work.entries[first] * dim;
+        const float* __restrict grad = work.grads + work.entries[first] * dim;
         if (last - first > 1) {
             std::memcpy(sum, grad, size_t(dim) * sizeof(float));
             for (int64_t k = first + 1; k < last; ++k) {
@@ -58,8 +50,21 @@ void limit(const LimitWork& work, int64_t begin, int64_t end) {
             grad = sum;
         }
         const int64_t slot = work.slots[i] * dim;
-        limit_update(rule, work.param + slot, grad, work.exp_avg + slot, work.exp_avg_sq + slot,
-                     dim);
+        float* __restrict param = work.param + slot;
+        float* __restrict exp_avg = work.exp_avg + slot;
+        float* __restrict exp_avg_sq = work.exp_avg_sq + slot;
+#pragma GCC ivdep
+        for (int64_t j = 0; j < dim; ++j) rule(param[j], grad[j], exp_avg[j], exp_avg_sq[j]);
+    }
+}
+
+void limit(const LimitWork& work, int64_t begin, int64_t end) {
+    switch (work.dim) {
+        case 16: return limit_rows<16>(work, begin, end);
+        case 32: return limit_rows<32>(work, begin, end);
+        case 64: return limit_rows<64>(work, begin, end);
+        case 128: return limit_rows<128>(work, begin, end);
+        default: return limit_rows<0>(work, begin, end);
     }
 }
 

@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import sparsestep
 from sparsestep.errors import InputError
@@ -186,6 +190,35 @@ def test_closure_hooks_and_zero_grad(optimizer: type[RuleOptimizer]):
     assert calls == ["pre", "closure", "post"]
     opt.zero_grad()
     assert param.grad is None
+
+
+@each_optimizer
+def test_global_hooks_and_profilers_see_the_step(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    opt = optimizer([param], lr=0.1)
+    param.grad = torch.ones(3, 2)
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("post")),
+    ]
+    opt.step()
+    for handle in handles:
+        handle.remove()
+    opt.step()
+    assert seen == ["pre", "post"]
+    with torch.autograd.profiler.profile() as profile:
+        opt.step()
+    assert any(f"Optimizer.step#{optimizer.__name__}.step" in e.key for e in profile.key_averages())
+    assert opt.state[param]["step"] == 3
+
+
+@each_optimizer
+def test_a_hook_may_change_the_arguments(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    opt = optimizer([param], lr=0.1)
+    opt.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7.0), kwargs))
+    assert opt.step() == 7.0
 
 
 @each_optimizer

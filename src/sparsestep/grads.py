@@ -11,7 +11,7 @@ themselves are checked by the engine, which reads them anyway.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch.masked import MaskedTensor
 from sparsestep.errors import InputError, sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Touched:
+class Touched(NamedTuple):
     """Which slots of a parameter a gradient touches, and with what values.
 
     Attributes:
@@ -51,42 +50,39 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
     """
     if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
         raise InputError(_unsupported("a MaskedTensor"))
-    if grad.shape != param.shape:
-        raise InputError(
-            sentence(
-                f"the gradient must have the parameter's shape, {tuple(param.shape)}",
-                tuple(grad.shape),
-                "Was the parameter resized after backward? Call zero_grad() and backward() again",
-            )
-        )
-    if grad.dtype != param.dtype:
-        raise InputError(
-            sentence(
-                f"the gradient must have the parameter's dtype, {param.dtype}",
-                grad.dtype,
-                "Was the parameter converted after backward? Call zero_grad() and backward() again",
-            )
-        )
-    if grad.device != param.device:
-        raise InputError(
-            sentence(
-                f"the gradient must be on the parameter's device, {param.device}",
-                grad.device,
-            )
-        )
+    shape = param.shape
+    if grad.shape != shape or grad.dtype != param.dtype or grad.device != param.device:
+        raise InputError(_mismatch(param, grad))
     if not param.is_contiguous() and has_internal_overlap(param):
         raise InputError(
             sentence(
                 "every element of a parameter must have memory of its own",
-                f"shape {tuple(param.shape)} with strides {param.stride()}",
+                f"shape {tuple(shape)} with strides {param.stride()}",
                 "Make the parameter contiguous",
             )
         )
     if grad.is_sparse:
-        return _from_coo(param, grad)
+        return _from_coo(shape, grad)
     if grad.layout is torch.strided:
-        return Touched(None, grad.resolve_neg(), 1, grad.numel())
+        return Touched(None, _plain(grad), 1, grad.numel())
     raise InputError(_unsupported(f"layout {grad.layout}"))
+
+
+def _plain(values: Tensor) -> Tensor:
+    """The values with their own bits: torch may keep a sign to be flipped beside them."""
+    return values.resolve_neg() if values.is_neg() else values
+
+
+def _mismatch(param: Tensor, grad: Tensor) -> str:
+    again = "after backward? Call zero_grad() and backward() again"
+    if grad.shape != param.shape:
+        contract = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
+        return sentence(contract, tuple(grad.shape), f"Was the parameter resized {again}")
+    if grad.dtype != param.dtype:
+        contract = f"the gradient must have the parameter's dtype, {param.dtype}"
+        return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
+    contract = f"the gradient must be on the parameter's device, {param.device}"
+    return sentence(contract, grad.device)
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:
@@ -102,11 +98,17 @@ def _unsupported(what: str) -> str:
     )
 
 
-def _from_coo(param: Tensor, grad: Tensor) -> Touched:
+def _from_coo(shape: torch.Size, grad: Tensor) -> Touched:
     indices, values = grad._indices(), grad._values()
     sparse_dim, entries = indices.shape
-    shape = param.shape
-    if values.shape != (entries, *shape[sparse_dim:]):
+    if sparse_dim == 1:
+        positions = indices.view(-1) if indices.is_contiguous() else indices[0].contiguous()
+        slots, block = shape[0], math.prod(shape[1:])
+    else:
+        _check_indices(indices, shape)
+        positions = _flatten(indices, shape[:sparse_dim])
+        slots, block = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
+    if values.numel() != entries * block:
         raise InputError(
             sentence(
                 f"the gradient's {entries} indices over {sparse_dim} dims need values of shape "
@@ -114,13 +116,7 @@ def _from_coo(param: Tensor, grad: Tensor) -> Touched:
                 tuple(values.shape),
             )
         )
-    if sparse_dim == 1:
-        positions = indices[0]
-    else:
-        _check_indices(indices, shape)
-        positions = _flatten(indices, shape[:sparse_dim])
-    slots, block = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
-    return Touched(positions.contiguous(), values.resolve_neg(), slots, block)
+    return Touched(positions, _plain(values), slots, block)
 
 
 def _check_indices(indices: Tensor, shape: torch.Size) -> None:

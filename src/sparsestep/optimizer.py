@@ -16,8 +16,14 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT, StateDict
+from torch.optim.optimizer import (
+    ParamsT,
+    StateDict,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from sparsestep import engines
 from sparsestep import state as states
@@ -104,6 +110,24 @@ class RuleOptimizer(Optimizer):
         Args:
             closure: reevaluates the model and returns the loss, which is then returned.
         """
+        if self._is_observed():
+            given = () if closure is None else (closure,)
+            return self._observed_step(*given)
+        return self._step(closure)
+
+    # Tells torch not to wrap step() once more.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _is_observed(self) -> bool:
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or _profiler_enabled()
+        )
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -114,31 +138,39 @@ class RuleOptimizer(Optimizer):
             self._run([update])
         return loss
 
+    # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
+    # step itself, so it is used only where somebody would notice.
+    _observed_step = Optimizer.profile_hook_step(_step)
+
     def _plan(self) -> tuple[list[Update], list[Update]]:
         """Everything that this step will do, checked.
 
         The second list is for parameters that stand in a group more than once (torch warns of it):
         their further updates start from where the one before arrived.
         """
-        updates: dict[Tensor, Update] = {}
+        updates: dict[int, Update] = {}  # by id: a tensor's own hash is a call into Python
         repeats: list[Update] = []
+        names = self.rule.hyperparameters
         for number, group in enumerate(self.param_groups):
-            hyper = {name: group[name] for name in self.rule.hyperparameters}
+            hyper = {name: group[name] for name in names}
             if isinstance(hyper["lr"], Tensor):
                 hyper["lr"] = hyper["lr"].item()
+            maximize = group["maximize"]
             for index, param in enumerate(group["params"]):
                 grad = param.grad
                 if grad is None:
                     continue
-                if param in updates:
-                    earlier = updates[param].step + sum(again.param is param for again in repeats)
-                    repeats.append(replace(updates[param], step=earlier + 1))
+                first = updates.get(id(param))
+                if first is not None:
+                    earlier = sum(again.param is param for again in repeats)
+                    repeats.append(replace(first, step=first.step + earlier + 1))
                     continue
                 who = partial(self._who, number, index)
                 try:
-                    updates[param] = self._update(param, grad, hyper, group["maximize"], who)
+                    update = self._update(param, grad, hyper, maximize, who)
                 except InputError as error:
                     raise InputError(f"{who()}: {error}") from None
+                updates[id(param)] = update
         return list(updates.values()), repeats
 
     def _update(

@@ -12,7 +12,7 @@ from sparsestep import memory
 from sparsestep.contract import Rule
 from sparsestep.errors import InputError, sentence
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def dtype_for(param: Tensor) -> torch.dtype:
@@ -33,16 +33,17 @@ def new(rule: Rule, param: Tensor) -> list[Tensor]:
 def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
     """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
     tensors = []
+    shape, device = param.shape, param.device
     for kept in rule.state:
         tensor = state.get(kept.name)
         if not isinstance(tensor, Tensor):
             contract = f"the state must hold a tensor {kept.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
-        if tensor.shape != param.shape or tensor.device != param.device:
+        if tensor.shape != shape or tensor.device != device:
             raise InputError(
                 sentence(
                     f"the state {kept.name!r} must have the parameter's shape and device, "
-                    f"{tuple(param.shape)} on {param.device}",
+                    f"{tuple(shape)} on {device}",
                     f"{tuple(tensor.shape)} on {tensor.device}",
                     "Was the parameter replaced? Make a new optimizer for it",
                 )

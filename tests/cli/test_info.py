@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 from pathlib import Path
@@ -67,14 +66,15 @@ def test_info_works_without_the_core(
 
 
 def test_why_the_core_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise ImportError(f"{name}: GLIBC_2.99 not found")
-
     monkeypatch.setattr(native, "core", None)
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    assert info.engine() == (
-        "reference (the C++ core is missing: sparsestep._native: GLIBC_2.99 not found)"
-    )
+    monkeypatch.setattr(native, "why_missing", "GLIBC_2.99 not found")
+    assert info.engine() == "reference (the C++ core is missing: GLIBC_2.99 not found)"
+
+
+def test_an_instruction_set_that_is_not_here_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_isa", native._InUse())
+    monkeypatch.setenv("SPARSESTEP_ISA", "mmx")
+    assert "Got 'mmx'" in info.lines(info.facts())
 
 
 def test_cpu_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

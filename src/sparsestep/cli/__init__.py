@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparsestep.cli import demo, info
+from sparsestep.cli import bench, demo, info
 from sparsestep.version import __version__
 
 
@@ -30,6 +30,7 @@ class Command(Protocol):
 # The one place where commands are registered: a line each.
 COMMANDS: dict[str, Command] = {
     "demo": demo,
+    "bench": bench,
     "info": info,
 }
 
@@ -40,6 +41,7 @@ _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 _EXAMPLES = """\
 Examples:
   sparsestep demo               train word vectors twice and see the difference
+  sparsestep bench              time a step, torch's and others' beside it
   sparsestep info               describe this installation, for a bug report
   sparsestep demo --help        the options of a command
 """

@@ -7,7 +7,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from sparsestep.engines import native
+from sparsestep.errors import InputError
 from sparsestep.version import __version__
 
 Value = str | int | list[str] | None
@@ -60,7 +60,7 @@ def facts() -> dict[str, Value]:
         "platform": platform.platform(),
         "torch": str(torch.__version__),
         "engine": engine(),
-        "instruction_set": native.instruction_set(),
+        "instruction_set": instruction_set(),
         "instruction_sets": [name for name, here in native.instruction_sets().items() if here],
         "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
         "threads": torch.get_num_threads(),
@@ -74,11 +74,15 @@ def engine() -> str:
     """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
     if native.core is not None:
         return "native"
-    try:  # the engine keeps no reason, so ask again
-        importlib.import_module("sparsestep._native")
-    except ImportError as error:
-        return f"reference (the C++ core is missing: {error})"
-    return "reference (the C++ core is missing)"
+    return f"reference (the C++ core is missing: {native.why_missing})"
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, or why there is none: SPARSESTEP_ISA may ask for too much."""
+    try:
+        return native.instruction_set()
+    except InputError as error:
+        return str(error)
 
 
 def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from sparsestep.grads import bad_index
 
 try:
     from sparsestep import _native
-except ImportError:  # installed without the core (SPARSESTEP_PURE=1)
+except ImportError as error:  # installed without the core (SPARSESTEP_PURE=1), or a broken build
     core = None
+    why_missing = str(error)
 else:
     core = _native
+    why_missing = ""
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _RULES: dict[str, tuple[int, int, int]] = core.rules() if core else {}
@@ -40,13 +43,14 @@ def _widest() -> str:
     return [name for name, available in instruction_sets().items() if available][-1]
 
 
-class _Forced:
+class _InUse:
     """The instruction set in use: the widest there is, or what SPARSESTEP_ISA says."""
 
-    def __init__(self) -> None:
-        self.index = -1
-        if core:
-            self.use(os.environ.get("SPARSESTEP_ISA") or _widest())
+    @cached_property
+    def index(self) -> int:
+        # At first use, not at import: `sparsestep info` must be able to report a bad value.
+        self.use(os.environ.get("SPARSESTEP_ISA") or _widest())
+        return self.index
 
     def use(self, name: str) -> None:
         available = [known for known, here in instruction_sets().items() if here]
@@ -54,15 +58,16 @@ class _Forced:
             contract = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
             raise InputError(sentence(contract, repr(name)))
         self.index = list(instruction_sets()).index(name)
-        self.name = name
 
 
-_isa = _Forced()
+_isa = _InUse()
 
 
 def instruction_set() -> str | None:
     """The instruction set in use, or ``None`` where the core is not installed."""
-    return _isa.name if core else None
+    if core is None:
+        return None
+    return list(instruction_sets())[_isa.index]
 
 
 def use_instruction_set(name: str) -> None:
@@ -93,29 +98,31 @@ def prepare(update: Update) -> Prepared | None:
         values = touched.values
         if not values.is_contiguous():
             values = values.reshape(entries, block)
-    job: list[float] = [rule[0], positions is None, address, entries, slots, block, update.maximize]
-    tensors = [(values, entries), (update.param, slots)]
-    tensors += [(tensor, slots) for tensor in update.state]
-    for tensor, rows in tensors:
-        view = _view(tensor, rows, block)
-        if view is None:
-            return None
-        job += view
+    job: list[float] = [rule[0], positions is None, address, entries, slots, block]
+    job.append(update.maximize)
+    fits = _append(job, values, entries, block) and _append(job, update.param, slots, block)
+    for tensor in update.state:
+        fits = fits and _append(job, tensor, slots, block)
+    if not fits:
+        return None
     job += update.rule.coefficients(step=update.step, **update.hyper)
     return Prepared(tuple(job), update, values)
 
 
-def _view(tensor: Tensor, rows: int, block: int) -> tuple[int, int, int, int] | None:
+def _append(job: list[float], tensor: Tensor, rows: int, block: int) -> bool:
+    """Add a tensor's address, dtype and strides to the job; false if the core cannot take it."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or not tensor.is_cpu:
-        return None
+        return False
     if tensor.is_contiguous():
-        return tensor.data_ptr(), dtype, block, 1
+        job += (tensor.data_ptr(), dtype, block, 1)
+        return True
     try:
-        slot_stride, element_stride = tensor.view(rows, block).stride()
+        strides = tensor.view(rows, block).stride()
     except RuntimeError:  # no two strides describe it
-        return None
-    return tensor.data_ptr(), dtype, slot_stride, element_stride
+        return False
+    job += (tensor.data_ptr(), dtype, *strides)
+    return True
 
 
 def run(prepared: Sequence[Prepared]) -> None:
