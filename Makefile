@@ -42,7 +42,7 @@ sanitize-%:
 	build/sanitize-$*/test_core
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/sparse_adam.py
+	$(BIN)/sparsestep bench
 
 clean:
 	rm -rf $(VENV) build

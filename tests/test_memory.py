@@ -37,7 +37,9 @@ def resident():
 
 ROWS, DIM, LOOKUPS = 40_000_000, 16, 256
 # The param is lazy too, or the test would need 2.5 GB for it.
-param = sparsestep.memory.zeros(torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu"))
+param = sparsestep.memory.zeros(
+    torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu"), touches=LOOKUPS
+)
 opt = sparsestep.SparseAdam([param], lr=0.1)
 rows = (torch.arange(LOOKUPS) * (ROWS // LOOKUPS))[None]
 before = resident()

@@ -51,7 +51,12 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
     if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
         raise InputError(_unsupported("a MaskedTensor"))
     shape = param.shape
-    if grad.shape != shape or grad.dtype != param.dtype or grad.device != param.device:
+    if (
+        grad.shape != shape
+        or grad.dtype != param.dtype
+        or not (grad.is_cpu and param.is_cpu)  # the usual case, told without making two devices
+        and grad.device != param.device
+    ):
         raise InputError(_mismatch(param, grad))
     if not param.is_contiguous() and has_internal_overlap(param):
         raise InputError(
@@ -62,7 +67,7 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
             )
         )
     if grad.is_sparse:
-        return _from_coo(shape, grad)
+        return _from_coo(param, shape, grad)
     if grad.layout is torch.strided:
         return Touched(None, _plain(grad), 1, grad.numel())
     raise InputError(_unsupported(f"layout {grad.layout}"))
@@ -98,16 +103,19 @@ def _unsupported(what: str) -> str:
     )
 
 
-def _from_coo(shape: torch.Size, grad: Tensor) -> Touched:
+def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor) -> Touched:
     indices, values = grad._indices(), grad._values()
     sparse_dim, entries = indices.shape
     if sparse_dim == 1:
-        positions = indices.view(-1) if indices.is_contiguous() else indices[0].contiguous()
-        slots, block = shape[0], math.prod(shape[1:])
+        positions = indices.squeeze(0)
+        slots = shape[0]
     else:
         _check_indices(indices, shape)
         positions = _flatten(indices, shape[:sparse_dim])
-        slots, block = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
+        slots = math.prod(shape[:sparse_dim])
+    block = param.numel() // slots if slots else math.prod(shape[sparse_dim:])
+    if not positions.is_contiguous():
+        positions = positions.contiguous()
     if values.numel() != entries * block:
         raise InputError(
             sentence(

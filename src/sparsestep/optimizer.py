@@ -188,7 +188,7 @@ class RuleOptimizer(Optimizer):
         if kept:
             tensors, done = states.checked(self.rule, param, kept), int(kept["step"])
         else:
-            tensors, done = states.new(self.rule, param), 0
+            tensors, done = states.new(self.rule, param, gradient), 0
         return Update(self.rule, param, gradient, tensors, done + 1, hyper, maximize, who)
 
     def _who(self, group: int, index: int) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsestep import memory
 from sparsestep.contract import Rule
 from sparsestep.errors import InputError, sentence
+from sparsestep.grads import Touched
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -24,10 +25,11 @@ def dtype_for(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def new(rule: Rule, param: Tensor) -> list[Tensor]:
-    """State for a parameter's first step."""
-    dtype = dtype_for(param)
-    return [memory.full(param.shape, kept.initial, dtype, param.device) for kept in rule.state]
+def new(rule: Rule, param: Tensor, gradient: Touched) -> list[Tensor]:
+    """State for a parameter's first step, which is with this gradient."""
+    touches = None if gradient.positions is None else len(gradient.positions)
+    where = (dtype_for(param), param.device, touches)
+    return [memory.full(param.shape, kept.initial, *where) for kept in rule.state]
 
 
 def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:

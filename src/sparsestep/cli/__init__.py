@@ -1,4 +1,4 @@
-"""The command line: ``sparsestep demo`` and ``sparsestep info``.
+"""The command line: ``sparsestep demo``, ``bench`` and ``info``.
 
 A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
 command line needs (rich, matplotlib) is imported when a command runs, never before.

@@ -1,0 +1,232 @@
+"""Measure one optimizer step: torch's, this library's, others' and the limit.
+
+The limit is what the machine needs to move the memory alone. Contestants take
+turns within one run, with fresh rows in every step; medians are compared.
+FBGEMM and DGL take part where they are installed. A suite is a list of cases;
+the default one takes a few minutes.
+
+Example:
+  sparsestep bench --suite lookups --json lookups.json --svg lookups.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsestep.cli.bench import harness, results
+from sparsestep.cli.bench.cases import SUITES
+from sparsestep.cli.bench.contestants import Contestant, TorchSparseAdam
+from sparsestep.cli.bench.limit import Limit
+from sparsestep.cli.demo import whole_number
+from sparsestep.errors import sentence
+
+if TYPE_CHECKING:
+    from sparsestep.cli.bench.screen import Screen
+
+_ALL = "all"
+_PICTURED = "lookups"
+_KEPT = (TorchSparseAdam.name, Limit.name)  # what the ratios are taken of
+_BAD_OPTIONS = 2  # argparse's own exit code
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``sparsestep bench``."""
+    parser.add_argument(
+        "--suite",
+        type=suite,
+        action="append",
+        metavar="NAME",
+        help=f"what to measure: {', '.join(SUITES)} or {_ALL}; may be repeated (default: peers)",
+    )
+    parser.add_argument(
+        "--only",
+        type=contestant,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out contestants without this in their name, but not torch SparseAdam "
+        "and the limit; may be repeated",
+    )
+    parser.add_argument(
+        "--without",
+        type=contestant,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out contestants with this in their name; may be repeated",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number(0.001, 86_400),
+        default=20.0,
+        metavar="S",
+        help="how long a case is measured, warm-up not counted (default: 20)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help="how many threads take part (default: torch's choice)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=number(1, 1_000_000),
+        default=1.0,
+        metavar="F",
+        help="divide rows and lookups by this, for a quick look (default: 1)",
+    )
+    parser.add_argument(
+        "--json",
+        type=output_path(".json"),
+        metavar="FILE",
+        help="where the results go; written after each case",
+    )
+    parser.add_argument(
+        "--svg",
+        type=output_path(".svg"),
+        metavar="FILE",
+        help=f"where a picture of the suite {_PICTURED} goes",
+    )
+
+
+def suite(text: str) -> str:
+    """A converter for argparse that refuses what is no suite."""
+    if text not in SUITES and text != _ALL:
+        contract = f"it must be one of {', '.join(SUITES)}, {_ALL}"
+        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+    return text
+
+
+def contestant(text: str) -> str:
+    """A converter for argparse that refuses what is in no contestant's name."""
+    names = [each.name for each in harness.CONTESTANTS]
+    if not text or not any(_matches(text, name) for name in names):
+        contract = f"it must be a part of one of these: {', '.join(names)}"
+        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+    return text
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """A converter for argparse that refuses what is not a number in ``[low, high]``.
+
+    Example:
+        >>> number(1, 10)("2.5")
+        2.5
+    """
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            contract = f"it must be a number from {low:g} to {high:,g}"
+            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+        return value
+
+    return convert
+
+
+def output_path(suffix: str) -> Callable[[str], Path]:
+    """A converter for argparse that refuses a path that such a file cannot be written to.
+
+    Minutes of measuring come before the file, so writing is tried at once. An existing file keeps
+    its contents until then.
+    """
+
+    def convert(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() != suffix:
+            raise argparse.ArgumentTypeError(sentence(f"its name must end in {suffix}", repr(text)))
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            contract = f"it must be a file that can be written ({error.strerror})"
+            raise argparse.ArgumentTypeError(sentence(contract, repr(text))) from None
+        return path
+
+    return convert
+
+
+def _matches(part: str, name: str) -> bool:
+    return part.lower() in name.lower()
+
+
+def chosen(only: Sequence[str], without: Sequence[str]) -> list[type[Contestant]]:
+    """Who takes part.
+
+    Example:
+        >>> [each.name for each in chosen(only=["reference"], without=["limit"])]
+        ['torch SparseAdam', 'sparsestep reference']
+    """
+    return [
+        each
+        for each in harness.CONTESTANTS
+        if (not only or each.name in _KEPT or any(_matches(part, each.name) for part in only))
+        and not any(_matches(part, each.name) for part in without)
+    ]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and show; returns the exit code."""
+    named = options.suite or ["peers"]
+    suites = list(SUITES) if _ALL in named else list(dict.fromkeys(named))
+    contestants = chosen(options.only, options.without)
+    if not contestants:
+        return _refuse("--only and --without must leave a contestant. Got none.")
+    if options.svg and _PICTURED not in suites:
+        return _refuse(
+            f"--svg must come with --suite {_PICTURED}, which it draws. Got {', '.join(suites)}."
+        )
+    # Here and not above: these need rich and matplotlib, which `import sparsestep.cli` must not.
+    from sparsestep.cli.bench.screen import Screen
+
+    if options.svg:
+        from sparsestep.cli.bench import picture
+
+    with harness.threads(options.threads):
+        report = results.new_report(options.scale, options.seconds)
+        screen = Screen()
+        screen.begin(report)
+        for name in suites:
+            _run_suite(name, contestants, options.json, report, screen)
+    if options.svg:
+        pictured = [result for result in report.cases if result.suite == _PICTURED]
+        picture.draw(options.svg, pictured)
+        screen.say(f"\nThe picture: {options.svg}")
+    if options.json:
+        screen.say(f"\nThe results: {options.json}")
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"sparsestep bench: error: {message}", file=sys.stderr)
+    return _BAD_OPTIONS
+
+
+def _run_suite(
+    name: str,
+    contestants: Sequence[type[Contestant]],
+    out: Path | None,
+    report: results.Report,
+    screen: Screen,
+) -> None:
+    measured = []
+    for case in SUITES[name]:
+        smaller = case.scaled(report.scale)
+        with screen.progress(smaller.name) as follow:
+            result = harness.measure(smaller, name, contestants, report.seconds, follow)
+        screen.show(result)
+        measured.append(result)
+        report.cases.append(result)
+        if out:  # now, so that an interrupted run is not lost
+            out.write_text(report.to_json(), encoding="utf-8")
+    screen.summarise(name, measured)

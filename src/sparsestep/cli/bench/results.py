@@ -1,0 +1,179 @@
+"""What was measured, where, and with what; kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsestep.cli import info
+from sparsestep.cli.bench.cases import Case
+from sparsestep.engines import native
+from sparsestep.version import __version__
+
+_PEERS = ("fbgemm-gpu-cpu", "fbgemm-gpu", "dgl")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The steps of one contestant on one case.
+
+    Attributes:
+        contestant: its name.
+        median_ms: of all rounds.
+        lower_ms: the lower quartile.
+        upper_ms: the upper quartile.
+        rounds: how many were counted.
+        times_torch: how many times faster than ``torch.optim.SparseAdam``.
+        of_limit: the limit's time divided by its own; 1 is as fast as can be.
+    """
+
+    contestant: str
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+    rounds: int
+    times_torch: float | None
+    of_limit: float | None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A contestant that did not take part, and why."""
+
+    contestant: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case.
+
+    Attributes:
+        suite: which the case belongs to.
+        case: what was measured.
+        threads: how many took part.
+        unique: how many rows the first batch touches.
+        shared: whether all contestants worked on one table, because memory would not hold more; the
+            limit and the reference engine then use sparsestep's moments too.
+        timings: the fastest first.
+        unavailable: who did not take part.
+    """
+
+    suite: str
+    case: Case
+    threads: int
+    unique: int
+    shared: bool
+    timings: list[Timing]
+    unavailable: list[Refusal]
+
+    def timing(self, contestant: str) -> Timing | None:
+        """That of one contestant, if it took part."""
+        return next((each for each in self.timings if each.contestant == contestant), None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured."""
+
+    cpu: str
+    cores: int
+    threads: int
+    platform: str
+    huge_pages: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the harness.
+
+    Attributes:
+        machine: where it ran.
+        versions: of what took part.
+        instruction_set: that the native core used.
+        commit: of the working tree that the sources are in, if they are in one.
+        date: when it began, UTC, ISO 8601.
+        scale: what rows and lookups were divided by.
+        seconds: the time budget of a case.
+        cases: the results.
+    """
+
+    machine: Machine
+    versions: dict[str, str]
+    instruction_set: str | None
+    commit: str | None
+    date: str
+    scale: float
+    seconds: float
+    cases: list[CaseResult] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as text."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that ``to_json`` wrote."""
+        data = json.loads(text)
+        data["machine"] = Machine(**data["machine"])
+        data["cases"] = [_case_result(case) for case in data["cases"]]
+        return cls(**data)
+
+
+def _case_result(data: dict[str, Any]) -> CaseResult:
+    data["case"] = Case(**data["case"])
+    data["timings"] = [Timing(**timing) for timing in data["timings"]]
+    data["unavailable"] = [Refusal(**refusal) for refusal in data["unavailable"]]
+    return CaseResult(**data)
+
+
+def new_report(scale: float, seconds: float) -> Report:
+    """A report without results yet, about this machine."""
+    machine = Machine(
+        cpu=info.cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        platform=platform.platform(),
+        huge_pages=info.huge_pages(),
+    )
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Report(machine, versions(), native.instruction_set(), commit(), date, scale, seconds)
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch, this library, and the peers that are installed."""
+    result = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "sparsestep": __version__,
+    }
+    for name in _PEERS:
+        try:
+            result[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return result
+
+
+def commit(directory: Path = Path(__file__).parent) -> str | None:
+    """The commit that the working tree around ``directory`` is at, or ``None``."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or no working tree
+        return None
+    return found.stdout.strip()
