@@ -28,6 +28,22 @@ def test_full_takes_any_value():
     )
 
 
+@pytest.mark.parametrize("touches", [None, 100_000, 1])
+def test_gathering_into_huge_pages_changes_nothing(touches):
+    for tensor in (torch.randn(1_000_003, 5), torch.randn(7), torch.randn(3000, 900).t()):
+        before, address = tensor.clone(), tensor.data_ptr()
+        memory.gather_into_huge_pages(tensor, touches)
+        assert torch.equal(tensor, before)
+        assert tensor.data_ptr() == address
+
+
+def test_shared_memory_is_left_alone():
+    tensor = torch.randn(1_000_000, 4).share_memory_()
+    before = tensor.clone()
+    memory.gather_into_huge_pages(tensor, None)
+    assert torch.equal(tensor, before)
+
+
 LARGE_TABLE = """
 import torch, sparsestep
 

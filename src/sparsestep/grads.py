@@ -54,8 +54,10 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
     if (
         grad.shape != shape
         or grad.dtype != param.dtype
-        or not (grad.is_cpu and param.is_cpu)  # the usual case, told without making two devices
-        and grad.device != param.device
+        or (
+            not (grad.is_cpu and param.is_cpu)  # the usual case, told without making two devices
+            and grad.device != param.device
+        )
     ):
         raise InputError(_mismatch(param, grad))
     if not param.is_contiguous() and has_internal_overlap(param):

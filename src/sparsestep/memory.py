@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import mmap
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ _LAZY = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
 # Linux. Elsewhere pages have the size that they have.
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
 
 # Huge pages make every later step faster, since the processor keeps track of fewer pages, but the
 # first touch of a row then brings two megabytes instead of four kilobytes. They are asked for where
@@ -53,6 +58,31 @@ def zeros(
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(_HUGE)
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+
+
+def gather_into_huge_pages(tensor: Tensor, touches: int | None) -> None:
+    """Move a tensor's memory into huge pages, where ``zeros`` would have asked for them.
+
+    The contents and the addresses stay as they are. What cannot be moved (shared memory, a file, a
+    kernel that cannot do it) is left alone.
+    """
+    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    size = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - begin
+    if size <= 0 or not tensor.is_cpu or not tensor.is_contiguous():
+        return
+    if _system_allows_huge_pages() and wants_huge_pages(tensor.nbytes, touches):
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE)
+        )
+
+
+@functools.cache
+def _system_allows_huge_pages() -> bool:
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return "[never]" not in setting
 
 
 def wants_huge_pages(size: int, touches: int | None) -> bool:

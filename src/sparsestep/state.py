@@ -28,6 +28,7 @@ def dtype_for(param: Tensor) -> torch.dtype:
 def new(rule: Rule, param: Tensor, gradient: Touched) -> list[Tensor]:
     """State for a parameter's first step, which is with this gradient."""
     touches = None if gradient.positions is None else len(gradient.positions)
+    memory.gather_into_huge_pages(param, touches)
     where = (dtype_for(param), param.device, touches)
     return [memory.full(param.shape, kept.initial, *where) for kept in rule.state]
 
