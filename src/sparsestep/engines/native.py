@@ -20,7 +20,7 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.grads import bad_index
 
 try:
-    from sparsestep import _native
+    import sparsestep._native as _native
 except ImportError as error:  # installed without the core (SPARSESTEP_PURE=1), or a broken build
     core = None
     why_missing = str(error)
