@@ -73,6 +73,7 @@ class Update:
         hyper: the formula's other keyword arguments.
         maximize: go along the gradient instead of against it.
         who: names the parameter in messages.
+        kept: the optimizer's own record of the state; ``None`` before the first step.
     """
 
     rule: Rule
@@ -83,3 +84,4 @@ class Update:
     hyper: Mapping[str, Any]
     maximize: bool
     who: Callable[[], str]
+    kept: dict[str, Any] | None = None

@@ -24,9 +24,10 @@ class Touched(NamedTuple):
     """Which slots of a parameter a gradient touches, and with what values.
 
     Attributes:
-        positions: int64 ``[n]``, a slot for each entry. A slot may come several times: its values
-            are summed. ``None`` when the gradient covers the whole parameter; then there is one
-            slot, and ``values`` has the parameter's shape.
+        positions: int64, contiguous, ``n`` elements (``[n]`` or, as COO has it, ``[1, n]``): a
+            slot for each entry. A slot may come several times: its values are summed. ``None``
+            when the gradient covers the whole parameter; then there is one slot, and ``values``
+            has the parameter's shape.
         values: ``[n, ...]``, a block for each entry.
         slots: how many slots the parameter has.
         block: how many elements a slot has.
@@ -46,7 +47,7 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
         >>> rows = torch.tensor([[3, 1, 3]])
         >>> t = touched(param, torch.sparse_coo_tensor(rows, torch.ones(3, 2), (5, 2)))
         >>> t.positions.tolist(), t.slots, t.block
-        ([3, 1, 3], 5, 2)
+        ([[3, 1, 3]], 5, 2)
     """
     if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
         raise InputError(_unsupported("a MaskedTensor"))
@@ -71,13 +72,8 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
     if grad.is_sparse:
         return _from_coo(param, shape, grad)
     if grad.layout is torch.strided:
-        return Touched(None, _plain(grad), 1, grad.numel())
+        return Touched(None, grad.resolve_neg() if grad.is_neg() else grad, 1, grad.numel())
     raise InputError(_unsupported(f"layout {grad.layout}"))
-
-
-def _plain(values: Tensor) -> Tensor:
-    """The values with their own bits: torch may keep a sign to be flipped beside them."""
-    return values.resolve_neg() if values.is_neg() else values
 
 
 def _mismatch(param: Tensor, grad: Tensor) -> str:
@@ -109,7 +105,7 @@ def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor) -> Touched:
     indices, values = grad._indices(), grad._values()
     sparse_dim, entries = indices.shape
     if sparse_dim == 1:
-        positions = indices.squeeze(0)
+        positions = indices
         slots = shape[0]
     else:
         _check_indices(indices, shape)
@@ -126,7 +122,9 @@ def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor) -> Touched:
                 tuple(values.shape),
             )
         )
-    return Touched(positions, _plain(values), slots, block)
+    if values.is_neg():  # torch may keep a sign that is still to be flipped beside the values
+        values = values.resolve_neg()
+    return Touched(positions, values, slots, block)
 
 
 def _check_indices(indices: Tensor, shape: torch.Size) -> None:

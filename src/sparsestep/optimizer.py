@@ -188,8 +188,9 @@ class RuleOptimizer(Optimizer):
         if kept:
             tensors, done = states.checked(self.rule, param, kept), int(kept["step"])
         else:
+            kept = None
             tensors, done = states.new(self.rule, param, gradient), 0
-        return Update(self.rule, param, gradient, tensors, done + 1, hyper, maximize, who)
+        return Update(self.rule, param, gradient, tensors, done + 1, hyper, maximize, who, kept)
 
     def _who(self, group: int, index: int) -> str:
         names = self.param_groups[group].get("param_names")
@@ -199,8 +200,9 @@ class RuleOptimizer(Optimizer):
     def _run(self, updates: list[Update]) -> None:
         engines.run(updates, self.engine)
         for update in updates:
-            kept = self.state[update.param]
-            if not kept:
+            kept = update.kept
+            if kept is None:  # the first step: only now does the parameter have a state
+                kept = self.state[update.param]
                 kept["step"] = 0
                 for spec, tensor in zip(self.rule.state, update.state, strict=True):
                     kept[spec.name] = tensor

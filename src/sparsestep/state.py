@@ -27,7 +27,7 @@ def dtype_for(param: Tensor) -> torch.dtype:
 
 def new(rule: Rule, param: Tensor, gradient: Touched) -> list[Tensor]:
     """State for a parameter's first step, which is with this gradient."""
-    touches = None if gradient.positions is None else len(gradient.positions)
+    touches = None if gradient.positions is None else gradient.positions.numel()
     memory.gather_into_huge_pages(param, touches)
     where = (dtype_for(param), param.device, touches)
     return [memory.full(param.shape, kept.initial, *where) for kept in rule.state]
@@ -36,17 +36,18 @@ def new(rule: Rule, param: Tensor, gradient: Touched) -> list[Tensor]:
 def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
     """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
     tensors = []
-    shape, device = param.shape, param.device
+    shape, on_cpu = param.shape, param.is_cpu
     for kept in rule.state:
         tensor = state.get(kept.name)
         if not isinstance(tensor, Tensor):
             contract = f"the state must hold a tensor {kept.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
-        if tensor.shape != shape or tensor.device != device:
+        same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
+        if tensor.shape != shape or not same_device:
             raise InputError(
                 sentence(
                     f"the state {kept.name!r} must have the parameter's shape and device, "
-                    f"{tuple(shape)} on {device}",
+                    f"{tuple(shape)} on {param.device}",
                     f"{tuple(tensor.shape)} on {tensor.device}",
                     "Was the parameter replaced? Make a new optimizer for it",
                 )

@@ -36,8 +36,9 @@ def run(updates: Sequence[Update], engine: str) -> None:
     everything before it writes, so nothing can fail once something is written.
     """
     natively, results = [], []
+    preparation = native.Preparation()
     for update in updates:
-        prepared = native.prepare(update) if engine != "reference" else None
+        prepared = preparation.job(update) if engine != "reference" else None
         if prepared is not None:
             natively.append(prepared)
             continue

@@ -83,30 +83,45 @@ class Prepared(NamedTuple):
     values: Tensor
 
 
-def prepare(update: Update) -> Prepared | None:
-    """The update as the core takes it, or ``None`` where the core has no way to run it."""
-    rule = _RULES.get(update.rule.name)
-    if rule is None or update.rule.coefficients is None:
-        return None
-    touched = update.touched
-    positions, slots, block = touched.positions, touched.slots, touched.block
-    if positions is None:
-        entries, address = 1, 0
-        values = touched.values.contiguous()
-    else:
-        entries, address = positions.shape[0], positions.data_ptr()
-        values = touched.values
-        if not values.is_contiguous():
-            values = values.reshape(entries, block)
-    job: list[float] = [rule[0], positions is None, address, entries, slots, block]
-    job.append(update.maximize)
-    fits = _append(job, values, entries, block) and _append(job, update.param, slots, block)
-    for tensor in update.state:
-        fits = fits and _append(job, tensor, slots, block)
-    if not fits:
-        return None
-    job += update.rule.coefficients(step=update.step, **update.hyper)
-    return Prepared(tuple(job), update, values)
+class Preparation:
+    """Turns the updates of one step into jobs."""
+
+    def __init__(self) -> None:
+        # Parameters of one group mostly have the same step count, hence the same coefficients.
+        self._coefficients: dict[tuple[int, int], tuple[float, ...]] = {}
+
+    def coefficients(self, update: Update) -> tuple[float, ...]:
+        """The numbers that the rule's native twin takes."""
+        key = (id(update.hyper), update.step)
+        found = self._coefficients.get(key)
+        if found is None:
+            assert update.rule.coefficients is not None
+            found = update.rule.coefficients(step=update.step, **update.hyper)
+            self._coefficients[key] = found
+        return found
+
+    def job(self, update: Update) -> Prepared | None:
+        """The update as the core takes it, or ``None`` where the core has no way to run it."""
+        rule = _RULES.get(update.rule.name)
+        if rule is None or update.rule.coefficients is None:
+            return None
+        positions, values, slots, block = update.touched
+        if positions is None:
+            entries, address = 1, 0
+            values = values.contiguous()
+        else:
+            entries, address = positions.numel(), positions.data_ptr()
+            if not values.is_contiguous():
+                values = values.reshape(entries, block)
+        job: list[float] = [rule[0], positions is None, address, entries, slots, block]
+        job.append(update.maximize)
+        fits = _append(job, values, entries, block) and _append(job, update.param, slots, block)
+        for tensor in update.state:
+            fits = fits and _append(job, tensor, slots, block)
+        if not fits:
+            return None
+        job += self.coefficients(update)
+        return Prepared(tuple(job), update, values)
 
 
 def _append(job: list[float], tensor: Tensor, rows: int, block: int) -> bool:

@@ -63,6 +63,7 @@ def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
     positions, values = touched.positions, touched.values
     if positions is None:
         return None, values
+    positions = positions.reshape(-1)
     _check_positions(positions, touched.slots)
     values = values.reshape(len(positions), touched.block)
     values = values.to(_arithmetic_dtype([values]))
