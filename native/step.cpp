@@ -16,6 +16,8 @@ constexpr int64_t serial_bytes = 1 << 18;
 
 // How much a task holds: enough to be worth fetching, little enough to share out evenly.
 constexpr int64_t piece_elements = 1 << 16;
+constexpr int64_t least_entries = 32;
+constexpr int64_t pieces_per_thread = 16;
 
 // A chain as long as this, and a good part of the whole gradient, is summed by several threads.
 constexpr int64_t heavy_chain = 4096;
@@ -138,8 +140,9 @@ private:
             const int64_t length = std::max(heavy_chain, job.entries / (8 * threads_));
             for (int64_t entry : uniques_[size_t(j)].take_heavy(length)) add_heavy(j, entry);
         }
-        const int64_t entries =
-            std::max<int64_t>(1, piece_elements / std::max<int64_t>(1, job.block));
+        const int64_t fair = std::max(least_entries, job.entries / (pieces_per_thread * threads_));
+        const int64_t most = piece_elements / std::max<int64_t>(1, job.block);
+        const int64_t entries = std::max<int64_t>(1, std::min(fair, most));
         for (int64_t begin = 0; begin < job.entries; begin += entries) {
             pieces_.push_back({j, {begin, std::min(job.entries, begin + entries), 0, job.block}});
         }

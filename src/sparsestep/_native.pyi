@@ -1,8 +1,23 @@
 # The native core, built from native/. See native/bindings.cpp.
 
-def step(
-    jobs: list[tuple[float, ...]], threads: int, instruction_set: int
-) -> tuple[int, int, int] | None: ...
+from torch import Tensor
+
+class Jobs:
+    def __init__(self, instruction_set: int) -> None: ...
+    def add(
+        self,
+        rule: int,
+        positions: Tensor | None,
+        values: Tensor,
+        param: Tensor,
+        states: list[Tensor],
+        slots: int,
+        block: int,
+        negate: bool,
+        coefficients: tuple[float, ...],
+    ) -> bool: ...
+    def run(self, threads: int) -> tuple[int, int, int] | None: ...
+
 def limit(work: tuple[float, ...], shares: tuple[int, ...], instruction_set: int) -> None: ...
 def rules() -> dict[str, tuple[int, int, int]]: ...
 def instruction_sets() -> list[tuple[str, bool]]: ...

@@ -13,7 +13,7 @@ the tests and the documentation of the native struct.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -79,7 +79,7 @@ class Update:
     rule: Rule
     param: Tensor
     touched: Touched
-    state: Sequence[Tensor]
+    state: list[Tensor]
     step: int
     hyper: Mapping[str, Any]
     maximize: bool

@@ -152,14 +152,21 @@ print("ok")
 
 def test_a_bad_call_into_the_core_is_refused():
     assert native.core is not None
-    with pytest.raises(TypeError):
-        native.core.step([1], 1, 0)
-    with pytest.raises(ValueError, match="too few"):
-        native.core.step([(0, 0)], 1, 0)
-    with pytest.raises(ValueError, match="no such rule"):
-        native.core.step([(999, 0)], 1, 0)
     with pytest.raises(ValueError, match="instruction set"):
-        native.core.step([], 1, 999)
+        native.core.Jobs(999)
+    jobs = native.core.Jobs(0)
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="no such rule"):
+        jobs.add(999, None, one, one, [], 1, 1, False, ())
+    with pytest.raises(ValueError, match="wrong number"):
+        jobs.add(0, None, one, one, [one], 1, 1, False, (0.1, 0.1, 0.1, 0.1))
+    with pytest.raises(TypeError):
+        jobs.add(0, None, one, one, one, 1, 1, False, (0.1, 0.1, 0.1, 0.1))
+    integers = torch.zeros(1, 1, dtype=torch.int64)
+    four = (0.1, 0.1, 0.1, 0.1)
+    assert not jobs.add(0, None, one, integers, [one, one], 1, 1, False, four)
+    assert not jobs.add(0, None, one.to("meta"), one, [one, one], 1, 1, False, four)
+    assert jobs.run(1) is None  # nothing was added
 
 
 PURE = """

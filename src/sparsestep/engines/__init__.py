@@ -35,12 +35,10 @@ def run(updates: Sequence[Update], engine: str) -> None:
     What the reference engine runs is computed first and written last, and the native core checks
     everything before it writes, so nothing can fail once something is written.
     """
-    natively, results = [], []
-    preparation = native.Preparation()
+    natively = native.Step() if native.core is not None and engine != "reference" else None
+    results = []
     for update in updates:
-        prepared = preparation.job(update) if engine != "reference" else None
-        if prepared is not None:
-            natively.append(prepared)
+        if natively is not None and natively.add(update):
             continue
         if engine == "native":
             raise InputError(f"{update.who()}: {_why_not_native(update)}")
@@ -50,8 +48,8 @@ def run(updates: Sequence[Update], engine: str) -> None:
             results.append(reference.compute(update))
         except InputError as error:
             raise InputError(f"{update.who()}: {error}") from None
-    if natively:
-        native.run(natively)
+    if natively is not None and natively.updates:
+        natively.run()
     for result in results:
         result.write()
 

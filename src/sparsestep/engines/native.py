@@ -1,18 +1,15 @@
 """The native engine: sums duplicates and applies the rule in one pass, in C++ on the CPU.
 
-This file checks what the core must be able to rely on and turns tensors into addresses and strides.
-The core keeps no pointer beyond the call, and checks the positions itself before it writes.
+The core reads the tensors' addresses and strides itself, keeps none of them beyond the step, and
+checks the positions before it writes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep.contract import Update
@@ -28,10 +25,7 @@ else:
     core = _native
     why_missing = ""
 
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _RULES: dict[str, tuple[int, int, int]] = core.rules() if core else {}
-
-Job = tuple[float, ...]
 
 
 def instruction_sets() -> dict[str, bool]:
@@ -75,23 +69,41 @@ def use_instruction_set(name: str) -> None:
     _isa.use(name)
 
 
-class Prepared(NamedTuple):
-    """An update as the core takes it, and what must stay alive until the core has run."""
-
-    job: Job
-    update: Update
-    values: Tensor
-
-
-class Preparation:
-    """Turns the updates of one step into jobs."""
+class Step:
+    """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
+        assert core is not None
+        self.updates: list[Update] = []
+        self._jobs = core.Jobs(_isa.index)
         # Parameters of one group mostly have the same step count, hence the same coefficients.
         self._coefficients: dict[tuple[int, int], tuple[float, ...]] = {}
 
-    def coefficients(self, update: Update) -> tuple[float, ...]:
-        """The numbers that the rule's native twin takes."""
+    def add(self, update: Update) -> bool:
+        """Take the update; false where the core has no way to run it."""
+        rule = _RULES.get(update.rule.name)
+        if rule is None or update.rule.coefficients is None:
+            return False
+        positions, values, slots, block = update.touched
+        if not values.is_contiguous():
+            # A view where that is possible, else a copy; a dense gradient has to be in order.
+            values = values.contiguous() if positions is None else values.reshape(-1, block)
+        added: bool = self._jobs.add(
+            rule[0],
+            positions,
+            values,
+            update.param,
+            update.state,
+            slots,
+            block,
+            update.maximize,
+            self._coefficients_of(update),
+        )
+        if added:
+            self.updates.append(update)
+        return added
+
+    def _coefficients_of(self, update: Update) -> tuple[float, ...]:
         key = (id(update.hyper), update.step)
         found = self._coefficients.get(key)
         if found is None:
@@ -100,52 +112,11 @@ class Preparation:
             self._coefficients[key] = found
         return found
 
-    def job(self, update: Update) -> Prepared | None:
-        """The update as the core takes it, or ``None`` where the core has no way to run it."""
-        rule = _RULES.get(update.rule.name)
-        if rule is None or update.rule.coefficients is None:
-            return None
-        positions, values, slots, block = update.touched
-        if positions is None:
-            entries, address = 1, 0
-            values = values.contiguous()
-        else:
-            entries, address = positions.numel(), positions.data_ptr()
-            if not values.is_contiguous():
-                values = values.reshape(entries, block)
-        job: list[float] = [rule[0], positions is None, address, entries, slots, block]
-        job.append(update.maximize)
-        fits = _append(job, values, entries, block) and _append(job, update.param, slots, block)
-        for tensor in update.state:
-            fits = fits and _append(job, tensor, slots, block)
-        if not fits:
-            return None
-        job += self.coefficients(update)
-        return Prepared(tuple(job), update, values)
-
-
-def _append(job: list[float], tensor: Tensor, rows: int, block: int) -> bool:
-    """Add a tensor's address, dtype and strides to the job; false if the core cannot take it."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None or not tensor.is_cpu:
-        return False
-    if tensor.is_contiguous():
-        job += (tensor.data_ptr(), dtype, block, 1)
-        return True
-    try:
-        strides = tensor.view(rows, block).stride()
-    except RuntimeError:  # no two strides describe it
-        return False
-    job += (tensor.data_ptr(), dtype, *strides)
-    return True
-
-
-def run(prepared: Sequence[Prepared]) -> None:
-    """Apply all updates at once; raises with nothing written if any position is no slot."""
-    assert core is not None
-    bad = core.step([each.job for each in prepared], torch.get_num_threads(), _isa.index)
-    if bad is not None:
-        job, _, position = bad
-        update = prepared[job].update
-        raise InputError(f"{update.who()}: {bad_index(0, update.touched.slots, position)}")
-    increment_version([each.update.param for each in prepared])
+    def run(self) -> None:
+        """Apply the updates; raises with nothing written if any position is no slot."""
+        bad = self._jobs.run(torch.get_num_threads())
+        if bad is not None:
+            job, _, position = bad
+            update = self.updates[job]
+            raise InputError(f"{update.who()}: {bad_index(0, update.touched.slots, position)}")
+        increment_version([update.param for update in self.updates])
