@@ -21,6 +21,10 @@ constexpr int64_t cache_line = 64;
 // How many entries ahead rows are asked for: long enough to hide a trip to memory.
 constexpr int64_t prefetch_distance = 16;
 
+// How many further entries of a chain are asked for together with its first; a longer one is asked
+// for while it is summed.
+constexpr int prefetched_links = 4;
+
 // The hardware itself goes on with a row that is longer than this.
 constexpr int64_t prefetch_bytes = 1024;
 
@@ -132,6 +136,10 @@ private:
         if (is_taken(entry)) return;
         const int64_t slot = positions_[entry];
         values_.prefetch(entry);
+        Link at = next(entry);
+        for (int k = 0; k < prefetched_links && at != chain_end; ++k, at = next(at)) {
+            values_.prefetch(at);
+        }
         param_.prefetch(slot);
         for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
     }
