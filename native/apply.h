@@ -35,7 +35,7 @@ constexpr int64_t prefetch_bytes = 1024;
 // The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
 // kinds it is decides once per piece, not once per row, whether there is anything to convert.
 // Where the number of columns is a usual one, it is known to the compiler (`fixed`, else 0): at
-// such row lengths the bookkeeping of a loop costs a fifth of the time.
+// such row lengths the bookkeeping of a loop shows.
 template <class T, int64_t fixed>
 struct StoredRows {
     static constexpr int64_t fixed_columns = fixed;
