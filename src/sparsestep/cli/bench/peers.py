@@ -24,7 +24,9 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # OSError: built for another release of torch
-        reason = "" if isinstance(error, ModuleNotFoundError) else f" so that it loads ({error})"
+        missing = getattr(error, "name", None) or ""
+        absent = isinstance(error, ModuleNotFoundError) and name.startswith(missing.split(".")[0])
+        reason = "" if absent else f" so that it loads ({error})"
         raise Unavailable(f"not installed{reason}") from None
 
 
