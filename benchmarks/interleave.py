@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from gradients import SETS, uniform
 
 import sparsestep
 
-ROWS, DIM, LOOKUPS, SETS, ROUNDS = 1_000_000, 64, 65_536, 8, 60
+ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
 
 
 def median(work: Callable[[int], object]) -> float:
@@ -27,16 +28,7 @@ def median(work: Callable[[int], object]) -> float:
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    grads = [
-        torch.sparse_coo_tensor(
-            torch.randint(0, ROWS, (1, LOOKUPS)),
-            torch.randn(LOOKUPS, DIM),
-            (ROWS, DIM),
-            check_invariants=False,
-        )
-        for _ in range(SETS)
-    ]
+    grads = uniform(ROWS, DIM, LOOKUPS)
     param = torch.nn.Parameter(torch.randn(ROWS, DIM))
     optimizer = sparsestep.SparseAdam([param])
     matrix = torch.randn(768, 768)

@@ -14,23 +14,15 @@ import sys
 import time
 
 import torch
+from gradients import SETS, uniform
 
 import sparsestep
 
-ROWS, DIM, LOOKUPS, SETS, ROUNDS = 1_000, 16, 64, 8, 2_000
+ROWS, DIM, LOOKUPS, ROUNDS = 1_000, 16, 64, 2_000
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    grads = [
-        torch.sparse_coo_tensor(
-            torch.randint(0, ROWS, (1, LOOKUPS)),
-            torch.randn(LOOKUPS, DIM),
-            (ROWS, DIM),
-            check_invariants=False,
-        )
-        for _ in range(SETS)
-    ]
+    grads = uniform(ROWS, DIM, LOOKUPS)
     params = [torch.nn.Parameter(torch.randn(ROWS, DIM)) for _ in range(2)]
     theirs, ours = torch.optim.SparseAdam(params[:1]), sparsestep.SparseAdam(params[1:])
 

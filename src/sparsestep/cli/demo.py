@@ -14,7 +14,6 @@ import argparse
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 import sparsestep
 from sparsestep.cli import identifiers, skipgram
-from sparsestep.errors import sentence
+from sparsestep.cli.options import output_path, whole_number
 
 if TYPE_CHECKING:
     from sparsestep.cli.display import Screen
@@ -67,52 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=picture_path,
+        type=output_path(".png"),
         default="sparsestep-demo.png",
         metavar="FILE",
         help="where the picture goes, a PNG file (default: %(default)s)",
     )
-
-
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """A converter for argparse that refuses what is not a whole number in ``[low, high]``.
-
-    Example:
-        >>> whole_number(1, 10)("7")
-        7
-    """
-
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number <= high:
-            contract = f"it must be a whole number from {low} to {high}"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
-        return number
-
-    return convert
-
-
-def picture_path(text: str) -> Path:
-    """A converter for argparse that refuses a path that a PNG file cannot be written to.
-
-    A minute of training comes before the picture, so writing is tried at once. An existing file
-    keeps its contents until then.
-    """
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(sentence("its name must end in .png", repr(text)))
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        contract = f"it must be a file that can be written ({error.strerror})"
-        raise argparse.ArgumentTypeError(sentence(contract, repr(text))) from None
-    return path
 
 
 def run(options: argparse.Namespace) -> int:

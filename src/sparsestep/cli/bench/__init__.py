@@ -12,9 +12,8 @@ Example:
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from sparsestep.cli.bench import harness, results
 from sparsestep.cli.bench.cases import SUITES
 from sparsestep.cli.bench.contestants import Contestant, TorchSparseAdam
 from sparsestep.cli.bench.limit import Limit
-from sparsestep.cli.demo import whole_number
+from sparsestep.cli.options import number, output_path, whole_number
 from sparsestep.errors import sentence
 
 if TYPE_CHECKING:
@@ -109,51 +108,6 @@ def contestant(text: str) -> str:
         contract = f"it must be a part of one of these: {', '.join(names)}"
         raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
     return text
-
-
-def number(low: float, high: float) -> Callable[[str], float]:
-    """A converter for argparse that refuses what is not a number in ``[low, high]``.
-
-    Example:
-        >>> number(1, 10)("2.5")
-        2.5
-    """
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            contract = f"it must be a number from {low:g} to {high:,g}"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
-        return value
-
-    return convert
-
-
-def output_path(suffix: str) -> Callable[[str], Path]:
-    """A converter for argparse that refuses a path that such a file cannot be written to.
-
-    Minutes of measuring come before the file, so writing is tried at once. An existing file keeps
-    its contents until then.
-    """
-
-    def convert(text: str) -> Path:
-        path = Path(text)
-        if path.suffix.lower() != suffix:
-            raise argparse.ArgumentTypeError(sentence(f"its name must end in {suffix}", repr(text)))
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-            if not existed:
-                path.unlink()
-        except OSError as error:
-            contract = f"it must be a file that can be written ({error.strerror})"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text))) from None
-        return path
-
-    return convert
 
 
 def _matches(part: str, name: str) -> bool:
