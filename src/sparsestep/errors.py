@@ -8,11 +8,24 @@ class InputError(ValueError, RuntimeError):
 
     It is both a ``ValueError`` and a ``RuntimeError``, because torch raises the one from
     constructors and the other from steps, and code that catches either keeps working.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> try:
+        ...     sparsestep.SparseAdam([torch.zeros(2)], betas=(0.9, 1.0))
+        ... except sparsestep.InputError as error:
+        ...     print(error)
+        SparseAdam: Invalid beta parameter at index 1: 1.0. It must be in [0, 1).
     """
 
 
 class SlowWarning(UserWarning):
-    """A slower way was taken than the fast one that is usually there. Said once."""
+    """A slower way was taken than the fast one that is usually there. Said once.
+
+    Example:
+        >>> import warnings, sparsestep
+        >>> warnings.simplefilter("ignore", sparsestep.SlowWarning)  # if it is what you want
+    """
 
 
 def sentence(contract: str, got: object, remedy: str = "") -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from sparsestep.cli.console import Streams
 from sparsestep.cli.identifiers import Vocabulary
 from sparsestep.cli.skipgram import Run, difference, neighbours
 
@@ -58,16 +59,8 @@ class Bars(Progress):
         return each_step
 
 
-class Screen:
-    """Results go to stdout, progress to stderr: a pipe or a file gets the results alone."""
-
-    def __init__(self) -> None:
-        self._results = Console(highlight=False)
-        self._progress = Console(stderr=True, highlight=False)
-
-    def say(self, text: str) -> None:
-        """Print a line, which is not broken: a path in it can be copied."""
-        self._results.print(text, markup=False, soft_wrap=True)
+class Screen(Streams):
+    """What a person sees of the demo."""
 
     def waiting(self, text: str) -> AbstractContextManager[object]:
         """Show that something is going on that will not take long."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from sparsestep.cli.linux import field
 from sparsestep.engines import native
 from sparsestep.errors import InputError
 from sparsestep.version import __version__
@@ -91,15 +92,7 @@ def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:
     Args:
         source: where Linux describes its processors.
     """
-    try:
-        described = source.read_text()
-    except OSError:
-        described = ""
-    for line in described.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine() or "unknown"
+    return field(source, "model name") or platform.processor() or platform.machine() or "unknown"
 
 
 def huge_pages(

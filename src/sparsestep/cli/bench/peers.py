@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import shutil
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,7 @@ def _imported(name: str) -> ModuleType:
         raise Unavailable(f"not installed{reason}") from None
 
 
-class _Peer(Contestant):
+class _Peer(Contestant, ABC):
     """Tries one step while it is made: what does not work here must not end the whole run."""
 
     def __init__(self, workload: Workload) -> None:
@@ -43,9 +44,9 @@ class _Peer(Contestant):
         except Exception as error:
             raise Unavailable(f"does not run here ({error})") from error
 
+    @abstractmethod
     def make(self, workload: Workload) -> None:
         """Make tables and optimizer."""
-        raise NotImplementedError
 
 
 class FbgemmAdagrad(_Peer):

@@ -9,7 +9,6 @@ from statistics import geometric_mean
 from time import perf_counter
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from sparsestep.cli.bench.contestants import Native
 from sparsestep.cli.bench.harness import Follow
 from sparsestep.cli.bench.limit import Limit
 from sparsestep.cli.bench.results import CaseResult, Report, Timing
+from sparsestep.cli.console import Streams
 
 _BAR_WIDTH = 14
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -25,16 +25,8 @@ _REFRESH_SECONDS = 0.5
 _MISSING = "-"
 
 
-class Screen:
-    """Results go to stdout, progress to stderr: a pipe or a file gets the results alone."""
-
-    def __init__(self) -> None:
-        self._results = Console(highlight=False)
-        self._progress = Console(stderr=True, highlight=False)
-
-    def say(self, text: str) -> None:
-        """Print a line, which is not broken: a path in it can be copied."""
-        self._results.print(text, markup=False, soft_wrap=True)
+class Screen(Streams):
+    """What a person sees of a benchmark."""
 
     def begin(self, report: Report) -> None:
         """Print what is measured with."""

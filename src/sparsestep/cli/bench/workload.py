@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sparsestep.cli.bench.cases import Case
+from sparsestep.cli.linux import field
 
 LEARNING_RATE = 1e-3
 
@@ -85,15 +86,8 @@ def available_memory(source: Path = Path("/proc/meminfo")) -> float:
     Args:
         source: where Linux describes its memory.
     """
-    try:
-        described = source.read_text()
-    except OSError:
-        described = ""
-    for line in described.splitlines():
-        key, _, value = line.partition(":")
-        if key == "MemAvailable":
-            return 1024.0 * int(value.split()[0])
-    return math.inf
+    available = field(source, "MemAvailable")
+    return 1024.0 * int(available.split()[0]) if available else math.inf
 
 
 class Workload:
