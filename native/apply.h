@@ -44,7 +44,7 @@ struct StoredRows {
     int64_t row_bytes;
     int64_t lines;
 
-    StoredRows(const View& view, const Piece& piece)
+    StoredRows(const View& view, const Job&, const Piece& piece, int)
         : data(static_cast<char*>(view.data) + piece.first_column * int64_t(sizeof(T))),
           row_bytes(view.slot_stride * int64_t(sizeof(T))) {
         const int64_t bytes = (piece.last_column - piece.first_column) * int64_t(sizeof(T));
@@ -70,21 +70,38 @@ template <class T>
 struct ConvertedRows {
     static constexpr int64_t fixed_columns = 0;
     View view;
-    int64_t first_column;
+    int64_t first_column, last_column, block;
+    bool stochastic;
+    Randomness random;
 
-    ConvertedRows(const View& view, const Piece& piece)
-        : view(view), first_column(piece.first_column) {}
+    ConvertedRows(const View& view, const Job& job, const Piece& piece, int tensor)
+        : view(view),
+          first_column(piece.first_column),
+          last_column(piece.last_column),
+          block(job.block),
+          stochastic(job.stochastic),
+          random(job.seed, tensor) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
         load_tile(view, row, first_column + offset, n, tile);
         return tile;
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
-        store_tile(view, row, first_column + offset, n, tile);
+        const int64_t column = first_column + offset;
+        if (stochastic) {
+            store_tile(view, row, column, n, tile, random, row * block + column);
+        } else {
+            store_tile(view, row, column, n, tile);
+        }
     }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        __builtin_prefetch(static_cast<const char*>(view.data) +
-                               element_offset(view, row, first_column) * bytes_of(view.dtype),
-                           0, 2);
+        const int64_t size = bytes_of(view.dtype);
+        const char* at =
+            static_cast<const char*>(view.data) + element_offset(view, row, first_column) * size;
+        const int64_t bytes = (last_column - first_column) * view.element_stride * size;
+        const int64_t end = bytes < prefetch_bytes ? bytes : prefetch_bytes;
+        for (int64_t byte = 0; byte < end; byte += cache_line) {
+            __builtin_prefetch(at + byte, 0, 2);
+        }
     }
 };
 
@@ -94,31 +111,33 @@ class Loop {
 public:
     Loop(const Job& job, const Piece& piece)
         : rule_(job.coefficients),
+          job_(job),
           piece_(piece),
           columns_(piece.last_column - piece.first_column),
-          whole_(job.whole),
           positions_(job.positions),
+          source_(job.source),
           links_(job.links),
           negate_(job.negate),
-          values_(job.values, piece),
-          param_(job.param, piece),
+          l2_(T(job.l2)),
+          shrink_(T(job.shrink)),
+          values_(job.values, job, piece, -1),
+          param_(job.param, job, piece, 0),
           state_(make_state(job, piece, sequence())) {}
 
     void run() {
-        if (whole_) return update_slot(0, 0, sequence());
-        if (piece_.end == heavy_piece) {
-            return update_slot(piece_.begin, positions_[piece_.begin], sequence());
-        }
+        const bool heavy = piece_.end == heavy_piece;
+        const int64_t end = heavy ? piece_.begin + 1 : piece_.end;
         int64_t ahead = piece_.begin;
-        for (int64_t entry = piece_.begin; entry < piece_.end; ++entry) {
+        for (int64_t entry = piece_.begin; entry < end; ++entry) {
             const int64_t until = entry + prefetch_distance;
-            for (; ahead < piece_.end && ahead <= until; ++ahead) prefetch_slot(ahead);
-            if (!is_taken(entry)) update_slot(entry, positions_[entry], sequence());
+            for (; ahead < end && ahead <= until; ++ahead) prefetch_slot(ahead);
+            if (heavy || !is_taken(entry)) update_slot(entry, slot_of(entry), sequence());
         }
     }
 
 private:
     static constexpr int states = Rule::states;
+    static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
 
     struct State {
@@ -126,45 +145,57 @@ private:
     };
     template <size_t... S>
     static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
-        return {{Rows(job.state[S], piece)...}};
+        if constexpr (states == 0) return {{Rows(job.param, job, piece, 0)}};  // never used
+        else return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
     }
 
+    int64_t slot_of(int64_t entry) const { return positions_ ? positions_[entry] : entry; }
+    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
     bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
     Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
         if (is_taken(entry)) return;
-        const int64_t slot = positions_[entry];
-        values_.prefetch(entry);
+        const int64_t slot = slot_of(entry);
+        values_.prefetch(row_of(entry));
         Link at = next(entry);
         for (int k = 0; k < prefetched_links && at != chain_end; ++k, at = next(at)) {
-            values_.prefetch(at);
+            values_.prefetch(row_of(at));
         }
         param_.prefetch(slot);
         for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
+        for (int s = 0; s < slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
+            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
+        }
     }
 
     // The gradient of the slot that `entry` names first: the sum of its chain, or the stored row
-    // itself where that is all.
-    SPARSESTEP_INLINE const T* gradient(int64_t entry, int64_t offset, int64_t n) {
-        const T* row = values_.load(entry, offset, n, sum_);
+    // itself where that is all. With maximize its sign is turned, with coupled decay a part of the
+    // parameter is added.
+    SPARSESTEP_INLINE const T* gradient(int64_t entry, int64_t offset, int64_t n, const T* param) {
+        const T* row = values_.load(row_of(entry), offset, n, sum_);
         const Link second = next(entry);
-        if (second == chain_end && !negate_) return row;
+        if (second == chain_end && !negate_ && l2_ == 0) return row;
         if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
         Link ahead = second;
         for (int k = 0; k < prefetch_distance && ahead != chain_end; ++k) {
-            values_.prefetch(ahead);
+            values_.prefetch(row_of(ahead));
             ahead = next(ahead);
         }
         for (Link at = second; at != chain_end; at = next(at)) {
             if (ahead != chain_end) {
-                values_.prefetch(ahead);
+                values_.prefetch(row_of(ahead));
                 ahead = next(ahead);
             }
-            add(sum_, values_.load(at, offset, n, addend_), n);
+            add(sum_, values_.load(row_of(at), offset, n, addend_), n);
         }
         if (negate_) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
+        }
+        if (l2_ != 0) {
+            for (int64_t j = 0; j < n; ++j) sum_[j] += l2_ * param[j];
         }
         return sum_;
     }
@@ -176,13 +207,19 @@ private:
     template <size_t... S>
     SPARSESTEP_INLINE void update_slot(int64_t entry, int64_t slot, std::index_sequence<S...>) {
         const int64_t columns = Rows::fixed_columns ? Rows::fixed_columns : columns_;
+        Rule rule = rule_;
+        const T* known = nullptr;  // the gradient, where it was needed before and is one tile
+        if constexpr (slot_states > 0) known = enter_slot(rule, entry, slot, columns);
         for (int64_t offset = 0; offset < columns; offset += tile_size) {
             const int64_t rest = columns - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
-            const T* grad = gradient(entry, offset, n);
             T* param = param_.load(slot, offset, n, param_tile_);
+            const T* grad = known ? known : gradient(entry, offset, n, param);
             T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
-            update(rule_, n, param, grad, state[S]...);
+            if (shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
+            }
+            update(rule, n, param, grad, state[S]...);
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
@@ -195,13 +232,67 @@ private:
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
     }
 
+    // Lets the rule read and write what it keeps once per slot.
+    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, int64_t entry, int64_t slot,
+                                          int64_t columns) {
+        const T* known = nullptr;
+        T mean_square = 0;
+        if constexpr (Rule::wants_mean_square) {
+            T lanes[mean_lanes] = {};
+            for (int64_t offset = 0; offset < columns; offset += tile_size) {
+                const int64_t rest = columns - offset;
+                const int64_t n = rest < tile_size ? rest : tile_size;
+                const T* param = l2_ != 0 ? param_.load(slot, offset, n, param_tile_) : nullptr;
+                known = gradient(entry, offset, n, param);
+                add_squares(lanes, known, n);
+            }
+            if (columns > tile_size) known = nullptr;
+            mean_square = total(lanes) / T(columns);
+        }
+        T kept[slot_states] = {};
+        for (int s = 0; s < slot_states; ++s) load_tile(job_.slot_state[s], slot, 0, 1, kept + s);
+        rule.enter_slot(kept, mean_square);
+        for (int s = 0; s < slot_states; ++s) {
+            if (job_.stochastic) {
+                const Randomness random(job_.seed, states + 1 + s);
+                store_tile(job_.slot_state[s], slot, 0, 1, kept + s, random, slot);
+            } else {
+                store_tile(job_.slot_state[s], slot, 0, 1, kept + s);
+            }
+        }
+        return known;
+    }
+
+    // Squares are summed in as many lanes as the widest vector has, on every machine: the order of
+    // a sum decides its last bits.
+    static constexpr int mean_lanes = 16;
+
+    SPARSESTEP_INLINE static void add_squares(T* __restrict lanes, const T* __restrict grad,
+                                              int64_t n) {
+        int64_t j = 0;
+        for (; j + mean_lanes <= n; j += mean_lanes) {
+            for (int lane = 0; lane < mean_lanes; ++lane) {
+                lanes[lane] += grad[j + lane] * grad[j + lane];
+            }
+        }
+        for (int lane = 0; j < n; ++j, ++lane) lanes[lane] += grad[j] * grad[j];
+    }
+    SPARSESTEP_INLINE static T total(T* lanes) {
+        for (int half = mean_lanes / 2; half > 0; half /= 2) {
+            for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+        }
+        return lanes[0];
+    }
+
     const Rule rule_;
+    const Job& job_;
     const Piece piece_;
     const int64_t columns_;
-    const bool whole_;
     const int64_t* const positions_;
+    const int64_t* const source_;
     const Link* const links_;
     const bool negate_;
+    const T l2_, shrink_;
     const Rows values_, param_;
     const State state_;
     alignas(cache_line) T sum_[tile_size];
@@ -220,19 +311,15 @@ void apply(const Job& job, const Piece& piece) {
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
     if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();
-    switch (piece.last_column - piece.first_column) {
-        case 16: return apply_stored<Rule, T, 16>(job, piece);
-        case 32: return apply_stored<Rule, T, 32>(job, piece);
-        case 64: return apply_stored<Rule, T, 64>(job, piece);
-        case 128: return apply_stored<Rule, T, 128>(job, piece);
-        default: return apply_stored<Rule, T, 0>(job, piece);
+    if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
+        switch (piece.last_column - piece.first_column) {
+            case 16: return apply_stored<Rule, T, 16>(job, piece);
+            case 32: return apply_stored<Rule, T, 32>(job, piece);
+            case 64: return apply_stored<Rule, T, 64>(job, piece);
+            case 128: return apply_stored<Rule, T, 128>(job, piece);
+        }
     }
-}
-
-template <template <class> class Rule>
-constexpr RuleKernels kernels_of() {
-    return {Rule<float>::name, Rule<float>::states, Rule<float>::coefficients, &apply<Rule, float>,
-            &apply<Rule, double>};
+    return apply_stored<Rule, T, 0>(job, piece);
 }
 
 }  // namespace

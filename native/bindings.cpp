@@ -4,6 +4,7 @@
 // by the methods it has in Python, so this works with every release of torch; what it was made of
 // has been checked by Python's side (src/sparsestep/engines/native.py).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include <optional>
 #include <vector>
@@ -32,6 +33,7 @@ struct Names {
     PyObject* dtype = PyUnicode_InternFromString("dtype");
     PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
     PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+    PyObject* numel = PyUnicode_InternFromString("numel");
     PyObject* dtypes[4];
 
     Names() {
@@ -83,50 +85,63 @@ std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
     }
 }
 
+// The address of an int64 tensor of so many elements, or null for None.
+const int64_t* integers(nb::handle tensor) {
+    return tensor.is_none() ? nullptr : static_cast<const int64_t*>(address(tensor));
+}
+
+int64_t numel(nb::handle tensor) { return nb::cast<int64_t>(call(tensor, names().numel)); }
+
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
 class Jobs {
 public:
     explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
 
-    // False, and nothing added, where the core has no way to run it. Without positions, the
-    // gradient is the whole parameter.
-    bool add(int rule_index, nb::object positions, nb::object values, nb::object param,
-             nb::list states, int64_t slots, int64_t block, bool negate, nb::tuple coefficients) {
+    // False, and nothing added, where the core has no way to run it. `touched` is what grads.py
+    // says it is; `numbers` are (sign of the gradient, l2, shrink, coefficients...).
+    bool add(int rule_index, nb::tuple numbers, nb::tuple touched, nb::object param,
+             nb::list states, std::optional<uint64_t> seed) {
         if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
         const RuleKernels& rule = kernels_.rules[rule_index];
-        if (nb::len(states) != size_t(rule.states) ||
-            nb::len(coefficients) != size_t(rule.coefficients)) {
+        if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
+            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) < 5) {
             throw nb::value_error("a rule was given the wrong number of states or coefficients");
         }
+        const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
         Job job{};
-        job.whole = positions.is_none();
-        job.entries = 1;
-        if (!job.whole) {
-            job.positions = static_cast<const int64_t*>(address(positions));
-            job.entries = nb::cast<int64_t>(positions.attr("numel")());
-        }
-        job.slots = slots;
-        job.block = block;
-        job.negate = negate;
+        job.positions = integers(touched[0]);
+        job.slots = nb::cast<int64_t>(touched[2]);
+        job.block = nb::cast<int64_t>(touched[3]);
+        job.source = integers(touched[4]);
+        job.entries = job.positions ? numel(touched[0]) : job.slots;
+        job.negate = number(0) < 0;
+        job.l2 = number(1);
+        job.shrink = number(2);
+        job.stochastic = seed.has_value();
+        job.seed = seed.value_or(0);
+        job.by_slot = rule.slot_states > 0;
+        for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = number(3 + c);
         bool wide = false;
-        const auto read = [&](nb::handle tensor, int64_t rows, View& to) {
+        const auto read = [&](nb::handle tensor, int64_t rows, int64_t block, View& to) {
             const std::optional<View> found = view(tensor, rows, block);
             if (!found) return false;
             to = *found;
             wide |= to.dtype == Dtype::float64;
             return true;
         };
-        if (!read(values, job.entries, job.values) || !read(param, slots, job.param)) return false;
+        const int64_t rows = job.source ? numel(touched[1]) / job.block : job.entries;
+        if (!read(touched[1], rows, job.block, job.values)) return false;
+        if (!read(param, job.slots, job.block, job.param)) return false;
         for (int s = 0; s < rule.states; ++s) {
-            if (!read(states[size_t(s)], slots, job.state[s])) return false;
+            if (!read(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
         }
-        for (int c = 0; c < rule.coefficients; ++c) {
-            job.coefficients[c] = nb::cast<double>(coefficients[size_t(c)]);
+        for (int s = 0; s < rule.slot_states; ++s) {
+            nb::handle state = states[size_t(rule.states + s)];
+            if (!read(state, job.slots, 1, job.slot_state[s])) return false;
         }
         job.apply = wide ? rule.apply_double : rule.apply_float;
         jobs_.push_back(job);
-        alive_.push_back(std::move(positions));
-        alive_.push_back(std::move(values));
+        alive_.push_back(std::move(touched));
         alive_.push_back(std::move(param));
         alive_.push_back(std::move(states));
         return true;
@@ -148,29 +163,43 @@ private:
     std::vector<nb::object> alive_;
 };
 
-// What the limit is told: see LimitWork. `shares` is where the share of each thread ends.
-void run_limit(nb::tuple work, nb::tuple shares, int instruction_set) {
-    size_t at = 0;
-    const auto next = [&] { return nb::cast<int64_t>(work[at++]); };
-    const auto pointer = [&] { return reinterpret_cast<void*>(next()); };
-    LimitWork read{};
-    read.slots = static_cast<const int64_t*>(pointer());
-    read.offsets = static_cast<const int64_t*>(pointer());
-    read.entries = static_cast<const int64_t*>(pointer());
-    read.param = static_cast<float*>(pointer());
-    read.exp_avg = static_cast<float*>(pointer());
-    read.exp_avg_sq = static_cast<float*>(pointer());
-    read.grads = static_cast<const float*>(pointer());
-    read.dim = next();
-    for (double& coefficient : read.coefficients) coefficient = nb::cast<double>(work[at++]);
-    if (read.dim % 16 != 0 || read.dim > max_limit_dim) throw nb::value_error("no such dim");
+// What the limit is told: see LimitWork. `shares` is where the share of each thread ends. `tensors`
+// are the addresses of the parameter and then of the rule's states.
+void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
+               nb::tuple coefficients, nb::tuple shares, int instruction_set) {
+    const KernelTable& table = chosen(instruction_set).kernels;
+    if (rule_index < 0 || rule_index >= table.count) throw nb::value_error("no such rule");
+    const RuleKernels& rule = table.rules[rule_index];
+    if (dim % 16 != 0 || dim > max_limit_dim || nb::len(order) != 4 ||
+        nb::len(tensors) != size_t(1 + rule.states + rule.slot_states) ||
+        nb::len(coefficients) != size_t(rule.coefficients)) {
+        throw nb::value_error("no such limit");
+    }
+    const auto pointer = [](nb::handle number) {
+        return reinterpret_cast<void*>(nb::cast<uintptr_t>(number));
+    };
+    LimitWork work{};
+    work.slots = static_cast<const int64_t*>(pointer(order[0]));
+    work.offsets = static_cast<const int64_t*>(pointer(order[1]));
+    work.entries = static_cast<const int64_t*>(pointer(order[2]));
+    work.grads = static_cast<const float*>(pointer(order[3]));
+    work.param = static_cast<float*>(pointer(tensors[0]));
+    for (int s = 0; s < rule.states; ++s) {
+        work.state[s] = static_cast<float*>(pointer(tensors[size_t(1 + s)]));
+    }
+    for (int s = 0; s < rule.slot_states; ++s) {
+        work.slot_state[s] = static_cast<float*>(pointer(tensors[size_t(1 + rule.states + s)]));
+    }
+    work.dim = dim;
+    for (int c = 0; c < rule.coefficients; ++c) {
+        work.coefficients[c] = nb::cast<double>(coefficients[size_t(c)]);
+    }
     std::vector<int64_t> bounds{0};
     for (nb::handle share : shares) bounds.push_back(nb::cast<int64_t>(share));
-    const Limit limit = chosen(instruction_set).kernels.limit;
     nb::gil_scoped_release release;
     const int threads = int(bounds.size()) - 1;
     parallel(threads, threads,
-             [&](int64_t t) { limit(read, bounds[size_t(t)], bounds[size_t(t + 1)]); });
+             [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
 }
 
 nb::dict rules() {
@@ -178,7 +207,7 @@ nb::dict rules() {
     const KernelTable table = instruction_sets()[0].kernels;
     for (int i = 0; i < table.count; ++i) {
         const RuleKernels& rule = table.rules[i];
-        result[rule.name] = nb::make_tuple(i, rule.states, rule.coefficients);
+        result[rule.name] = nb::make_tuple(i, rule.states, rule.slot_states, rule.coefficients);
     }
     return result;
 }
@@ -197,16 +226,17 @@ NB_MODULE(_native, module) {
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
     nb::class_<Jobs>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
-        .def("add", &Jobs::add, nb::arg("rule"), nb::arg("positions").none(), nb::arg("values"),
-             nb::arg("param"), nb::arg("states"), nb::arg("slots"), nb::arg("block"),
-             nb::arg("negate"), nb::arg("coefficients"),
+        .def("add", &Jobs::add, nb::arg("rule"), nb::arg("numbers"), nb::arg("touched"),
+             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("run", &Jobs::run, nb::arg("threads"),
              "Apply all jobs; or, where a position is no slot, change nothing and return "
              "(job, entry, position) of the first such.");
-    module.def("limit", &run_limit, nb::arg("work"), nb::arg("shares"), nb::arg("instruction_set"),
+    module.def("limit", &run_limit, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"),
+               nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
+               nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
-    module.def("rules", &rules, "name -> (index, number of states, number of coefficients)");
+    module.def("rules", &rules, "name -> (index, states per element, states per slot, coefficients)");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
     module.def("team", &team_kind, "whose threads share the work");

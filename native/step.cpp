@@ -128,7 +128,7 @@ private:
 
     void add_pieces(int64_t j) {
         const Job& job = jobs_[j];
-        if (job.whole) {
+        if (!job.positions && job.slots == 1 && !job.by_slot) {
             for (int64_t column = 0; column < job.block; column += piece_elements) {
                 const int64_t end = std::min(job.block, column + piece_elements);
                 pieces_.push_back({j, {0, 1, column, end}});
@@ -136,7 +136,7 @@ private:
             return;
         }
         // Long chains first, so that none is begun when all else has ended.
-        if (job.links && threads_ > 1) {
+        if (job.links && threads_ > 1 && !job.by_slot) {
             const int64_t length = std::max(heavy_chain, job.entries / (8 * threads_));
             for (int64_t entry : uniques_[size_t(j)].take_heavy(length)) add_heavy(j, entry);
         }

@@ -37,6 +37,12 @@ struct Bfloat16 {
         const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
         return {uint16_t(value != value ? 0x7fc0u : rounded)};
     }
+    // Up with the probability that is the distance to the lower neighbour: 16 of the random bits
+    // decide about the 16 bits that are lost.
+    static Bfloat16 random(float value, uint32_t bits) {
+        const uint32_t rounded = (bits_as<uint32_t>(value) + (bits & 0xffffu)) >> 16;
+        return {uint16_t(value != value ? 0x7fc0u : rounded)};
+    }
 };
 
 struct Float16 {
@@ -65,22 +71,63 @@ struct Float16 {
         half = magnitude > 0x7f800000u ? 0x7e00u : half;
         return {uint16_t(half | sign)};
     }
+    static Float16 random(float value, uint32_t bits) {
+        const uint32_t wide = bits_as<uint32_t>(value);
+        const uint32_t sign = (wide >> 16) & 0x8000u;
+        const uint32_t magnitude = wide & 0x7fffffffu;
+        const uint32_t chance = bits & 0x1fffu;
+        const uint32_t normal = (magnitude - (uint32_t(112) << 23) + chance) >> 13;
+        // Subnormal results are multiples of 2^-24; what is larger is cut off before converting.
+        const float few = magnitude < (uint32_t(113) << 23) ? bits_as<float>(magnitude) : 0.0f;
+        const float places = few * 16777216.0f + float(int32_t(chance)) * (1.0f / 8192.0f);
+        uint32_t half =
+            magnitude < (uint32_t(113) << 23) ? uint32_t(int32_t(places)) : normal;
+        half = magnitude >= 0x47800000u || half > 0x7c00u ? 0x7c00u : half;
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return {uint16_t(half | sign)};
+    }
+};
+
+// Random bits for every element of a tensor, a function of key and element alone: the same
+// whatever the order, the threads or the instruction set. The Python twin is in rounding.py.
+struct Randomness {
+    uint32_t first, second;
+
+    Randomness(uint64_t seed, int tensor) {
+        uint64_t key = seed + uint64_t(tensor + 1) * 0x9e3779b97f4a7c15u;
+        key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9u;
+        key = (key ^ (key >> 27)) * 0x94d049bb133111ebu;
+        key ^= key >> 31;
+        first = uint32_t(key);
+        second = uint32_t(key >> 32);
+    }
+    uint32_t operator()(int64_t element) const {
+        uint32_t bits = (uint32_t(element) ^ first) * 0x9e3779b1u;
+        bits ^= bits >> 15;
+        bits += second + uint32_t(uint64_t(element) >> 32) * 0x85ebca77u;
+        bits = (bits ^ (bits >> 16)) * 0x85ebca6bu;
+        bits = (bits ^ (bits >> 13)) * 0xc2b2ae35u;
+        return bits ^ (bits >> 16);
+    }
 };
 
 template <class Stored, class T>
 struct Convert {
     static T load(Stored stored) { return T(float(stored)); }
     static Stored store(T value) { return Stored::nearest(float(value)); }
+    static Stored store(T value, uint32_t bits) { return Stored::random(float(value), bits); }
 };
 template <class T>
 struct Convert<float, T> {
     static T load(float stored) { return T(stored); }
     static float store(T value) { return float(value); }
+    static float store(T value, uint32_t) { return float(value); }
 };
 template <class T>
 struct Convert<double, T> {
     static T load(double stored) { return T(stored); }
     static double store(T value) { return double(value); }
+    static double store(T value, uint32_t) { return double(value); }
 };
 
 template <class T>
@@ -110,8 +157,9 @@ inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
     return slot * view.slot_stride + column * view.element_stride;
 }
 
+// Not inlined, here and below: there are many loops, and this is no small code.
 template <class T>
-inline void load_tile(const View& view, int64_t slot, int64_t column, int64_t n, T* tile) {
+__attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t column, int64_t n, T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         const Stored* from = data + element_offset(view, slot, column);
@@ -125,7 +173,7 @@ inline void load_tile(const View& view, int64_t slot, int64_t column, int64_t n,
 }
 
 template <class T>
-inline void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         Stored* to = data + element_offset(view, slot, column);
@@ -134,6 +182,20 @@ inline void store_tile(const View& view, int64_t slot, int64_t column, int64_t n
             for (int64_t i = 0; i < n; ++i) to[i] = Convert<Stored, T>::store(tile[i]);
         } else {
             for (int64_t i = 0; i < n; ++i) to[i * stride] = Convert<Stored, T>::store(tile[i]);
+        }
+    });
+}
+
+// The same, rounding at random; `element` is the number of the first within the tensor.
+template <class T>
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile,
+                       const Randomness& random, int64_t element) {
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        Stored* to = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        for (int64_t i = 0; i < n; ++i) {
+            to[i * stride] = Convert<Stored, T>::store(tile[i], random(element + i));
         }
     });
 }

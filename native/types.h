@@ -18,6 +18,7 @@ struct View {
 };
 
 constexpr int max_states = 4;
+constexpr int max_slot_states = 2;
 constexpr int max_coefficients = 16;
 
 struct Job;
@@ -42,28 +43,39 @@ constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than
 
 // One gradient to apply to one parameter.
 struct Job {
-    bool whole;                // one entry, whose slot is the whole parameter; no positions
-    const int64_t* positions;  // a slot for each entry
+    const int64_t* positions;  // a slot for each entry; null: entry i is slot i, all of them
+    const int64_t* source;     // the row of values that each entry takes; null: row i
     const Link* links;         // null: no slot comes twice
     int64_t entries;
     int64_t slots;
     int64_t block;
-    bool negate;  // maximize: the gradient is read with the opposite sign
-    View values;  // [entries, block]
+    bool negate;    // maximize: the gradient is read with the opposite sign
+    double l2;      // coupled weight decay: so much of the parameter is added to the gradient
+    double shrink;  // decoupled weight decay: the parameter is multiplied by this first; 1: none
+    bool stochastic;  // round half-precision tensors up or down at random
+    uint64_t seed;    // of that randomness: one for each parameter and step
+    View values;      // [rows, block]
     View param;
-    View state[max_states];
+    View state[max_states];            // a number for each element
+    View slot_state[max_slot_states];  // a number for each slot
     double coefficients[max_coefficients];
     Apply apply;
+    bool by_slot;  // the rule needs whole slots at a time
 };
 
 // What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
 // unless a float64 tensor takes part.
+struct LimitWork;
+using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
+
 struct RuleKernels {
     const char* name;
     int states;
+    int slot_states;
     int coefficients;
     Apply apply_float;
     Apply apply_double;
+    Limit limit;
 };
 
 // What the benchmark's limit (limit.h) is told in advance: slots in order of first appearance, and
@@ -73,20 +85,18 @@ struct LimitWork {
     const int64_t* slots;
     const int64_t* offsets;
     const int64_t* entries;
-    float* param;
-    float* exp_avg;
-    float* exp_avg_sq;
     const float* grads;
+    float* param;
+    float* state[max_states];
+    float* slot_state[max_slot_states];
     int64_t dim;  // a multiple of 16, at most max_limit_dim
-    double coefficients[4];
+    double coefficients[max_coefficients];
 };
 constexpr int64_t max_limit_dim = 512;
-using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
 
 struct KernelTable {
     const RuleKernels* rules;
     int count;
-    Limit limit;
 };
 
 }  // namespace sparsestep

@@ -1,29 +1,47 @@
 // Adam's formula as torch.optim.SparseAdam has it: eps is added before bias correction.
-// The Python twin is src/sparsestep/rules/sparse_adam.py; both round alike, operation by operation.
+// The Python twin is src/sparsestep/rules/sparse_adam.py.
 #pragma once
 
-#include "math.h"
+#include "bias.h"
 
 namespace sparsestep {
 namespace {
 
-template <class T>
-struct SparseAdam {
-    static constexpr const char* name = "sparse_adam";
+template <class T, bool per_row>
+struct SparseAdamWith {
+    static constexpr const char* name = per_row ? "sparse_adam_per_row" : "sparse_adam";
     static constexpr int states = 2;
-    static constexpr int coefficients = 4;
+    static constexpr int slot_states = Bias<T, per_row>::slot_states;
+    static constexpr bool wants_mean_square = false;
+    static constexpr bool is_usual = !per_row;
+    static constexpr int coefficients = 3 + Bias<T, per_row>::coefficients;
 
-    T one_minus_beta1, one_minus_beta2, eps, step_size;
+    T one_minus_beta1, one_minus_beta2, eps;
+    Bias<T, per_row> bias;
+    T step_size;
 
-    explicit SparseAdam(const double* c)
-        : one_minus_beta1(T(c[0])), one_minus_beta2(T(c[1])), eps(T(c[2])), step_size(T(c[3])) {}
+    explicit SparseAdamWith(const double* c)
+        : one_minus_beta1(T(c[0])),
+          one_minus_beta2(T(c[1])),
+          eps(T(c[2])),
+          bias(c + 3),
+          step_size(T(c[3] * c[4])) {}
 
+    void enter_slot(T* kept, T) {
+        bias.count(kept[0]);
+        step_size = bias.step_size * bias.root;
+    }
     inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq) const {
         exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
         exp_avg_sq = exp_avg_sq + one_minus_beta2 * (grad * grad - exp_avg_sq);
         param = param - step_size * (exp_avg / (square_root(exp_avg_sq) + eps));
     }
 };
+
+template <class T>
+using SparseAdam = SparseAdamWith<T, false>;
+template <class T>
+using SparseAdamPerRow = SparseAdamWith<T, true>;
 
 }  // namespace
 }  // namespace sparsestep

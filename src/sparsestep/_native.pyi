@@ -2,23 +2,30 @@
 
 from torch import Tensor
 
+from sparsestep.grads import Touched
+
 class Jobs:
     def __init__(self, instruction_set: int) -> None: ...
     def add(
         self,
         rule: int,
-        positions: Tensor | None,
-        values: Tensor,
+        numbers: tuple[float, ...],
+        touched: Touched,
         param: Tensor,
         states: list[Tensor],
-        slots: int,
-        block: int,
-        negate: bool,
-        coefficients: tuple[float, ...],
+        seed: int | None,
     ) -> bool: ...
     def run(self, threads: int) -> tuple[int, int, int] | None: ...
 
-def limit(work: tuple[float, ...], shares: tuple[int, ...], instruction_set: int) -> None: ...
-def rules() -> dict[str, tuple[int, int, int]]: ...
+def limit(
+    rule: int,
+    order: tuple[int, ...],
+    tensors: tuple[int, ...],
+    dim: int,
+    coefficients: tuple[float, ...],
+    shares: tuple[int, ...],
+    instruction_set: int,
+) -> None: ...
+def rules() -> dict[str, tuple[int, int, int, int]]: ...
 def instruction_sets() -> list[tuple[str, bool]]: ...
 def team() -> str: ...

@@ -20,27 +20,43 @@ from torch.masked import MaskedTensor
 from sparsestep.errors import InputError, sentence
 
 
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+
 class Touched(NamedTuple):
     """Which slots of a parameter a gradient touches, and with what values.
 
     Attributes:
         positions: int64, contiguous, ``n`` elements (``[n]`` or, as COO has it, ``[1, n]``): a
             slot for each entry. A slot may come several times: its values are summed. ``None``
-            when the gradient covers the whole parameter; then there is one slot, and ``values``
-            has the parameter's shape.
+            when every slot comes once, in order; then ``values`` has the parameter's shape.
         values: ``[n, ...]``, a block for each entry.
         slots: how many slots the parameter has.
         block: how many elements a slot has.
+        source: int64, contiguous, ``[n]``: the row of ``values`` that each entry takes, where that
+            is not the entry's own number. So a part of a gradient is chosen without copying it.
     """
 
     positions: Tensor | None
     values: Tensor
     slots: int
     block: int
+    source: Tensor | None = None
+
+    def as_real(self) -> Touched:
+        """Complex values as pairs of real numbers."""
+        values = torch.view_as_real(self.values.resolve_conj())
+        return self._replace(values=values, block=2 * self.block)
 
 
-def touched(param: Tensor, grad: Tensor) -> Touched:
+def touched(param: Tensor, grad: Tensor, *, by_row: bool = False) -> Touched:
     """Bring the gradient of ``param`` into canonical form, without copying its values.
+
+    Args:
+        param: the parameter.
+        grad: its gradient.
+        by_row: slots have to be rows, for a rule that keeps numbers per row.
 
     Example:
         >>> param = torch.zeros(5, 2)
@@ -54,7 +70,7 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
     shape = param.shape
     if (
         grad.shape != shape
-        or grad.dtype != param.dtype
+        or (grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype))
         or (
             not (grad.is_cpu and param.is_cpu)  # the usual case, told without making two devices
             and grad.device != param.device
@@ -70,10 +86,18 @@ def touched(param: Tensor, grad: Tensor) -> Touched:
             )
         )
     if grad.is_sparse:
-        return _from_coo(param, shape, grad)
+        return _from_coo(param, shape, grad, by_row)
     if grad.layout is torch.strided:
-        return Touched(None, grad.resolve_neg() if grad.is_neg() else grad, 1, grad.numel())
+        values = grad.resolve_neg() if grad.is_neg() else grad
+        if by_row and shape:
+            return Touched(None, values, shape[0], math.prod(shape[1:]))
+        return Touched(None, values, 1, grad.numel())
     raise InputError(_unsupported(f"layout {grad.layout}"))
+
+
+def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
+    """Real with real, of any precision: the arithmetic is done in the widest anyway."""
+    return param in FLOATS and grad in FLOATS
 
 
 def _mismatch(param: Tensor, grad: Tensor) -> str:
@@ -82,7 +106,7 @@ def _mismatch(param: Tensor, grad: Tensor) -> str:
         contract = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
         return sentence(contract, tuple(grad.shape), f"Was the parameter resized {again}")
     if grad.dtype != param.dtype:
-        contract = f"the gradient must have the parameter's dtype, {param.dtype}"
+        contract = f"the gradient of a {param.dtype} parameter must be of a like dtype"
         return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
     contract = f"the gradient must be on the parameter's device, {param.device}"
     return sentence(contract, grad.device)
@@ -101,9 +125,17 @@ def _unsupported(what: str) -> str:
     )
 
 
-def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor) -> Touched:
+def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor, by_row: bool) -> Touched:
     indices, values = grad._indices(), grad._values()
     sparse_dim, entries = indices.shape
+    if by_row and sparse_dim != 1 and shape:
+        raise InputError(
+            sentence(
+                "a rule that keeps numbers per row takes gradients that hold whole rows",
+                f"a COO gradient over {sparse_dim} dims",
+                "Make it sparse in its first dim alone, or use a rule without row-wise state",
+            )
+        )
     if sparse_dim == 1:
         positions = indices
         slots = shape[0]

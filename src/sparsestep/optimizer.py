@@ -1,15 +1,14 @@
-"""RuleOptimizer: a torch optimizer around one rule.
+"""RuleOptimizer: a torch optimizer around a rule.
 
 It keeps groups, state and step counts as torch does, checks everything before anything is written,
-and hands the updates to an engine.
+and hands sparse and masked gradients to an engine, dense ones to torch's own kernel where torch has
+one for the formula.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, overload
@@ -21,24 +20,25 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import (
     ParamsT,
     StateDict,
+    _get_scalar_dtype,
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
 
-from sparsestep import engines
+from sparsestep import engines, masks, options
 from sparsestep import state as states
-from sparsestep.contract import Rule, Update
+from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import touched
+from sparsestep.step import Step
 
 # Options that some optimizer has. A group that sets one which this optimizer does not have is
 # refused; other keys are the user's own notes, as with torch.
 _OPTIONS = frozenset(
     {
-        *("amsgrad", "bias_correction", "capturable", "dampening", "decoupled_weight_decay"),
-        *("differentiable", "engine", "foreach", "fused", "initial_accumulator_value", "lr_decay"),
-        *("mask", "momentum", "nesterov", "semantics", "state_dtype", "stochastic_rounding"),
-        "weight_decay",
+        *("amsgrad", "bias_correction", "capturable", "centered", "dampening"),
+        *("decoupled_weight_decay", "differentiable", "engine", "foreach", "fused"),
+        *("initial_accumulator_value", "lr_decay", "mask", "momentum", "nesterov", "semantics"),
+        *("state_dtype", "stochastic_rounding", "weight_decay"),
     }
 )
 
@@ -55,19 +55,60 @@ def _speaking(who: str) -> Iterator[None]:
 class RuleOptimizer(Optimizer):
     """Base of every optimizer here; a subclass names its rule and checks its options."""
 
-    rule: ClassVar[Rule]
+    # Torch's own kernel for dense gradients under the same formula.
+    torch_kernel: ClassVar[Callable[[Batch], None] | None] = None
+    # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
+    counts_in_tensor: ClassVar[bool] = True
+    # Keys of a param group that are there only where somebody sets them.
+    extras: ClassVar[tuple[str, ...]] = ("mask", "state_dtype", "stochastic_rounding")
+    supports_complex: ClassVar[bool] = True
+    always_decoupled: ClassVar[bool] = False
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, engine: str) -> None:
-        self._loading: StateDict | None = None
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, engine: str = "auto", **extras: Any
+    ) -> None:
+        self._prepare()
         self.engine = engine
+        unknown = sorted(extras.keys() - set(self.extras))
+        if unknown:
+            name = f"{type(self).__name__}.__init__()"
+            raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
         with _speaking(type(self).__name__):
             engines.check_engine(engine)
             self.check_options(defaults)
+            options.check(extras)
+        defaults = {**defaults, **options.given(extras)}
+        self._option_names = tuple(defaults)
         super().__init__(params, defaults)
+
+    def _prepare(self) -> None:
+        """What is neither pickled nor copied."""
+        self._loading: StateDict | None = None
+        self._selections: dict[int, masks.Selection] = {}
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
         """Refuse values that the rule cannot work with."""
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        raise NotImplementedError
+
+    @classmethod
+    def uses_torch(cls, group: dict[str, Any]) -> bool:
+        """Whether torch's kernel computes what the group asks for."""
+        return (
+            cls.torch_kernel is not None
+            and not options.read(group, "stochastic_rounding")
+            and options.read(group, "bias_correction") == "global"
+            and (
+                "decoupled_weight_decay" not in cls.extras
+                or not options.read(group, "decoupled_weight_decay")
+            )
+        )
+
+    # Param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own, as torch's optimizers do."""
@@ -75,18 +116,24 @@ class RuleOptimizer(Optimizer):
         with _speaking(type(self).__name__):
             if isinstance(param_group, dict):
                 self._check_keys(param_group)
+                if param_group.get("stochastic_rounding"):
+                    param_group.setdefault("rounding_seed", torch.initial_seed())
             super().add_param_group(param_group)
             try:
                 self.check_options(param_group)
+                options.check(param_group)
                 self._check_params(number, param_group["params"])
+                by_row = self.rule_for(param_group).by_row
+                masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
                 raise
 
     def _check_keys(self, group: dict[str, Any]) -> None:
-        unknown = sorted((_OPTIONS & group.keys()) - self.defaults.keys())
+        unknown = sorted((_OPTIONS & group.keys()) - self.defaults.keys() - set(self.extras))
         if unknown:
-            contract = f"a param group may set {', '.join(self.defaults)}"
+            known = dict.fromkeys([*self.defaults, *self.extras])
+            contract = f"a param group may set {', '.join(known)}"
             raise InputError(sentence(contract, ", ".join(unknown)))
 
     def _check_params(self, group: int, params: list[Tensor]) -> None:
@@ -96,9 +143,11 @@ class RuleOptimizer(Optimizer):
             contract = f"{name} requires dense parameter tensors"
             raise InputError(f"Sparse params at indices {sparse}: {contract}")
         imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
-        if imaginary:
+        if imaginary and not self.supports_complex:
             contract = f"{name} does not support complex parameters"
             raise InputError(f"Complex params at indices {imaginary}: {contract}")
+
+    # The step
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -132,81 +181,94 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates, repeats = self._plan()
-        self._run(updates)
-        for update in repeats:
-            self._run([update])
+        step = Step(self)
+        for number, group in enumerate(self.param_groups):
+            step.plan(number, group)
+        step.run()
+        for number, index in step.repeats:
+            # A parameter given more than once (torch warns of it) goes on from where it arrived.
+            again = Step(self)
+            again.plan(number, self.param_groups[number], only=index)
+            again.run()
         return loss
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
     # step itself, so it is used only where somebody would notice.
     _observed_step = Optimizer.profile_hook_step(_step)
 
-    def _plan(self) -> tuple[list[Update], list[Update]]:
-        """Everything that this step will do, checked.
-
-        The second list is for parameters that stand in a group more than once (torch warns of it):
-        their further updates start from where the one before arrived.
-        """
-        updates: dict[int, Update] = {}  # by id: a tensor's own hash is a call into Python
-        repeats: list[Update] = []
-        names = self.rule.hyperparameters
-        for number, group in enumerate(self.param_groups):
-            hyper = {name: group[name] for name in names}
-            if isinstance(hyper["lr"], Tensor):
-                hyper["lr"] = hyper["lr"].item()
-            maximize = group["maximize"]
-            for index, param in enumerate(group["params"]):
-                grad = param.grad
-                if grad is None:
-                    continue
-                first = updates.get(id(param))
-                if first is not None:
-                    earlier = sum(again.param is param for again in repeats)
-                    repeats.append(replace(first, step=first.step + earlier + 1))
-                    continue
-                who = partial(self._who, number, index)
-                try:
-                    update = self._update(param, grad, hyper, maximize, who)
-                except InputError as error:
-                    raise InputError(f"{who()}: {error}") from None
-                updates[id(param)] = update
-        return list(updates.values()), repeats
-
-    def _update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        hyper: dict[str, Any],
-        maximize: bool,
-        who: Callable[[], str],
-    ) -> Update:
-        if param.dtype not in states.FLOATS:
-            raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-        gradient = touched(param, grad)
-        kept = self.state.get(param)
-        if kept:
-            tensors, done = states.checked(self.rule, param, kept), int(kept["step"])
-        else:
-            kept = None
-            tensors, done = states.new(self.rule, param, gradient), 0
-        return Update(self.rule, param, gradient, tensors, done + 1, hyper, maximize, who, kept)
+    def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
+        """What a param group says about its updates, now."""
+        rule = self.rule_for(group)
+        hyper = {name: group[name] for name in rule.hyperparameters}
+        lr = options.number(group["lr"])
+        if "lr" in hyper:
+            hyper["lr"] = lr
+        decay = group.get("weight_decay", 0.0)
+        if decay:
+            decay = options.number(decay)
+        decoupled = decay and (
+            self.always_decoupled or options.read(group, "decoupled_weight_decay")
+        )
+        return Settings(
+            rule,
+            hyper,
+            -1.0 if group.get("maximize") else 1.0,
+            0.0 if decoupled else decay,
+            1 - lr * decay if decoupled else 1.0,
+            group.get("state_dtype"),
+            group["rounding_seed"] if group.get("stochastic_rounding") else None,
+            partial(self._who, number),
+        )
 
     def _who(self, group: int, index: int) -> str:
         names = self.param_groups[group].get("param_names")
         name = f" ({names[index]})" if names else ""
         return f"{type(self).__name__}: param {index} of group {group}{name}"
 
-    def _run(self, updates: list[Update]) -> None:
-        engines.run(updates, self.engine)
-        for update in updates:
-            kept = update.kept
-            if kept is None:  # the first step: only now does the parameter have a state
-                kept = self.state[update.param]
-                kept["step"] = 0
-                for spec, tensor in zip(self.rule.state, update.state, strict=True):
-                    kept[spec.name] = tensor
-            kept["step"] = update.step
+    def selection_of(self, mask: Tensor) -> masks.Selection:
+        """What a mask selects, found anew only when the mask has changed."""
+        found = self._selections.get(id(mask))
+        if found is None or found.mask is not mask:
+            found = self._selections[id(mask)] = masks.Selection(mask)
+        return found.current()
+
+    def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
+        """A step count as torch's class keeps it."""
+        if not self.counts_in_tensor:
+            return value
+        fused, capturable = group.get("fused"), group.get("capturable")
+        device = param.device if fused or capturable else torch.device("cpu")
+        return torch.full((), float(value), dtype=_get_scalar_dtype(is_fused=fused), device=device)
+
+    def materialize_state(self) -> None:
+        """Make the state of every parameter that has none yet, as a first step would find it.
+
+        Useful where a checkpoint is to be loaded into tensors that exist already.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1)
+            >>> optimizer.materialize_state()
+            >>> list(optimizer.state[weight])
+            ['step', 'sum']
+        """
+        for group in self.param_groups:
+            rule = self.rule_for(group)
+            for param in group["params"]:
+                if self.state.get(param):
+                    continue
+                made = states.new(rule, param, group, group.get("state_dtype"), None)
+                self.keep(group, rule, param, made)
+
+    def keep(self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]) -> Any:
+        """Give a parameter its first state, with a step count of zero."""
+        kept = self.state[param]
+        if rule.counts or group.get("stochastic_rounding"):
+            kept["step"] = self.new_count(group, param)
+        for spec, tensor in zip(rule.state, tensors, strict=True):
+            kept[spec.name] = tensor
+        return kept
 
     # Checkpoints and pickles
 
@@ -214,37 +276,47 @@ class RuleOptimizer(Optimizer):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know get this optimizer's defaults.
+        Options that the checkpoint does not know keep the values that they have.
         """
 
         def capture(_: Optimizer, after_hooks: StateDict) -> None:
             self._loading = after_hooks
 
+        before = [dict(group) for group in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(capture)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
+        for group, old in zip(self.param_groups, before, strict=True):
+            for name in self._option_names + self.extras:
+                if name in old:
+                    group.setdefault(name, old[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "engine": self.engine}
+        kept = {"engine": self.engine, "_option_names": self._option_names}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Torch calls this at the end of load_state_dict too, with state and groups alone.
-        self.__dict__.setdefault("_loading", None)
+        if "_loading" not in self.__dict__:
+            self._prepare()
         super().__setstate__(state)
-        # Torch adds to the defaults here; a group gets only what the constructor knows.
-        known = inspect.signature(type(self)).parameters.keys() & self.defaults.keys()
-        for group in self.param_groups:
-            for name in known:
-                group.setdefault(name, self.defaults[name])
         if self._loading is not None:
-            self._restore_precision(self._loading)
+            self._restore(self._loading)
 
-    def _restore_precision(self, saved: StateDict) -> None:
+    def _restore(self, saved: StateDict) -> None:
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, param in zip(ids, params, strict=True):
-            if saved_id in saved["state"]:
-                self.state[param] = states.loaded(self.rule, param, saved["state"][saved_id])
+        for group in self.param_groups:
+            # Torch's classes set a few options after loading; here the values stay as they were.
+            known = {**{k: self.defaults[k] for k in self._option_names}, **group}
+            rule = self.rule_for(known)
+            for saved_id, param in zip(iter(ids), group["params"], strict=False):
+                if saved_id not in saved["state"]:
+                    continue
+                found = saved["state"][saved_id]
+                kept = states.loaded(rule, param, found, known.get("state_dtype"))
+                if "step" in kept:
+                    kept["step"] = self.new_count(known, param, int(kept["step"]))
+                self.state[param] = kept

@@ -9,28 +9,65 @@ import torch
 from torch import Tensor
 
 from sparsestep import memory
-from sparsestep.contract import Rule
+from sparsestep.contract import Rule, State
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import Touched
-
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+from sparsestep.grads import COMPLEX, FLOATS, Touched
 
 
-def dtype_for(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's state: its own, but at least float32.
+def shape_for(kept: State, param: Tensor) -> torch.Size:
+    """The shape of a state tensor: the parameter's, or its first dim alone."""
+    return param.shape[:1] if kept.per_row else param.shape
+
+
+def dtype_for(kept: State, param: Tensor, state_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of a state tensor: what was asked for, else the parameter's, at least float32.
 
     Running averages in half precision stall: an average of 0.25 in bfloat16 no longer moves when a
     thousandth of the new value is added to it.
     """
+    if kept.dtype is not None:
+        return kept.dtype
+    if param.dtype in COMPLEX:
+        return param.real.dtype if kept.per_row else param.dtype
+    if state_dtype is not None:
+        return state_dtype
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def new(rule: Rule, param: Tensor, gradient: Touched) -> list[Tensor]:
-    """State for a parameter's first step, which is with this gradient."""
-    touches = None if gradient.positions is None else gradient.positions.numel()
-    memory.gather_into_huge_pages(param, touches)
-    where = (dtype_for(param), param.device, touches)
-    return [memory.full(param.shape, kept.initial, *where) for kept in rule.state]
+def new(
+    rule: Rule,
+    param: Tensor,
+    options: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    touched: Touched | None,
+) -> list[Tensor]:
+    """State for a parameter's first step, which is with this gradient (``None``: not known yet)."""
+    touches = 0
+    if touched is not None:
+        positions = touched.positions
+        touches = positions.numel() if positions is not None else param.numel()
+        memory.gather_into_huge_pages(param, touches)
+    return [_made(kept, param, options, state_dtype, touches) for kept in rule.state]
+
+
+def _made(
+    kept: State,
+    param: Tensor,
+    options: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    touches: int,
+) -> Tensor:
+    dtype = dtype_for(kept, param, state_dtype)
+    value = options[kept.initial] if isinstance(kept.initial, str) else kept.initial
+    if not kept.per_row and not param.is_contiguous():
+        # Elements in the parameter's own order, as torch does it.
+        return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
+    return memory.full(shape_for(kept, param), _in(dtype, value), dtype, param.device, touches)
+
+
+def _in(dtype: torch.dtype, value: float) -> float | complex:
+    """Both parts of a complex number have the value."""
+    return complex(value, value) if dtype in COMPLEX and value else value
 
 
 def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
@@ -43,33 +80,35 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
             contract = f"the state must hold a tensor {kept.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
-        if tensor.shape != shape or not same_device:
+        wanted = shape[:1] if kept.per_row else shape
+        if tensor.shape != wanted or not same_device:
             raise InputError(
                 sentence(
-                    f"the state {kept.name!r} must have the parameter's shape and device, "
-                    f"{tuple(shape)} on {param.device}",
+                    f"the state {kept.name!r} must have shape {tuple(wanted)} and be on "
+                    f"{param.device}, like the parameter",
                     f"{tuple(tensor.shape)} on {tensor.device}",
                     "Was the parameter replaced? Make a new optimizer for it",
                 )
             )
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
             contract = f"the state {kept.name!r} must be of a real float dtype"
             raise InputError(sentence(contract, tensor.dtype))
         tensors.append(tensor)
     return tensors
 
 
-def loaded(rule: Rule, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+def loaded(
+    rule: Rule, param: Tensor, saved: Mapping[str, Any], state_dtype: torch.dtype | None
+) -> dict[str, Any]:
     """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
 
     Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
     moments. The tensors are copies: the checkpoint stays as it is while training goes on.
     """
-    names = {kept.name for kept in rule.state}
+    known = {kept.name: kept for kept in rule.state}
     result = dict(saved)
     for name, value in saved.items():
-        if name in names and isinstance(value, Tensor):
-            result[name] = value.detach().to(param.device, dtype_for(param), copy=True)
-    if "step" in saved:
-        result["step"] = int(saved["step"])
+        if name in known and isinstance(value, Tensor):
+            dtype = dtype_for(known[name], param, state_dtype)
+            result[name] = value.detach().to(param.device, dtype, copy=True)
     return result

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sparsestep.contract import Update
 from sparsestep.engines import native, reference
@@ -29,27 +29,39 @@ def check_engine(engine: str) -> None:
         )
 
 
-def run(updates: Sequence[Update], engine: str) -> None:
+def run(
+    updates: Sequence[Update], engine: str, others: Sequence[Callable[[], None]] = ()
+) -> None:
     """Apply all updates, or raise and apply none.
 
     What the reference engine runs is computed first and written last, and the native core checks
     everything before it writes, so nothing can fail once something is written.
+
+    Args:
+        updates: what the engines are to do.
+        engine: one of ``ENGINES``.
+        others: called once nothing can fail any more: what torch's own kernels do.
     """
-    natively = native.Step() if native.core is not None and engine != "reference" else None
+    natively = None
     results = []
     for update in updates:
-        if natively is not None and natively.add(update):
-            continue
+        if engine != "reference" and native.core is not None:
+            if natively is None:
+                natively = native.Step()
+            if natively.add(update):
+                continue
         if engine == "native":
-            raise InputError(f"{update.who()}: {_why_not_native(update)}")
+            raise update.refuse(_why_not_native(update))
         if engine == "auto":
             _say_once_that_it_is_slow(update)
         try:
             results.append(reference.compute(update))
         except InputError as error:
-            raise InputError(f"{update.who()}: {error}") from None
+            raise update.refuse(error) from None
     if natively is not None and natively.updates:
         natively.run()
+    for other in others:
+        other()
     for result in results:
         result.write()
 

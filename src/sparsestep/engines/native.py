@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from sparsestep.contract import Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import bad_index
+from sparsestep.grads import Touched, bad_index
 
 try:
     import sparsestep._native as _native
@@ -25,7 +25,7 @@ else:
     core = _native
     why_missing = ""
 
-_RULES: dict[str, tuple[int, int, int]] = core.rules() if core else {}
+_RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
 
 def instruction_sets() -> dict[str, bool]:
@@ -76,40 +76,39 @@ class Step:
         assert core is not None
         self.updates: list[Update] = []
         self._jobs = core.Jobs(_isa.index)
-        # Parameters of one group mostly have the same step count, hence the same coefficients.
-        self._coefficients: dict[tuple[int, int], tuple[float, ...]] = {}
+        # Parameters of one group mostly have the same step count, hence the same numbers.
+        self._numbers: dict[tuple[int, int], tuple[float, ...]] = {}
 
     def add(self, update: Update) -> bool:
         """Take the update; false where the core has no way to run it."""
-        rule = _RULES.get(update.rule.name)
-        if rule is None or update.rule.coefficients is None:
+        rule = update.settings.rule
+        twin = _RULES.get(rule.name)
+        if twin is None or rule.coefficients is None:
             return False
-        positions, values, slots, block = update.touched
-        if not values.is_contiguous():
-            # A view where that is possible, else a copy; a dense gradient has to be in order.
-            values = values.contiguous() if positions is None else values.reshape(-1, block)
+        touched = update.touched
+        if not touched.values.is_contiguous():
+            touched = _in_rows(touched)
         added: bool = self._jobs.add(
-            rule[0],
-            positions,
-            values,
+            twin[0],
+            self._numbers_of(update),
+            touched,
             update.param,
             update.state,
-            slots,
-            block,
-            update.maximize,
-            self._coefficients_of(update),
+            update.seed,
         )
         if added:
             self.updates.append(update)
         return added
 
-    def _coefficients_of(self, update: Update) -> tuple[float, ...]:
-        key = (id(update.hyper), update.step)
-        found = self._coefficients.get(key)
+    def _numbers_of(self, update: Update) -> tuple[float, ...]:
+        settings = update.settings
+        key = (id(settings), update.step)
+        found = self._numbers.get(key)
         if found is None:
-            assert update.rule.coefficients is not None
-            found = update.rule.coefficients(step=update.step, **update.hyper)
-            self._coefficients[key] = found
+            assert settings.rule.coefficients is not None
+            coefficients = settings.rule.coefficients(step=update.step, **settings.hyper)
+            found = (settings.sign, settings.l2, settings.shrink, *coefficients)
+            self._numbers[key] = found
         return found
 
     def run(self) -> None:
@@ -118,5 +117,15 @@ class Step:
         if bad is not None:
             job, _, position = bad
             update = self.updates[job]
-            raise InputError(f"{update.who()}: {bad_index(0, update.touched.slots, position)}")
+            raise update.refuse(bad_index(0, update.touched.slots, position))
         increment_version([update.param for update in self.updates])
+
+
+def _in_rows(touched: Touched) -> Touched:
+    """Values as rows: a view where that is possible, else a copy."""
+    values, block = touched.values, touched.block
+    rows = values.numel() // block if block else len(values)
+    values = values.reshape(rows, block)
+    if touched.positions is None:
+        values = values.contiguous()
+    return touched._replace(values=values)

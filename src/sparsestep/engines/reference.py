@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsestep import rounding
 from sparsestep.contract import Update
 from sparsestep.errors import InputError
 from sparsestep.grads import Touched, bad_index
@@ -20,37 +21,57 @@ from sparsestep.grads import Touched, bad_index
 class Result:
     """New values for the touched part of a parameter and its state, not written yet."""
 
+    update: Update
     slots: Tensor | None
-    tensors: list[Tensor]
     new: list[Tensor]
-    block: int
 
     @torch.no_grad()
     def write(self) -> None:
         """Store the new values, rounded to each tensor's own dtype."""
-        for tensor, new in zip(self.tensors, self.new, strict=True):
-            _scatter(tensor, self.slots, self.block, new.to(tensor.dtype))
+        tensors = [self.update.param, *self.update.state]
+        for number, (tensor, new) in enumerate(zip(tensors, self.new, strict=False)):
+            _scatter(tensor, self.slots, self._rounded(number, new, tensor.dtype))
+
+    def _rounded(self, number: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+        seed = self.update.seed
+        if seed is None or dtype not in rounding.HALVES:
+            return new.to(dtype)
+        columns = torch.arange(new[0].numel(), device=new.device)
+        slots = self.slots
+        if slots is None:
+            slots = torch.arange(len(new), device=new.device)
+        elements = slots[:, None] * len(columns) + columns
+        bits = rounding.random_bits(seed, number, elements.view(new.shape))
+        return rounding.rounded(new, dtype, bits)
 
 
 @torch.no_grad()
 def compute(update: Update) -> Result:
     """Evaluate the rule on the touched part; raises if a position is no slot; writes nothing."""
-    slots, grad = summed(update.touched)
-    block = update.touched.block
+    settings, touched = update.settings, update.touched
+    slots, grad = summed(touched)
     if grad.numel() == 0:
-        return Result(slots, [], [], block)
+        return Result(update, slots, [])
     tensors = [update.param, *update.state]
     dtype = _arithmetic_dtype([*tensors, grad])
     grad = grad.to(dtype)
-    if update.maximize:
+    if settings.sign < 0:
         grad = -grad
-    old = [_gather(tensor, slots, block).to(dtype) for tensor in tensors]
-    new = update.rule.update(old[0], grad, *old[1:], step=update.step, **update.hyper)
-    return Result(slots, tensors, list(new), block)
+    blocks = [touched.block, *(1 if k.per_row else touched.block for k in settings.rule.state)]
+    param, *state = (
+        _gather(tensor, slots, touched.slots, block).to(dtype)
+        for tensor, block in zip(tensors, blocks, strict=True)
+    )
+    if settings.l2:
+        grad = grad + settings.l2 * param
+    if settings.shrink != 1.0:
+        param = param * settings.shrink
+    new = settings.rule.update(param, grad, *state, step=update.step, **settings.hyper)
+    return Result(update, slots, list(new))
 
 
 def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
-    """The unique slots in ascending order, and the sum of the values of each.
+    """The unique slots in ascending order, and the sum of the values of each, a row per slot.
 
     Duplicates are summed in order of appearance, in at least float32.
 
@@ -62,10 +83,13 @@ def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
     """
     positions, values = touched.positions, touched.values
     if positions is None:
-        return None, values
+        return None, values.reshape(touched.slots, touched.block)
     positions = positions.reshape(-1)
     _check_positions(positions, touched.slots)
-    values = values.reshape(len(positions), touched.block)
+    rows = len(positions) if touched.source is None else values.numel() // max(1, touched.block)
+    values = values.reshape(rows, touched.block)
+    if touched.source is not None:
+        values = values[touched.source]
     values = values.to(_arithmetic_dtype([values]))
     slots, where, counts = torch.unique(positions, return_inverse=True, return_counts=True)
     if len(slots) == len(positions):
@@ -91,17 +115,17 @@ def _arithmetic_dtype(tensors: list[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _gather(tensor: Tensor, slots: Tensor | None, block: int) -> Tensor:
+def _gather(tensor: Tensor, slots: Tensor | None, count: int, block: int) -> Tensor:
     if slots is None:
-        return tensor
+        return tensor.reshape(count, block)
     return tensor[_index(tensor, slots, block)].reshape(len(slots), block)
 
 
-def _scatter(tensor: Tensor, slots: Tensor | None, block: int, new: Tensor) -> None:
+def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> None:
     if slots is None:
-        tensor.copy_(new)
+        tensor.copy_(new.reshape(tensor.shape))
         return
-    index = _index(tensor, slots, block)
+    index = _index(tensor, slots, new.shape[1])
     tensor[index] = new.reshape(tensor[index].shape)
 
 

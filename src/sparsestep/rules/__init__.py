@@ -4,6 +4,25 @@
 """
 
 from sparsestep.optimizer import RuleOptimizer
+from sparsestep.rules.adagrad import Adagrad
+from sparsestep.rules.adam import Adam, AdamW
+from sparsestep.rules.ftrl import Ftrl
+from sparsestep.rules.lion import Lion
+from sparsestep.rules.rmsprop import RMSprop
+from sparsestep.rules.rowwise_adagrad import RowwiseAdagrad
+from sparsestep.rules.rowwise_adam import RowwiseAdam
+from sparsestep.rules.sgd import SGD
 from sparsestep.rules.sparse_adam import SparseAdam
 
-OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (SparseAdam,)
+OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
+    SparseAdam,
+    Adam,
+    AdamW,
+    Adagrad,
+    RowwiseAdagrad,
+    RowwiseAdam,
+    SGD,
+    RMSprop,
+    Lion,
+    Ftrl,
+)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from sparsestep import checks
 from sparsestep.contract import Rule, State
 from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import AdamExtras
+from sparsestep.rules import bias
 
-
-def _step_size(step: int, lr: float, beta1: float, beta2: float) -> float:
-    return lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+Pair = tuple[float, float]
 
 
 def update(
@@ -25,23 +25,61 @@ def update(
     *,
     step: int,
     lr: float,
-    betas: tuple[float, float],
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step of Adam; eps is added before bias correction, unlike in ``torch.optim.Adam``."""
+    size, root = bias.by_step(step, lr, betas)
+    return _moved(param, grad, exp_avg, exp_avg_sq, size * root, betas, eps)
+
+
+def update_per_row(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_step: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same with each row's own count of updates."""
+    row_step, size, root = bias.by_row(row_step, lr, betas)
+    return *_moved(param, grad, exp_avg, exp_avg_sq, size * root, betas, eps), row_step
+
+
+def _moved(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step_size: float | Tensor,
+    betas: Pair,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Adam; eps is added before bias correction, unlike in ``torch.optim.Adam``."""
     beta1, beta2 = betas
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = exp_avg_sq + (1 - beta2) * (grad * grad - exp_avg_sq)
-    param = param - _step_size(step, lr, beta1, beta2) * (exp_avg / (exp_avg_sq.sqrt() + eps))
-    return param, exp_avg, exp_avg_sq
+    return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
-def coefficients(
-    *, step: int, lr: float, betas: tuple[float, float], eps: float
-) -> tuple[float, ...]:
+def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
     """What ``native/rules/sparse_adam.h`` takes."""
-    beta1, beta2 = betas
-    return 1 - beta1, 1 - beta2, eps, _step_size(step, lr, beta1, beta2)
+    return 1 - betas[0], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
+
+
+def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
+    """What it takes to correct row by row."""
+    return 1 - betas[0], 1 - betas[1], eps, lr, *betas
+
+
+_STATE = (State("exp_avg"), State("exp_avg_sq"))
+RULE = Rule("sparse_adam", update, _STATE, coefficients)
+PER_ROW = Rule(
+    "sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
+)
 
 
 class SparseAdam(RuleOptimizer):
@@ -69,7 +107,7 @@ class SparseAdam(RuleOptimizer):
         betas: how slowly the running averages of the gradient and its square forget.
         eps: added to the square root before bias correction.
         maximize: go along the gradient instead of against it.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``. The numbers do not depend on it.
+        **extras: see :class:`sparsestep.options.AdamExtras`.
 
     Example:
         >>> import torch, sparsestep
@@ -86,29 +124,30 @@ class SparseAdam(RuleOptimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    rule = Rule(
-        name="sparse_adam",
-        update=update,
-        state=(State("exp_avg"), State("exp_avg_sq")),
-        coefficients=coefficients,
-    )
+    counts_in_tensor = False
+    extras = (*RuleOptimizer.extras, "bias_correction")
+    supports_complex = False
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Pair = (0.9, 0.999),
         eps: float = 1e-8,
         maximize: bool = False,
-        *,
-        engine: str = "auto",
+        **extras: Unpack[AdamExtras],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
-        super().__init__(params, defaults, engine=engine)
+        super().__init__(params, defaults, **extras)
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(options["lr"])
-        checks.epsilon(options["eps"])
+        checks.at_least_zero("epsilon", options["eps"], but_not_zero=True)  # 0 / 0, as in torch
         checks.betas(options["betas"])
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return PER_ROW if bias.is_per_row(group) else RULE

@@ -1,0 +1,76 @@
+// Adam as torch.optim.Adam has it (eps after bias correction), and AMSGrad, which divides by the
+// largest second moment so far. The Python twin is src/sparsestep/rules/adam.py.
+#pragma once
+
+#include "bias.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T, bool per_row>
+struct AdamBase {
+    static constexpr int slot_states = Bias<T, per_row>::slot_states;
+    static constexpr bool wants_mean_square = false;
+    static constexpr bool is_usual = !per_row;
+    static constexpr int coefficients = 4 + Bias<T, per_row>::coefficients;
+
+    T one_minus_beta1, beta2, one_minus_beta2, eps;
+    Bias<T, per_row> bias;
+
+    explicit AdamBase(const double* c)
+        : one_minus_beta1(T(c[0])),
+          beta2(T(c[1])),
+          one_minus_beta2(T(c[2])),
+          eps(T(c[3])),
+          bias(c + 4) {}
+
+    void enter_slot(T* kept, T) { bias.count(kept[0]); }
+
+    void average(T grad, T& exp_avg, T& exp_avg_sq) const {
+        exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
+        exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
+    }
+    T moved(T param, T exp_avg, T square) const {
+        return param - bias.step_size * exp_avg / (square_root(square) / bias.root + eps);
+    }
+};
+
+template <class T, bool per_row>
+struct AdamWith : AdamBase<T, per_row> {
+    static constexpr const char* name = per_row ? "adam_per_row" : "adam";
+    static constexpr int states = 2;
+    using AdamBase<T, per_row>::AdamBase;
+
+    inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq) const {
+        this->average(grad, exp_avg, exp_avg_sq);
+        param = this->moved(param, exp_avg, exp_avg_sq);
+    }
+};
+
+template <class T, bool per_row>
+struct AMSGradWith : AdamBase<T, per_row> {
+    static constexpr const char* name = per_row ? "amsgrad_per_row" : "amsgrad";
+    static constexpr int states = 3;
+    using AdamBase<T, per_row>::AdamBase;
+
+    inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq, T& max_exp_avg_sq) const {
+        this->average(grad, exp_avg, exp_avg_sq);
+        // Not less or equal: so that a NaN is kept, as torch.maximum does.
+        max_exp_avg_sq = exp_avg_sq <= max_exp_avg_sq ? max_exp_avg_sq
+                         : max_exp_avg_sq != max_exp_avg_sq ? max_exp_avg_sq
+                                                            : exp_avg_sq;
+        param = this->moved(param, exp_avg, max_exp_avg_sq);
+    }
+};
+
+template <class T>
+using Adam = AdamWith<T, false>;
+template <class T>
+using AdamPerRow = AdamWith<T, true>;
+template <class T>
+using AMSGrad = AMSGradWith<T, false>;
+template <class T>
+using AMSGradPerRow = AMSGradWith<T, true>;
+
+}  // namespace
+}  // namespace sparsestep

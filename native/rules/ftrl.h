@@ -1,0 +1,35 @@
+// Follow the regularised leader, proximal, per coordinate.
+// The Python twin is src/sparsestep/rules/ftrl.py.
+#pragma once
+
+#include "math.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T>
+struct Ftrl {
+    static constexpr const char* name = "ftrl";
+    static constexpr int states = 2;
+    static constexpr int slot_states = 0;
+    static constexpr bool wants_mean_square = false;
+    static constexpr bool is_usual = false;
+    static constexpr int coefficients = 4;
+
+    T rate, beta, l1, l2;  // rate: 1 / lr, or 0 for lr = 0, where the parameter rests
+
+    explicit Ftrl(const double* c) : rate(T(c[0])), beta(T(c[1])), l1(T(c[2])), l2(T(c[3])) {}
+
+    inline void operator()(T& param, T grad, T& linear, T& sum) const {
+        const T before = square_root(sum);
+        sum = sum + grad * grad;
+        const T root = square_root(sum);
+        linear = linear + grad - (root - before) * rate * param;
+        const T beyond = sign(linear) * l1 - linear;
+        const T leader = beyond / ((beta + root) * rate + l2);
+        param = rate == 0 ? param : magnitude(linear) <= l1 ? T(0) : leader;
+    }
+};
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,31 @@
+// Lion: a step of constant size along the sign of an average.
+// The Python twin is src/sparsestep/rules/lion.py.
+#pragma once
+
+#include "math.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T>
+struct Lion {
+    static constexpr const char* name = "lion";
+    static constexpr int states = 1;
+    static constexpr int slot_states = 0;
+    static constexpr bool wants_mean_square = false;
+    static constexpr bool is_usual = true;
+    static constexpr int coefficients = 3;
+
+    T lr, one_minus_beta1, one_minus_beta2;
+
+    explicit Lion(const double* c)
+        : lr(T(c[0])), one_minus_beta1(T(c[1])), one_minus_beta2(T(c[2])) {}
+
+    inline void operator()(T& param, T grad, T& exp_avg) const {
+        param = param - lr * sign(exp_avg + one_minus_beta1 * (grad - exp_avg));
+        exp_avg = exp_avg + one_minus_beta2 * (grad - exp_avg);
+    }
+};
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,33 @@
+// Adagrad with one sum per row, fed by the mean of the row's squared gradient.
+// The Python twin is src/sparsestep/rules/rowwise_adagrad.py.
+#pragma once
+
+#include "math.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T>
+struct RowwiseAdagrad {
+    static constexpr const char* name = "rowwise_adagrad";
+    static constexpr int states = 0;
+    static constexpr int slot_states = 1;
+    static constexpr bool wants_mean_square = true;
+    static constexpr bool is_usual = true;
+    static constexpr int coefficients = 2;
+
+    T lr, eps;
+    T step_size = 0;
+
+    explicit RowwiseAdagrad(const double* c) : lr(T(c[0])), eps(T(c[1])) {}
+
+    void enter_slot(T* kept, T mean_square) {
+        T& sum = kept[0];
+        sum = sum + mean_square;
+        step_size = lr / (square_root(sum) + eps);
+    }
+    inline void operator()(T& param, T grad) const { param = param - step_size * grad; }
+};
+
+}  // namespace
+}  // namespace sparsestep

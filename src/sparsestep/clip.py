@@ -1,0 +1,304 @@
+"""Clipping of dense and sparse gradients together, as torch.nn.utils clips dense ones.
+
+A gradient is clipped as the mathematical tensor that it stands for: entries of the same slot are
+summed, in at least float32, and what it does not hold is zero. Nothing is ever made dense.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.masked import MaskedTensor
+from torch.nn import utils
+
+from sparsestep.engines.reference import summed
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import Touched, bad_index
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their norm, as of one vector, is at most ``max_norm``.
+
+    This is ``torch.nn.utils.clip_grad_norm_``, which it calls where all gradients are dense, and it
+    takes sparse COO gradients as well. Their stored values are scaled; indices, order and
+    duplicates stay. The work is proportional to the number of stored values.
+
+    Args:
+        parameters: whose gradients are clipped; those without one are skipped.
+        max_norm: what the norm may be at most.
+        norm_type: any order that ``torch.linalg.vector_norm`` has, also ``inf`` and ``-inf``.
+        error_if_nonfinite: raise if the norm is infinite or NaN, and change nothing.
+        foreach: whether to use torch's kernels for lists of tensors; ``None`` does.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        InputError: a gradient is neither strided nor COO, or names a place that there is not;
+            nothing was changed.
+
+    Example:
+        >>> table = torch.nn.Embedding(5, 2, sparse=True)
+        >>> table(torch.tensor([1, 1])).sum().backward()  # row 1 twice, so its gradient is 2
+        >>> clip_grad_norm_(table.parameters(), max_norm=1.0)
+        tensor(2.8284)
+        >>> table.weight.grad.to_dense()[1].norm()
+        tensor(1.0000)
+    """
+    params, held = _gradients("clip_grad_norm_", parameters)
+    sparse = [each.grad for each in held if each.grad.is_sparse]
+    if not sparse:
+        return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm_type = float(norm_type)
+    total = _total_norm(held, norm_type, foreach)
+    dtypes = (each.grad.dtype.to_real() for each in held)
+    shown = total.to(functools.reduce(torch.promote_types, dtypes))
+    if error_if_nonfinite and not bool(shown.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
+        )
+    factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    # In this order: what shares its memory is read before anything is written.
+    in_place, apart = [], dict[Tensor, Tensor]()
+    for grad in sparse:
+        if _alone(grad):
+            in_place.append(grad)
+        else:
+            apart[grad] = apart.get(grad, grad._values()) * factor.to(grad.device)
+    dense = [each.grad for each in held if not each.grad.is_sparse]
+    _multiply([*dense, *(grad._values() for grad in in_place)], factor, foreach)
+    for grad, values in apart.items():
+        grad.data = _coo(grad, grad._indices(), values, grad.is_coalesced())
+    return shown
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """Clamp every element of every gradient to ``[-clip_value, clip_value]``.
+
+    This is ``torch.nn.utils.clip_grad_value_``, which it calls for the dense gradients, and it
+    takes sparse COO gradients as well. The clamped elements are sums of duplicates, so a gradient
+    that has duplicates is coalesced; others keep their indices and order.
+
+    Args:
+        parameters: whose gradients are clipped; those without one are skipped.
+        clip_value: what an element may be at most.
+        foreach: whether torch is to use its kernels for lists of tensors on the dense gradients.
+
+    Raises:
+        InputError: a gradient is neither strided nor COO, or is sparse and complex, or names a
+            place that there is not; nothing was changed.
+
+    Example:
+        >>> table = torch.nn.Embedding(5, 2, sparse=True)
+        >>> table(torch.tensor([1, 3, 1])).sum().backward()
+        >>> clip_grad_value_(table.parameters(), 1.5)
+        >>> table.weight.grad
+        tensor(indices=tensor([[1, 3]]),
+               values=tensor([[1.5000, 1.5000],
+                              [1.0000, 1.0000]]),
+               size=(5, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    _, held = _gradients("clip_grad_value_", parameters)
+    bound = float(clip_value)
+    in_place, apart = [], dict[Tensor, Tensor]()
+    for each in held:
+        grad = each.grad
+        if not grad.is_sparse:
+            continue
+        _check_clampable(each, bound)
+        merged = _clamped_sums(each, bound)
+        if merged is not None:
+            apart[grad] = merged
+        elif _alone(grad):
+            in_place.append(grad)
+        else:
+            values = grad._values().clamp(-bound, bound)
+            apart[grad] = _coo(grad, grad._indices(), values, grad.is_coalesced())
+    dense = [each.param for each in held if not each.grad.is_sparse]
+    if dense:  # torch's function fails where there is no gradient at all
+        utils.clip_grad_value_(dense, clip_value, foreach)
+    for grad in in_place:
+        grad._values().clamp_(-bound, bound)
+    for grad, new in apart.items():
+        grad.data = new
+
+
+class _Held(NamedTuple):
+    """A gradient, whose it is, and how a message calls the two."""
+
+    who: str
+    param: Tensor
+    grad: Tensor
+
+
+def _gradients(
+    function: str, parameters: Tensor | Iterable[Tensor]
+) -> tuple[list[Tensor], list[_Held]]:
+    """All parameters, and the gradients of those that have one, checked."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4
+        )
+    held = []
+    for index, param in enumerate(params):
+        grad = param.grad
+        if grad is not None:
+            held.append(_Held(f"{function}: param {index}", param, grad))
+            _check(held[-1])
+    return params, held
+
+
+def _check(held: _Held) -> None:
+    who, _, grad = held
+    contract = f"{who}: the gradient must be a strided or a COO tensor"
+    remedy = "Convert it with .to_sparse_coo()"
+    if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
+        raise InputError(sentence(contract, "a MaskedTensor", remedy))
+    if not grad.is_sparse and grad.layout is not torch.strided:
+        raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
+    if grad.is_sparse and not (grad.is_floating_point() or grad.is_complex()):
+        contract = f"{who}: the gradient must have a floating-point or complex dtype"
+        raise InputError(sentence(contract, grad.dtype))
+
+
+def _check_clampable(held: _Held, bound: float) -> None:
+    if held.grad.is_complex():
+        contract = f"{held.who}: the gradient must be real, for complex numbers have no order"
+        raise InputError(sentence(contract, held.grad.dtype))
+    if not bound >= 0:  # nor NaN
+        raise InputError(
+            sentence(
+                f"{held.who}: clip_value must be at least 0, "
+                "so that what a sparse gradient does not hold stays 0",
+                bound,
+            )
+        )
+
+
+def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of the norms of all gradients, on the device of the first, like torch's.
+
+    This is a function because the views of values that it takes must be gone before ``_alone``.
+    """
+    tensors = [_elements(each, norm_type) if each.grad.is_sparse else each.grad for each in held]
+    if foreach is False:
+        norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    else:
+        norms = list(torch._foreach_norm(tensors, norm_type))
+    together = torch.stack([norm.to(tensors[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return total
+
+
+def _elements(held: _Held, norm_type: float) -> Tensor:
+    """What has the norm of the dense form of a sparse gradient."""
+    _, values = _summed(held)
+    if 0 < norm_type < math.inf or values.numel() == held.grad.numel():
+        return values
+    return torch.cat([values.flatten(), values.new_zeros(1)])  # one for all that are not held
+
+
+def _summed(held: _Held) -> tuple[Tensor | None, Tensor]:
+    """The slots of a COO gradient and the sum of each, in at least float32.
+
+    The slots of a coalesced gradient are not asked for; it has ``None``.
+    """
+    grad = held.grad
+    values = grad._values()
+    if grad.is_coalesced():
+        return None, values.to(torch.promote_types(values.dtype, torch.float32))
+    leading, block = grad.shape[: grad.sparse_dim()], math.prod(values.shape[1:])
+    positions = _positions(held, leading)
+    if not values.is_complex():
+        return summed(Touched(positions, values, math.prod(leading), block))
+    parts = torch.view_as_real(values.resolve_conj())
+    slots, sums = summed(Touched(positions, parts, math.prod(leading), 2 * block))
+    return slots, torch.view_as_complex(sums.reshape(len(sums), block, 2))
+
+
+def _positions(held: _Held, leading: torch.Size) -> Tensor:
+    """A number for each place that the gradient's indices name."""
+    indices = held.grad._indices()
+    positions = indices.new_zeros(indices.shape[1])
+    for dim, (row, size) in enumerate(zip(indices, leading, strict=True)):
+        bad = (row < 0) | (row >= size)
+        if bool(bad.any()):
+            raise InputError(f"{held.who}: {bad_index(dim, size, int(row[bad][0]))}")
+        positions.mul_(size).add_(row)
+    return positions
+
+
+def _clamped_sums(held: _Held, bound: float) -> Tensor | None:
+    """The gradient coalesced and clamped, or ``None`` if it has no duplicates."""
+    grad = held.grad
+    slots, values = _summed(held)
+    if slots is None or len(slots) == grad._nnz():
+        return None
+    leading = grad.shape[: grad.sparse_dim()]
+    indices = torch.stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
+    values = values.clamp(-bound, bound).to(grad.dtype)
+    return _coo(grad, indices, values.reshape(len(slots), *grad._values().shape[1:]), True)
+
+
+def _coo(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, some in by_device.items():
+        if foreach is False:
+            for tensor in some:
+                tensor.mul_(factor.to(device))
+        else:
+            torch._foreach_mul_(some, factor.to(device))
+
+
+def _alone(grad: Tensor) -> bool:
+    """Whether a COO gradient's values can be written without changing anything else.
+
+    Autograd expands values, and where the rows of two tables were added it gives both gradients the
+    same memory: scaled in place, each would be scaled by the factor of the other as well.
+    """
+    if not grad._values().is_contiguous():
+        return False
+    users = _users(grad)
+    return users is not None and users == _users_when_alone()
+
+
+def _users(grad: Tensor) -> int | None:
+    """How many tensors look at the memory of the values; ``None`` if torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(grad._values().untyped_storage()._cdata)
+
+
+@functools.cache
+def _users_when_alone() -> int | None:
+    """What ``_users`` says of a gradient that shares nothing: that depends on torch's version."""
+    indices = torch.zeros(1, 1, dtype=torch.int64)
+    return _users(torch.sparse_coo_tensor(indices, torch.zeros(1), (1,), check_invariants=False))

@@ -1,0 +1,78 @@
+"""Stochastic rounding: up or down at random, so that on average nothing is lost.
+
+A half-precision number keeps no update smaller than half of its last place when it is rounded to
+nearest. Rounded at random, up with the probability that is its distance to the lower neighbour, it
+moves just as often as it should. The random bits are a function of a seed and of the element alone:
+the same whatever the order, the threads, the instruction set or the engine. The native twin is
+``native/tile.h``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_LONG = 0xFFFFFFFFFFFFFFFF
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _mixed(key: int) -> int:
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & _LONG
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _LONG
+    return key ^ (key >> 31)
+
+
+def seed_for(seed: int, number: int, step: int) -> int:
+    """The seed of one parameter's one step.
+
+    Example:
+        >>> seed_for(0, 0, 1) != seed_for(0, 1, 1) != seed_for(0, 1, 2)
+        True
+    """
+    return _mixed(_mixed(_mixed(seed & _LONG) + number & _LONG) + step & _LONG)
+
+
+def random_bits(seed: int, tensor: int, elements: Tensor) -> Tensor:
+    """Thirty-two random bits, in int64, for each element of a tensor."""
+    key = _mixed(seed + (tensor + 1) * 0x9E3779B97F4A7C15 & _LONG)
+    first, second = key & _WORD, key >> 32
+    bits = ((elements & _WORD) ^ first) * 0x9E3779B1 & _WORD
+    bits = bits ^ (bits >> 15)
+    bits = bits + second + (elements >> 32) * 0x85EBCA77 & _WORD
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B & _WORD
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35 & _WORD
+    return bits ^ (bits >> 16)
+
+
+def rounded(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Values in half precision, rounded by the random bits.
+
+    Example:
+        >>> third = torch.full((3000,), 1 + 2**-7 / 3)
+        >>> bits = random_bits(seed=1, tensor=0, elements=torch.arange(3000))
+        >>> up = rounded(third, torch.bfloat16, bits) > 1
+        >>> round(up.float().mean().item(), 2)
+        0.34
+    """
+    values = values.float()
+    wide = values.view(torch.int32).long() & _WORD
+    if dtype == torch.bfloat16:
+        half = (wide + (bits & 0xFFFF)) >> 16
+        half = torch.where(values.isnan(), 0x7FC0, half)
+    else:
+        half = _float16(wide, bits & 0x1FFF)
+    # From the unsigned number to the int16 that has its bits.
+    return (half - ((half & 0x8000) << 1)).to(torch.int16).view(dtype)
+
+
+def _float16(wide: Tensor, chance: Tensor) -> Tensor:
+    sign, magnitude = (wide >> 16) & 0x8000, wide & 0x7FFFFFFF
+    small = magnitude < (113 << 23)
+    few = torch.where(small, magnitude, 0).to(torch.int32).view(torch.float32)
+    places = (few * 16777216.0 + chance.float() * (1.0 / 8192.0)).long()
+    half = torch.where(small, places, (magnitude - (112 << 23) + chance) >> 13)
+    half = torch.where((magnitude >= 0x47800000) | (half > 0x7C00), 0x7C00, half)
+    half = torch.where(magnitude > 0x7F800000, 0x7E00, half)
+    return half | sign

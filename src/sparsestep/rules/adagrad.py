@@ -1,0 +1,141 @@
+"""Adagrad as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.adagrad import adagrad as torch_adagrad
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Batch, Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import DecayExtras
+
+
+def _step_size(step: int, lr: float, lr_decay: float) -> float:
+    return lr / (1 + (step - 1) * lr_decay)
+
+
+def update(
+    param: Tensor, grad: Tensor, sum: Tensor, *, step: int, lr: float, lr_decay: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """One step of Adagrad."""
+    sum = sum + grad * grad
+    return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
+
+
+def coefficients(*, step: int, lr: float, lr_decay: float, eps: float) -> tuple[float, ...]:
+    """What ``native/rules/adagrad.h`` takes."""
+    return _step_size(step, lr, lr_decay), eps
+
+
+RULE = Rule("adagrad", update, (State("sum", "initial_accumulator_value"),), coefficients)
+
+
+def _torch_kernel(batch: Batch) -> None:
+    names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
+    torch_adagrad(
+        batch.params,
+        batch.grads,
+        batch.state["sum"],
+        batch.steps,
+        has_complex=batch.has_complex,
+        fused=batch.group["fused"],
+        **{name: batch.group[name] for name in names},
+    )
+
+
+class Adagrad(RuleOptimizer):
+    r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        s &\leftarrow s + g^2 \\
+        p &\leftarrow p - \frac{lr}{1 + (t - 1) \eta} \cdot \frac{g}{\sqrt{s} + \epsilon}
+
+    For a dense gradient torch's own kernel computes the step, and the numbers are torch's, bit for
+    bit. Unlike torch's class it takes weight decay with sparse gradients too.
+
+    The state is torch's: ``step`` and ``sum``, made with the optimizer; checkpoints go back and
+    forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        lr_decay: :math:`\eta`.
+        weight_decay: :math:`\lambda`.
+        initial_accumulator_value: what ``sum`` starts with.
+        eps: added to the square root.
+        foreach: for torch's kernel.
+        maximize: go along the gradient instead of against it.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        **extras: see :class:`sparsestep.options.DecayExtras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.Adagrad(table.parameters(), lr=0.1, weight_decay=0.01)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Duchi, Hazan and Singer, `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+    """
+
+    torch_kernel = staticmethod(_torch_kernel)
+    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **extras: Unpack[DecayExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults, **extras)
+        self.materialize_state()
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.at_least_zero("epsilon", group["eps"])
+        for name in ("lr_decay", "weight_decay", "initial_accumulator_value"):
+            checks.at_least_zero(name, group[name])
+        checks.implementation(group)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE
+
+    def share_memory(self) -> None:
+        """Move the sums to shared memory, as torch's class does."""
+        for kept in self.state.values():
+            kept["sum"].share_memory_()

@@ -1,0 +1,329 @@
+"""Adam and AdamW, with AMSGrad, as ``torch.optim`` has them, for every kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsestep import checks, options
+from sparsestep.contract import Batch, Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import AdamExtras
+from sparsestep.rules import bias
+
+Pair = tuple[float, float]
+
+
+def _averaged(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Pair
+) -> tuple[Tensor, Tensor]:
+    beta1, beta2 = betas
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    return exp_avg, beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step of Adam; eps is added after bias correction."""
+    size, root = bias.by_step(step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    return param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps), exp_avg, exp_avg_sq
+
+
+def update_per_row(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_step: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same with each row's own count of updates."""
+    row_step, size, root = bias.by_row(row_step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    param = param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
+    return param, exp_avg, exp_avg_sq, row_step
+
+
+def amsgrad(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step of AMSGrad: the second moment that divides never shrinks."""
+    size, root = bias.by_step(step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
+    return param, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+def amsgrad_per_row(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor,
+    row_step: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same with each row's own count of updates."""
+    row_step, size, root = bias.by_row(row_step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
+    return param, exp_avg, exp_avg_sq, max_exp_avg_sq, row_step
+
+
+def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
+    """What ``native/rules/adam.h`` takes."""
+    return 1 - betas[0], betas[1], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
+
+
+def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
+    """What it takes to correct row by row."""
+    return 1 - betas[0], betas[1], 1 - betas[1], eps, lr, *betas
+
+
+_STATE = (State("exp_avg"), State("exp_avg_sq"))
+_MAX = (*_STATE, State("max_exp_avg_sq"))
+
+# By AMSGrad and by per-row bias correction.
+RULES = {
+    (False, False): Rule("adam", update, _STATE, coefficients),
+    (False, True): Rule(
+        "adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
+    ),
+    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients),
+    (True, True): Rule(
+        "amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), coefficients_per_row
+    ),
+}
+
+
+def _torch_kernel(batch: Batch) -> None:
+    group = batch.group
+    beta1, beta2 = group["betas"]
+    torch_adam(
+        batch.params,
+        batch.grads,
+        batch.state["exp_avg"],
+        batch.state["exp_avg_sq"],
+        batch.state.get("max_exp_avg_sq", []),
+        batch.steps,
+        beta1=beta1,
+        beta2=beta2,
+        has_complex=batch.has_complex,
+        **{name: group[name] for name in _KERNEL_OPTIONS},
+    )
+
+
+_KERNEL_OPTIONS = (
+    *("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
+    *("differentiable", "fused", "decoupled_weight_decay"),
+)
+
+
+class Adam(RuleOptimizer):
+    r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
+    are torch's, bit for bit. Entries that a sparse gradient does not hold keep their bits, moments
+    included. With ``amsgrad`` the largest :math:`v` so far divides.
+
+    The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
+    ``max_exp_avg_sq``; checkpoints go back and forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages of the gradient and its square forget.
+        eps: added to the square root after bias correction.
+        weight_decay: :math:`\lambda`.
+        amsgrad: divide by the largest second moment so far.
+        foreach: for torch's kernel.
+        maximize: go along the gradient instead of against it.
+        capturable: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        **extras: see :class:`sparsestep.options.AdamExtras`.
+
+    Example:
+        One optimizer for a table with sparse gradients and a layer with dense ones.
+
+        >>> import torch, sparsestep
+        >>> table, layer = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1)
+        >>> optimizer = sparsestep.Adam([*table.parameters(), *layer.parameters()], lr=0.01)
+        >>> layer(table(torch.tensor([2, 7, 2]))).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2014. Reddi, Kale and Kumar, `On the Convergence of
+        Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
+    """
+
+    torch_kernel = staticmethod(_torch_kernel)
+    extras = (*RuleOptimizer.extras, "bias_correction")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **extras: Unpack[AdamExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"], group)
+        checks.at_least_zero("epsilon", group["eps"])
+        checks.betas(group["betas"], group)
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+        checks.implementation(group)
+        group["betas"] = tuple(map(options.number, group["betas"]))
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
+
+
+class AdamW(Adam):
+    r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
+
+    As :class:`Adam`, but instead of adding :math:`\lambda p` to the gradient it first shrinks every
+    entry that the gradient holds: :math:`p \leftarrow (1 - lr \lambda) p`.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages of the gradient and its square forget.
+        eps: added to the square root after bias correction.
+        weight_decay: :math:`\lambda`.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go along the gradient instead of against it.
+        foreach: for torch's kernel.
+        capturable: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        **extras: see :class:`sparsestep.options.AdamExtras`.
+
+    Example:
+        Only the rows of three new tokens are trained; all others keep their bits.
+
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4)
+        >>> new = torch.arange(10) >= 7
+        >>> optimizer = sparsestep.AdamW([{"params": [table.weight], "mask": new}])
+        >>> before = table.weight.detach().clone()
+        >>> table(torch.tensor([1, 8, 9])).square().sum().backward()
+        >>> optimizer.step()
+        >>> (table.weight != before).any(dim=1).nonzero().flatten().tolist()
+        [7, 8, 9]
+
+    References:
+        Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+        <https://arxiv.org/abs/1711.05101>`_, 2017.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **extras: Unpack[AdamExtras],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            **extras,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a checkpoint of Adam does not turn this into Adam
+            group["decoupled_weight_decay"] = True

@@ -1,0 +1,128 @@
+"""Follow the regularised leader, proximal: the classic of click prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import Extras
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    linear: Tensor,
+    sum: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta: float,
+    l1: float,
+    l2: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step; with a learning rate of zero the parameter rests."""
+    rate, *_ = coefficients(step=step, lr=lr, beta=beta, l1=l1, l2=l2)
+    before = sum.sqrt()
+    sum = sum + grad * grad
+    root = sum.sqrt()
+    linear = linear + grad - (root - before) * rate * param
+    leader = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
+    moved = torch.where(linear.abs() <= l1, 0.0, leader)
+    return (moved if rate else param), linear, sum
+
+
+def coefficients(
+    *, step: int, lr: float, beta: float, l1: float, l2: float
+) -> tuple[float, float, float, float]:
+    """What ``native/rules/ftrl.h`` takes."""
+    return (1 / lr if lr else 0.0), beta, l1, l2
+
+
+_STATE = (State("linear"), State("sum", "initial_accumulator_value"))
+RULE = Rule("ftrl", update, _STATE, coefficients)
+
+
+class Ftrl(RuleOptimizer):
+    r"""FTRL-Proximal with L1 and L2 regularisation.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        \sigma &= \frac{\sqrt{n + g^2} - \sqrt{n}}{lr} \\
+        z &\leftarrow z + g - \sigma p \\
+        n &\leftarrow n + g^2 \\
+        p &\leftarrow \begin{cases}
+            0 & |z| \le \lambda_1 \\
+            -\dfrac{z - \mathrm{sign}(z) \lambda_1}{(\beta + \sqrt{n}) / lr + \lambda_2}
+                & \text{otherwise}
+        \end{cases}
+
+    The parameter is a function of :math:`z` and :math:`n` alone: what it was initialised with is
+    soon forgotten, so start it at zero, as the paper does. With L1 most weights are exactly zero.
+
+    The state is ``step``, ``linear`` (:math:`z`) and ``sum`` (:math:`n`).
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: the paper's :math:`\alpha`, a number or a one-element tensor.
+        beta: the paper's :math:`\beta`.
+        l1: :math:`\lambda_1`.
+        l2: :math:`\lambda_2`.
+        initial_accumulator_value: what ``sum`` starts with.
+        maximize: go along the gradient instead of against it.
+        **extras: see :class:`sparsestep.options.Extras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.nn.Parameter(torch.zeros(1000, 1))
+        >>> optimizer = sparsestep.Ftrl([weight], lr=0.1, l1=0.5)
+        >>> weight.grad = torch.sparse_coo_tensor([[3, 7]], [[1.0], [0.25]], (1000, 1))
+        >>> optimizer.step()
+        >>> weight.detach()[[3, 7]].flatten().tolist()
+        [-0.02500000037252903, 0.0]
+
+    References:
+        McMahan et al., `Ad Click Prediction: a View from the Trenches
+        <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        *,
+        maximize: bool = False,
+        **extras: Unpack[Extras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta": beta,
+            "l1": l1,
+            "l2": l2,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        for name in ("beta", "l1", "l2", "initial_accumulator_value"):
+            checks.at_least_zero(name, group[name])
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE

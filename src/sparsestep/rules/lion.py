@@ -1,0 +1,93 @@
+"""Lion: a step of constant size along the sign of an average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import Extras
+
+Pair = tuple[float, float]
+
+
+def update(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, step: int, lr: float, betas: Pair
+) -> tuple[Tensor, Tensor]:
+    """One step of Lion."""
+    beta1, beta2 = betas
+    param = param - lr * (exp_avg + (1 - beta1) * (grad - exp_avg)).sign()
+    return param, exp_avg + (1 - beta2) * (grad - exp_avg)
+
+
+def coefficients(*, step: int, lr: float, betas: Pair) -> tuple[float, ...]:
+    """What ``native/rules/lion.h`` takes."""
+    return lr, 1 - betas[0], 1 - betas[1]
+
+
+RULE = Rule("lion", update, (State("exp_avg"),), coefficients)
+
+
+class Lion(RuleOptimizer):
+    r"""Lion, with one running average as its only state.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        p &\leftarrow (1 - lr \lambda) p - lr \cdot \mathrm{sign}(\beta_1 m + (1 - \beta_1) g) \\
+        m &\leftarrow \beta_2 m + (1 - \beta_2) g
+
+    Weight decay is decoupled. The state is ``step`` and ``exp_avg``.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor; three to ten times smaller than for
+            AdamW.
+        betas: how much of the average goes into the step, and how slowly the average forgets.
+        weight_decay: :math:`\lambda`.
+        maximize: go along the gradient instead of against it.
+        **extras: see :class:`sparsestep.options.Extras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.Lion(table.parameters(), lr=1e-4)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Chen et al., `Symbolic Discovery of Optimization Algorithms
+        <https://arxiv.org/abs/2302.06675>`_, 2023.
+    """
+
+    always_decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: Pair = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        **extras: Unpack[Extras],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.betas(group["betas"])
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE

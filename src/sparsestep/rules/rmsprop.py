@@ -1,0 +1,224 @@
+"""RMSprop as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.rmsprop import rmsprop as torch_rmsprop
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Batch, Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import DecayExtras
+
+
+def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
+    return alpha * square_avg + (1 - alpha) * grad * grad
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step of RMSprop."""
+    square_avg = _squared(grad, square_avg, alpha)
+    return param - lr * grad / (square_avg.sqrt() + eps), square_avg
+
+
+def update_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step with momentum."""
+    square_avg = _squared(grad, square_avg, alpha)
+    momentum_buffer = momentum * momentum_buffer + grad / (square_avg.sqrt() + eps)
+    return param - lr * momentum_buffer, square_avg, momentum_buffer
+
+
+def update_centered(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    grad_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step that divides by the variance instead of the mean square."""
+    square_avg = _squared(grad, square_avg, alpha)
+    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
+    return param - lr * grad / root, square_avg, grad_avg
+
+
+def update_centered_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    momentum_buffer: Tensor,
+    grad_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """Both."""
+    square_avg = _squared(grad, square_avg, alpha)
+    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
+    momentum_buffer = momentum * momentum_buffer + grad / root
+    return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
+
+
+def coefficients(
+    *, step: int, lr: float, alpha: float, eps: float, momentum: float
+) -> tuple[float, ...]:
+    """What ``native/rules/rmsprop.h`` takes."""
+    return alpha, 1 - alpha, eps, lr, momentum
+
+
+_SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("grad_avg")
+
+# By whether it is centered and whether it has momentum.
+RULES = {
+    (False, False): Rule("rmsprop", update, (_SQUARE,), coefficients),
+    (False, True): Rule(
+        "rmsprop_momentum", update_with_momentum, (_SQUARE, _BUFFER), coefficients
+    ),
+    (True, False): Rule("rmsprop_centered", update_centered, (_SQUARE, _MEAN), coefficients),
+    (True, True): Rule(
+        "rmsprop_centered_momentum",
+        update_centered_with_momentum,
+        (_SQUARE, _BUFFER, _MEAN),
+        coefficients,
+    ),
+}
+
+
+def _torch_kernel(batch: Batch) -> None:
+    names = (
+        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+        *("foreach", "maximize", "differentiable", "capturable"),
+    )
+    torch_rmsprop(
+        batch.params,
+        batch.grads,
+        batch.state["square_avg"],
+        batch.state.get("grad_avg", []),
+        batch.state.get("momentum_buffer", []),
+        batch.steps,
+        has_complex=batch.has_complex,
+        **{name: batch.group[name] for name in names},
+    )
+
+
+class RMSprop(RuleOptimizer):
+    r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        v &\leftarrow \alpha v + (1 - \alpha) g^2 \\
+        p &\leftarrow p - lr \cdot \frac{g}{\sqrt{v} + \epsilon}
+
+    Centered, the square of the gradient's running average is subtracted from :math:`v` under the
+    root. With momentum the quotient is summed up in a buffer first. For a dense gradient torch's
+    own kernel computes the step, and the numbers are torch's, bit for bit.
+
+    The state is torch's: ``step``, ``square_avg`` and, where they are needed, ``momentum_buffer``
+    and ``grad_avg``; checkpoints go back and forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        alpha: how slowly the running averages forget.
+        eps: added to the square root.
+        weight_decay: :math:`\lambda`.
+        momentum: how much of the buffer is kept.
+        centered: divide by the variance instead of the mean square.
+        capturable: for torch's kernel.
+        foreach: for torch's kernel.
+        maximize: go along the gradient instead of against it.
+        differentiable: for torch's kernel; dense gradients only.
+        **extras: see :class:`sparsestep.options.DecayExtras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.RMSprop(table.parameters(), lr=0.01, centered=True)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Hinton, Srivastava and Swersky, `Neural Networks for Machine Learning, lecture 6a
+        <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
+    """
+
+    torch_kernel = staticmethod(_torch_kernel)
+    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **extras: Unpack[DecayExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "alpha": alpha,
+            "eps": eps,
+            "centered": centered,
+            "weight_decay": weight_decay,
+            "capturable": capturable,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.at_least_zero("epsilon", group["eps"])
+        for name in ("momentum", "weight_decay", "alpha"):
+            checks.at_least_zero(name, group[name])
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bool(group["centered"]), group["momentum"] > 0]

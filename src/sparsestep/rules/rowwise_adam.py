@@ -1,0 +1,156 @@
+"""Adam with one second moment per row: half of Adam's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Rule, State
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import RowwiseAdamExtras
+from sparsestep.rules import bias
+
+Pair = tuple[float, float]
+
+
+def _averaged(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Pair
+) -> tuple[Tensor, Tensor]:
+    beta1, beta2 = betas
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    return exp_avg, beta2 * exp_avg_sq + (1 - beta2) * (grad * grad).mean(dim=1, keepdim=True)
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step; ``exp_avg_sq`` is a column beside the rows of ``param``."""
+    size, root = bias.by_step(step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
+
+
+def update_per_row(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    row_step: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same with each row's own count of updates."""
+    row_step, size, root = bias.by_row(row_step, lr, betas)
+    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    param = param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg
+    return param, exp_avg, exp_avg_sq, row_step
+
+
+def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
+    """What ``native/rules/rowwise_adam.h`` takes."""
+    return 1 - betas[0], betas[1], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
+
+
+def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
+    """What it takes to correct row by row."""
+    return 1 - betas[0], betas[1], 1 - betas[1], eps, lr, *betas
+
+
+_STATE = (State("exp_avg"), State("exp_avg_sq", per_row=True))
+RULE = Rule("rowwise_adam", update, _STATE, coefficients)
+PER_ROW = Rule(
+    "rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
+)
+
+
+class RowwiseAdam(RuleOptimizer):
+    r"""Adam with one second moment per row, for embeddings.
+
+    For every row that the gradient holds, with :math:`g` the sum of its duplicates and :math:`D`
+    the length of a row:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) \frac{1}{D} \sum_j g_j^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    This is what FBGEMM calls partial row-wise Adam; there, weight decay is decoupled
+    (``decoupled_weight_decay=True``). A row is a slice along the first dim; of a one-dimensional
+    parameter, an element.
+
+    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has the length of the first dim.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages of the gradient and its square forget.
+        eps: added to the square root after bias correction.
+        weight_decay: :math:`\lambda`.
+        maximize: go along the gradient instead of against it.
+        **extras: see :class:`sparsestep.options.RowwiseAdamExtras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.RowwiseAdam(table.parameters(), lr=0.01)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["exp_avg_sq"].shape
+        torch.Size([10])
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2014.
+    """
+
+    extras = (*RuleOptimizer.extras, "bias_correction", "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        **extras: Unpack[RowwiseAdamExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.at_least_zero("epsilon", group["eps"])
+        checks.betas(group["betas"])
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return PER_ROW if bias.is_per_row(group) else RULE

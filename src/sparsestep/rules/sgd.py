@@ -1,0 +1,165 @@
+"""Stochastic gradient descent as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd as torch_sgd
+from typing_extensions import Unpack
+
+from sparsestep import checks
+from sparsestep.contract import Batch, Rule, State
+from sparsestep.errors import InputError
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.options import DecayExtras
+
+
+def update(param: Tensor, grad: Tensor, *, step: int, lr: float) -> tuple[Tensor]:
+    """One step of gradient descent."""
+    return (param - lr * grad,)
+
+
+def update_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    step: int,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step with momentum; the first one takes the gradient whole, as torch does."""
+    _, keep, take, share, rest = coefficients_with_momentum(
+        step=step, lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov
+    )
+    momentum_buffer = keep * momentum_buffer + take * grad
+    return param - lr * (share * grad + rest * momentum_buffer), momentum_buffer
+
+
+def coefficients(*, step: int, lr: float) -> tuple[float, ...]:
+    """What ``native/rules/sgd.h`` takes."""
+    return (lr,)
+
+
+def coefficients_with_momentum(
+    *, step: int, lr: float, momentum: float, dampening: float, nesterov: bool
+) -> tuple[float, ...]:
+    """What it takes with momentum: see there."""
+    buffer = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
+    along = (1.0, momentum) if nesterov else (0.0, 1.0)
+    return lr, *buffer, *along
+
+
+RULE = Rule("sgd", update, (), coefficients, counts=False)
+MOMENTUM = Rule(
+    "sgd_momentum",
+    update_with_momentum,
+    (State("momentum_buffer"),),
+    coefficients_with_momentum,
+    counts=False,
+)
+
+
+def _torch_kernel(batch: Batch) -> None:
+    names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
+    torch_sgd(
+        batch.params,
+        batch.grads,
+        batch.state.get("momentum_buffer", []),
+        fused=batch.group["fused"],
+        **{name: batch.group[name] for name in names},
+    )
+
+
+class SGD(RuleOptimizer):
+    r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        b &\leftarrow \mu b + (1 - \tau) g \\
+        p &\leftarrow p - lr \cdot b \quad \text{or, with Nesterov's momentum,} \quad
+            p \leftarrow p - lr (g + \mu b)
+
+    At a parameter's first step :math:`b = g`. Without momentum :math:`b` is :math:`g` itself and
+    nothing is kept. For a dense gradient torch's own kernel computes the step, and the numbers are
+    torch's, bit for bit. Entries that a sparse gradient does not hold keep their bits and their
+    momentum; torch's class would move them by it.
+
+    The state is torch's: ``momentum_buffer``; checkpoints go back and forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: :math:`\mu`.
+        dampening: :math:`\tau`.
+        weight_decay: :math:`\lambda`.
+        nesterov: look ahead by the momentum.
+        maximize: go along the gradient instead of against it.
+        foreach: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        **extras: see :class:`sparsestep.options.DecayExtras`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.SGD(table.parameters(), lr=0.1, momentum=0.9)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Sutskever, Martens, Dahl and Hinton, `On the importance of initialization and momentum in
+        deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
+    """
+
+    torch_kernel = staticmethod(_torch_kernel)
+    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **extras: Unpack[DecayExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.at_least_zero("momentum", group["momentum"])
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise InputError("Nesterov momentum requires a momentum and zero dampening.")
+        checks.implementation(group)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return MOMENTUM if group["momentum"] != 0 else RULE

@@ -1,0 +1,191 @@
+"""One step of an optimizer: planned and checked in full, then run.
+
+Per parameter and step it is decided who does the work: torch's own kernel where the gradient is
+dense and torch has the formula, an engine everywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable_supported_devices
+
+from sparsestep import engines, masks, rounding
+from sparsestep import state as states
+from sparsestep.contract import Batch, Rule, Settings, Update
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import COMPLEX, FLOATS, touched
+
+if TYPE_CHECKING:
+    from sparsestep.optimizer import RuleOptimizer
+
+Group = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Planned:
+    """What is to be done with one parameter.
+
+    Attributes:
+        param: the parameter.
+        grad: its gradient.
+        kept: the optimizer's record of its state; ``None`` before the first step.
+        tensors: the state tensors; ``None`` where they still have to be made.
+    """
+
+    group: Group
+    rule: Rule
+    param: Tensor
+    grad: Tensor
+    kept: dict[str, Any] | None
+    tensors: list[Tensor] | None
+
+
+class Step:
+    """The work of one step. ``repeats`` are parameters that were given more than once."""
+
+    def __init__(self, optimizer: RuleOptimizer) -> None:
+        self._optimizer = optimizer
+        self._updates: list[Update] = []
+        self._updated: list[Planned] = []
+        self._dense: list[list[Planned]] = []
+        self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
+        self._numbers = 0  # of parameters in the groups before
+        self.repeats: list[tuple[int, int]] = []
+
+    def plan(self, number: int, group: Group, only: int | None = None) -> None:
+        """Take the gradients of a param group, or of one of its parameters only."""
+        optimizer, params = self._optimizer, group["params"]
+        settings = optimizer.settings_of(number, group)
+        uses_torch = optimizer.uses_torch(group)
+        dense: list[Planned] = []
+        given = group.get("mask")
+        selected = None if given is None else masks.listed(given, params)
+        for index, param in enumerate(params):
+            grad = param.grad
+            if grad is None or (only is not None and index != only):
+                continue
+            if id(param) in self._seen:
+                self.repeats.append((number, index))
+                continue
+            self._seen.add(id(param))
+            mask = None if selected is None else selected[index]
+            try:
+                planned = self._planned(group, settings, param, grad)
+                if mask is None and uses_torch and _fits_torch(planned, settings):
+                    dense.append(planned)
+                else:
+                    self._take(planned, settings, index, mask)
+            except InputError as error:
+                raise InputError(f"{settings.who(index)}: {error}") from None
+        if dense:
+            self._dense.append(dense)
+        self._numbers += len(params)
+
+    def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Tensor) -> Planned:
+        rule = settings.rule
+        kept = self._optimizer.state.get(param)
+        if not kept or (not rule.counts and any(kept.get(s.name) is None for s in rule.state)):
+            return Planned(group, rule, param, grad, None, None)
+        return Planned(group, rule, param, grad, kept, states.checked(rule, param, kept))
+
+    def _take(self, planned: Planned, settings: Settings, index: int, mask: Tensor | None) -> None:
+        """Make it an engine's update."""
+        rule, param, group = settings.rule, planned.param, planned.group
+        if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+            raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
+        gradient = touched(param, planned.grad, by_row=rule.by_row)
+        if group.get("differentiable"):
+            contract = "differentiable=True needs dense gradients under torch's own formulas"
+            raise InputError(sentence(contract, f"a gradient of layout {planned.grad.layout}"))
+        if planned.tensors is None:
+            dtype = settings.state_dtype
+            planned.tensors = states.new(rule, param, group, dtype, gradient)
+        state = planned.tensors
+        if mask is not None:
+            selection = self._optimizer.selection_of(mask)
+            gradient = masks.select(gradient, selection, param.numel())
+        if param.is_complex():
+            gradient = gradient.as_real()
+            param = torch.view_as_real(param.detach())
+            state = [torch.view_as_real(t) if t.is_complex() else t for t in state]
+        step = 1 if planned.kept is None else int(planned.kept.get("step", 1)) + 1
+        seed = None
+        if settings.seed is not None:
+            seed = rounding.seed_for(settings.seed, self._numbers + index, step)
+        self._updates.append(Update(settings, index, param, gradient, state, step, seed))
+        self._updated.append(planned)
+
+    def run(self) -> None:
+        """Do what was planned: all of it, or raise and nothing."""
+        optimizer = self._optimizer
+        engines.run(self._updates, optimizer.engine, [self._run_torch] if self._dense else [])
+        for planned, update in zip(self._updated, self._updates, strict=True):
+            kept = planned.kept
+            if kept is None:  # the first step: only now does the parameter have a state
+                tensors = planned.tensors
+                assert tensors is not None
+                kept = optimizer.keep(planned.group, planned.rule, planned.param, tensors)
+            count = kept.get("step")
+            if isinstance(count, Tensor):
+                with torch.no_grad():
+                    count.add_(1)
+            elif count is not None:
+                kept["step"] = update.step
+
+    def _run_torch(self) -> None:
+        optimizer = self._optimizer
+        assert optimizer.torch_kernel is not None
+        for dense in self._dense:
+            group, rule = dense[0].group, dense[0].rule
+            records = [planned.kept or self._first_record(planned) for planned in dense]
+            batch = Batch(
+                group,
+                [planned.param for planned in dense],
+                [planned.grad for planned in dense],
+                {spec.name: [kept.get(spec.name) for kept in records] for spec in rule.state},
+                [kept["step"] for kept in records] if rule.counts else [],
+            )
+            with torch.set_grad_enabled(bool(group.get("differentiable"))):
+                type(optimizer).torch_kernel(batch)  # type: ignore[misc]
+            for name, tensors in batch.state.items():
+                for kept, tensor in zip(records, tensors, strict=True):
+                    kept[name] = tensor
+
+    def _first_record(self, planned: Planned) -> dict[str, Any]:
+        group, rule, param = planned.group, planned.rule, planned.param
+        if not rule.counts:  # torch takes a missing tensor for a first step
+            return self._optimizer.state[param]
+        gradient = touched(param, planned.grad)
+        tensors = states.new(rule, param, group, group.get("state_dtype"), gradient)
+        record: dict[str, Any] = self._optimizer.keep(group, rule, param, tensors)
+        return record
+
+
+def _fits_torch(planned: Planned, settings: Settings) -> bool:
+    """Whether torch's kernel can take it: everything dense, of one dtype, where it runs at all."""
+    group, param, grad = planned.group, planned.param, planned.grad
+    if grad.layout is not torch.strided or type(grad) not in (Tensor, torch.nn.Parameter):
+        return False
+    if planned.tensors is None:
+        specs = planned.rule.state
+        dtypes = {states.dtype_for(spec, param, settings.state_dtype) for spec in specs}
+    else:
+        dtypes = {tensor.dtype for tensor in planned.tensors}
+    if dtypes - {param.dtype} or grad.dtype != param.dtype:
+        return False
+    touched(param, grad)  # shapes and devices
+    if group.get("fused"):
+        try:
+            _device_dtype_check_for_fused(param)
+        except RuntimeError as error:
+            raise InputError(str(error)) from None
+    if group.get("capturable"):
+        devices = _get_capturable_supported_devices()
+        if param.device.type not in devices:
+            contract = f"If capturable=True, params and state_steps must be on {devices}"
+            raise InputError(sentence(contract, param.device))
+    return True

@@ -1,0 +1,344 @@
+"""Clipping: torch's own functions on the densified gradients are the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.masked import masked_tensor
+from torch.nn import utils
+
+from sparsestep import clip
+from sparsestep.clip import clip_grad_norm_, clip_grad_value_
+from sparsestep.errors import InputError
+from tests.table import DTYPES, Gradient, gradients, same_bits, shapes
+
+NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
+FOREACH = (None, True, False)
+KEPT = torch.ones(4, 3)
+Mixture = list[tuple[Gradient | None, torch.dtype]]
+# Of one rounding of an element, of the norm, and of the factor.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-6}
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Mixture:
+    several = draw(st.lists(shapes, min_size=1, max_size=4))
+    return [(draw(st.none() | gradients(s)), draw(st.sampled_from(DTYPES))) for s in several]
+
+
+def ours_and_theirs(mixture: Mixture) -> tuple[list[Tensor], list[Tensor]]:
+    """Params with these gradients, and params with their dense form."""
+    ours, theirs = [], []
+    for gradient, dtype in mixture:
+        shape = () if gradient is None else gradient.shape
+        for params in (ours, theirs):
+            params.append(torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        if gradient is not None:
+            ours[-1].grad = gradient.tensor(dtype).clone()
+            theirs[-1].grad = gradient.dense().to(dtype)
+    return ours, theirs
+
+
+def with_grad(grad: Tensor) -> Tensor:
+    param = torch.zeros(1, dtype=grad.dtype).expand(grad.shape)
+    param.grad = grad
+    return param
+
+
+def coo(indices: list, values: Tensor | list, shape: tuple, dtype=torch.float32) -> Tensor:
+    values = torch.as_tensor(values, dtype=dtype)
+    return torch.sparse_coo_tensor(torch.tensor(indices).reshape(-1, len(values)), values, shape)
+
+
+def dense(grad: Tensor) -> Tensor:
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return wide.to_dense() if wide.is_sparse else wide
+
+
+def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    for our, their in zip(ours, theirs, strict=True):
+        if their.grad is None:
+            assert our.grad is None
+            continue
+        assert our.grad.dtype == their.grad.dtype
+        left, right = dense(our.grad), dense(their.grad)
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+def form(param: Tensor) -> object:
+    """What scaling leaves as it is."""
+    grad = param.grad
+    if grad is None or not grad.is_sparse:
+        return id(grad)
+    return id(grad), grad._indices().tolist(), grad.is_coalesced()
+
+
+def bits(params: list[Tensor]) -> list[Tensor]:
+    grads = [param.grad for param in params]
+    return [(grad._values() if grad.is_sparse else grad).clone() for grad in grads]
+
+
+# Against torch
+
+
+@given(
+    mixtures(), st.sampled_from(NORM_TYPES), st.sampled_from((0.1, 1e3)), st.sampled_from(FOREACH)
+)
+def test_norm_like_torch_on_dense_gradients(mixture, norm_type, max_norm, foreach):
+    ours, theirs = ours_and_theirs(mixture)
+    forms = [form(param) for param in ours]
+    try:
+        expected = utils.clip_grad_norm_(theirs, max_norm, norm_type, foreach=foreach)
+    except RuntimeError:  # no element, hence no largest and no smallest
+        with pytest.raises(RuntimeError, match="norm on an empty tensor"):
+            clip_grad_norm_(ours, max_norm, norm_type, foreach=foreach)
+        return
+    assume(expected.isfinite())  # the norm of a dense float16 gradient may overflow
+    total = clip_grad_norm_(ours, max_norm, norm_type, foreach=foreach)
+    assert (total.dtype, total.shape) == (expected.dtype, expected.shape)
+    tolerance = max([TOLERANCE[dtype] for grad, dtype in mixture if grad is not None], default=0.0)
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=0)
+    assert_same_gradients(ours, theirs, 2 * tolerance)
+    assert [form(param) for param in ours] == forms
+
+
+@given(mixtures(), st.sampled_from((0.0, 0.3, 1.5, math.inf)), st.sampled_from(FOREACH))
+def test_value_like_torch_on_dense_gradients(mixture, clip_value, foreach):
+    ours, theirs = ours_and_theirs(mixture)
+    grads = [param.grad for param in ours]
+    if any(grad is not None for grad in grads):  # where torch fails
+        utils.clip_grad_value_(theirs, clip_value, foreach)
+    clip_grad_value_(ours, clip_value, foreach)
+    assert_same_gradients(ours, theirs, 0.0)
+    assert all(param.grad is grad for param, grad in zip(ours, grads, strict=True))
+
+
+@given(st.lists(shapes, min_size=1, max_size=4), st.sampled_from(FOREACH), st.data())
+def test_dense_lists_have_the_bits_of_torch(several, foreach, data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    mixture = [(Gradient(shape, None, torch.randn(shape)), dtype) for shape in several]
+    ours, theirs = ours_and_theirs(mixture)
+    theirs_total = utils.clip_grad_norm_(theirs, 0.7, foreach=foreach)
+    assert same_bits(clip_grad_norm_(ours, 0.7, foreach=foreach), theirs_total)
+    clip_grad_value_(ours, 0.01, foreach)
+    utils.clip_grad_value_(theirs, 0.01, foreach)
+    assert all(same_bits(our.grad, their.grad) for our, their in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("indices", [[[1, 1, 0]], [[0, 2, 1]]], ids=["duplicates", "unique"])
+def test_complex_gradients(norm_type: float, indices: list):
+    values = torch.tensor([3 + 4j, -2j, 1.0])
+    ours = [with_grad(coo(indices, values, (3,), torch.complex64)), with_grad(torch.ones(2))]
+    theirs = [with_grad(param.grad.to_dense().clone()) for param in ours]
+    total = clip_grad_norm_(ours, 1.0, norm_type)
+    torch.testing.assert_close(total, utils.clip_grad_norm_(theirs, 1.0, norm_type))
+    assert_same_gradients(ours, theirs, 1e-6)
+    with pytest.raises(InputError, match="param 0: the gradient must be real"):
+        clip_grad_value_(ours, 1.0)
+
+
+# Nothing but the stored values counts
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_gradient_of_any_size(norm_type: float):
+    rows = [[0, 2**39, 0]]
+    param = with_grad(coo(rows, [[3.0] * 4, [4.0] * 4, [1.0] * 4], (2**40, 4)))
+    small = with_grad(torch.tensor([4.0] * 8 + [0.0]))
+    assert clip_grad_norm_(param, 1.0, norm_type) == utils.clip_grad_norm_(small, 1.0, norm_type)
+    assert param.grad._indices().tolist() == rows
+    clip_grad_value_(param, 0.01)
+    assert param.grad._indices().tolist() == [[0, 2**39]]
+    assert float(param.grad._values().max()) <= 0.01
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_duplicates_are_summed_before_their_values_are_clipped(sparse_dim: int):
+    values = torch.tensor([5.0, -5.0, 0.5]).reshape(3, *[1] * (2 - sparse_dim))
+    param = with_grad(coo([[0] * 3] * sparse_dim, values, (1, 1)))
+    clip_grad_value_(param, 1.0)
+    assert param.grad.to_dense().tolist() == [[0.5]]
+    assert param.grad.is_coalesced()
+    assert param.grad.sparse_dim() == sparse_dim
+
+
+@pytest.mark.parametrize("values", [[60000.0, 60000.0, -60000.0], [40000.0, 40000.0]])
+def test_half_sums_do_not_overflow(values: list[float]):
+    """They are finite for the optimizer, so they are for the factor; the result may not be."""
+    for clipped in (1.0, 2.0):
+        param = with_grad(coo([[1] * len(values)], values, (3,), torch.float16))
+        total = clip_grad_norm_(param, clipped)
+        assert total.dtype == torch.float16
+        assert float(total) == (60000.0 if len(values) == 3 else math.inf)
+        assert float(param.grad._values().float().sum()) == pytest.approx(clipped, rel=1e-2)
+    param = with_grad(coo([[1] * len(values)], values, (3,), torch.float16))
+    clip_grad_value_(param, 50000.0)
+    assert param.grad.to_dense().tolist() == [0.0, 49984.0, 0.0]  # the nearest that float16 has
+
+
+# Whose memory is written
+
+
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+def test_values_are_written_in_place_where_nobody_else_has_them(function: Callable):
+    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
+    table(torch.tensor([3, 1])).pow(2).sum().backward()
+    coalesced = with_grad(table.weight.grad.coalesce().clone())
+    for param in (table.weight, coalesced):
+        where = param.grad._values().data_ptr()
+        before = param.grad._values().clone()
+        function(param, 0.1)
+        assert param.grad._values().data_ptr() == where
+        assert not torch.equal(param.grad._values(), before)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (lambda: torch.ones(1, 1).expand(4, 3), True),
+        (lambda: torch.ones(4, 6)[:, ::2], True),
+        (lambda: KEPT, True),
+        (lambda: torch.ones(4, 3), False),
+    ],
+    ids=["expanded", "sliced", "the caller's", "torch does not tell whose"],
+)
+def test_other_values_are_replaced(values: Callable[[], Tensor], told: bool, monkeypatch):
+    monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)
+    if not told:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    for function, bound in ((clip_grad_norm_, math.sqrt(3)), (clip_grad_value_, 0.5)):
+        param = with_grad(coo([[3, 0, 2, 1]], values(), (4, 3)))
+        before = form(param)
+        function(param, bound)
+        torch.testing.assert_close(param.grad._values(), torch.full((4, 3), 0.5))
+        assert form(param) == before
+        assert torch.equal(values(), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_that_share_memory_are_scaled_once(together: bool):
+    """Autograd gives the tables of a sum of rows the same values, each through its own gradient."""
+    tables = [torch.nn.Embedding(5, 2, sparse=True) for _ in range(2)]
+    params = [table.weight for table in tables]
+    ids = torch.tensor([1, 2, 1])
+    (tables[0](ids) + tables[1](ids + 1)).pow(2).sum().mul(10).backward()
+    assert len({param.grad._values().data_ptr() for param in params}) == 1
+    theirs = [with_grad(param.grad.to_dense()) for param in params]
+    for part, max_norm in [(slice(2), 0.1)] if together else [(slice(1), 0.1), (slice(1, 2), 0.7)]:
+        clip_grad_norm_(params[part], max_norm)
+        utils.clip_grad_norm_(theirs[part], max_norm)
+    assert_same_gradients(params, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_param_given_twice_is_scaled_twice_like_torch(own: bool):
+    values = torch.full((2, 3), 2.0)
+    ours = with_grad(coo([[1, 2]], values.clone() if own else values, (4, 3)))
+    theirs = with_grad(ours.grad.to_dense())
+    ours_total = clip_grad_norm_([ours, ours], 1.0)
+    torch.testing.assert_close(ours_total, utils.clip_grad_norm_([theirs, theirs], 1.0))
+    assert_same_gradients([ours], [theirs], 1e-6)
+
+
+def test_gradients_that_carry_a_graph():
+    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
+    loss = table(torch.tensor([1, 1])).pow(3).sum()
+    (table.weight.grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
+    assert clip_grad_norm_(table.parameters(), 0.5).requires_grad is False
+    assert float(table.weight.grad.detach().to_dense().norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+# All or nothing
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_non_finite_norm_is_an_error_if_asked_for(bad: float, norm_type: float):
+    params = [with_grad(coo([[0, 0]], [1.0, bad], (3,))), with_grad(torch.ones(2))]
+    before = bits(params)
+    with pytest.raises(RuntimeError) as theirs:
+        utils.clip_grad_norm_(with_grad(torch.tensor([bad])), 1.0, norm_type, True)
+    with pytest.raises(RuntimeError) as ours:
+        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+    assert all(map(same_bits, bits(params), before))
+    total = clip_grad_norm_(params, 1.0, norm_type)
+    assert math.isnan(total) if math.isnan(bad) else math.isinf(total)
+
+
+BAD = {
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "Got layout torch.sparse_csr"),
+    "masked": (lambda: masked_tensor(torch.eye(3), torch.eye(3) > 0), "Got a MaskedTensor"),
+    "integer": (lambda: torch.eye(3).long().to_sparse(), "Got torch.int64"),
+    "beyond": (lambda: coo([[0, 1], [1, 3]], [1.0, 1.0], (3, 3)), r"dim 1 .* Got 3\. Check"),
+    "below": (lambda: coo([[0, -1]], torch.ones(2, 3), (3, 3)), r"dim 0 .* Got -1\. Check"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_gradients_are_refused_before_anything_is_changed(function: Callable, kind: str):
+    make, message = BAD[kind]
+    bad = make() if kind == "csr" else torch.zeros(3, 3).to(make().dtype)
+    bad.grad = make()
+    params = [with_grad(coo([[0, 0]], [2.0, 3.0], (3,))), with_grad(torch.ones(2))]
+    before = bits(params)
+    with pytest.raises(InputError, match=f"{function.__name__}: param 3: .*{message}"):
+        function([*params, torch.zeros(1), bad], 0.1)
+    assert all(map(same_bits, bits(params), before))
+
+
+@pytest.mark.parametrize("clip_value", [-1.0, math.nan])
+def test_what_is_not_held_cannot_be_moved(clip_value: float):
+    with pytest.raises(InputError, match=f"clip_value must be at least 0.* Got {clip_value}"):
+        clip_grad_value_(with_grad(coo([[0]], [1.0], (3,))), clip_value)
+
+
+# How it is called
+
+
+def test_no_gradients():
+    params = [torch.zeros(2), torch.zeros(3)]
+    for some in ([], params):
+        assert same_bits(clip_grad_norm_(some, 1.0), torch.tensor(0.0))
+        clip_grad_value_(some, 1.0)
+    for function in (clip_grad_norm_, clip_grad_value_):
+        function((p for p in params), 1.0)
+        with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
+            function((p for p in []), 1.0)
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+def test_a_tensor_an_iterable_or_a_generator(function: Callable):
+    for form in (lambda p: p, lambda p: [p], lambda p: {p}, lambda p: (q for q in [p])):
+        param = with_grad(coo([[1, 1]], [3.0, 4.0], (3,)))
+        function(form(param), 0.5)
+        assert float(param.grad.to_dense()[1]) == pytest.approx(0.5)
+
+
+def test_training_with_sparse_and_dense_layers():
+    seen = {}
+    for sparse, function in ((True, clip_grad_norm_), (False, utils.clip_grad_norm_)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=sparse), torch.nn.Linear(4, 1))
+        opt = torch.optim.SGD(model.parameters(), lr=0.5)
+        seen[sparse] = []
+        for step in range(20):
+            ids = (torch.arange(8) * (step + 1)) % 20
+            opt.zero_grad()
+            loss = (model(ids).squeeze(1) - ids / 10).square().mean()
+            loss.backward()
+            seen[sparse].append((loss.item(), function(model.parameters(), 0.5).item()))
+            opt.step()
+    torch.testing.assert_close(torch.tensor(seen[True]), torch.tensor(seen[False]))
+    assert seen[True][-1][0] < seen[True][0][0] / 2
