@@ -114,8 +114,10 @@ public:
           job_(job),
           piece_(piece),
           columns_(piece.last_column - piece.first_column),
+          whole_(job.whole),
           positions_(job.positions),
           source_(job.source),
+          held_(job.held),
           links_(job.links),
           negate_(job.negate),
           l2_(T(job.l2)),
@@ -149,7 +151,7 @@ private:
         else return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
     }
 
-    int64_t slot_of(int64_t entry) const { return positions_ ? positions_[entry] : entry; }
+    int64_t slot_of(int64_t entry) const { return whole_ ? entry : positions_[entry]; }
     int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
     bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
     Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
@@ -216,10 +218,13 @@ private:
             T* param = param_.load(slot, offset, n, param_tile_);
             const T* grad = known ? known : gradient(entry, offset, n, param);
             T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
+            T* written[] = {param, state[S]...};
+            if (held_) keep(written, n);
             if (shrink_ != 1) {
                 for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
             }
             update(rule, n, param, grad, state[S]...);
+            if (held_) restore(written, row_of(entry) * columns + offset, n);
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
@@ -230,6 +235,18 @@ private:
                                          const T* __restrict grad, Tile* __restrict... state) {
 #pragma GCC ivdep
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
+    }
+
+    // Of a slot that is held in part, what is not held gets back what it had.
+    void keep(T* const* written, int64_t n) {
+        for (int t = 0; t <= states; ++t) std::memcpy(before_[t], written[t], size_t(n) * sizeof(T));
+    }
+    void restore(T* const* written, int64_t first, int64_t n) const {
+        for (int t = 0; t <= states; ++t) {
+            for (int64_t j = 0; j < n; ++j) {
+                written[t][j] = held_[first + j] ? written[t][j] : before_[t][j];
+            }
+        }
     }
 
     // Lets the rule read and write what it keeps once per slot.
@@ -288,8 +305,10 @@ private:
     const Job& job_;
     const Piece piece_;
     const int64_t columns_;
+    const bool whole_;
     const int64_t* const positions_;
     const int64_t* const source_;
+    const bool* const held_;
     const Link* const links_;
     const bool negate_;
     const T l2_, shrink_;
@@ -299,6 +318,7 @@ private:
     alignas(cache_line) T addend_[tile_size];
     alignas(cache_line) T param_tile_[tile_size];
     alignas(cache_line) T state_tiles_[states > 0 ? states : 1][tile_size];
+    T before_[1 + states][tile_size];
 };
 
 template <template <class> class Rule, class T, int64_t fixed>
@@ -308,6 +328,7 @@ void apply_stored(const Job& job, const Piece& piece) {
 
 template <template <class> class Rule, class T>
 void apply(const Job& job, const Piece& piece) {
+    if (piece.first_column == piece.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
     if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();

@@ -85,7 +85,7 @@ std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
     }
 }
 
-// The address of an int64 tensor of so many elements, or null for None.
+// The address of an int64 tensor, or null for None.
 const int64_t* integers(nb::handle tensor) {
     return tensor.is_none() ? nullptr : static_cast<const int64_t*>(address(tensor));
 }
@@ -104,7 +104,7 @@ public:
         if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
         const RuleKernels& rule = kernels_.rules[rule_index];
         if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
-            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) < 5) {
+            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 6) {
             throw nb::value_error("a rule was given the wrong number of states or coefficients");
         }
         const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
@@ -113,7 +113,9 @@ public:
         job.slots = nb::cast<int64_t>(touched[2]);
         job.block = nb::cast<int64_t>(touched[3]);
         job.source = integers(touched[4]);
-        job.entries = job.positions ? numel(touched[0]) : job.slots;
+        job.held = touched[5].is_none() ? nullptr : static_cast<const bool*>(address(touched[5]));
+        job.whole = touched[0].is_none();
+        job.entries = job.whole ? job.slots : numel(touched[0]);
         job.negate = number(0) < 0;
         job.l2 = number(1);
         job.shrink = number(2);

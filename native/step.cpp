@@ -128,7 +128,7 @@ private:
 
     void add_pieces(int64_t j) {
         const Job& job = jobs_[j];
-        if (!job.positions && job.slots == 1 && !job.by_slot) {
+        if (job.whole && job.slots == 1 && !job.by_slot) {
             for (int64_t column = 0; column < job.block; column += piece_elements) {
                 const int64_t end = std::min(job.block, column + piece_elements);
                 pieces_.push_back({j, {0, 1, column, end}});

@@ -43,8 +43,10 @@ constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than
 
 // One gradient to apply to one parameter.
 struct Job {
-    const int64_t* positions;  // a slot for each entry; null: entry i is slot i, all of them
+    bool whole;                // every slot comes once, in order; no positions
+    const int64_t* positions;  // a slot for each entry
     const int64_t* source;     // the row of values that each entry takes; null: row i
+    const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
     const Link* links;         // null: no slot comes twice
     int64_t entries;
     int64_t slots;

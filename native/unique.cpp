@@ -55,12 +55,12 @@ Unique::Unique(const Job& job)
       entries_(job.entries),
       slots_(job.slots),
       chunk_size_(std::max(min_chunk_size, (job.entries + max_chunks - 1) / max_chunks)),
-      chunks_(job.positions ? (job.entries + chunk_size_ - 1) / chunk_size_ : 0),
+      chunks_(job.whole ? 0 : (job.entries + chunk_size_ - 1) / chunk_size_),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
       bucket_bits_(std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
       inspections_(size_t(chunks_)) {
-    if (job.positions && (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64)) {
+    if (!job.whole && (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64)) {
         throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
     }
 }

@@ -1,13 +1,14 @@
 """The table that the property tests run over, and the cases they are fed.
 
-A rule that is registered in ``sparsestep.rules.OPTIMIZERS`` is in the table. An engine is the
-reference engine or the native one with each instruction set that this machine has.
+An optimizer that is registered in ``sparsestep.rules.OPTIMIZERS`` is in the table, with its default
+options and with those of ``OPTIONS``. An engine is the reference engine or the native one with each
+instruction set that this machine has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,71 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sparsestep
+from sparsestep.contract import Rule
 from sparsestep.engines import native
+from sparsestep.optimizer import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INSTRUCTION_SETS = [name for name, available in native.instruction_sets().items() if available]
 ENGINES = ["reference", *INSTRUCTION_SETS]
 
+# Options that select another formula or another treatment of it.
+OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
+    sparsestep.SparseAdam: [{"bias_correction": "per_row"}],
+    sparsestep.Adam: [
+        {"weight_decay": 0.1},
+        {"amsgrad": True},
+        {"bias_correction": "per_row"},
+        {"amsgrad": True, "bias_correction": "per_row"},
+    ],
+    sparsestep.Adagrad: [
+        {"lr_decay": 0.5, "initial_accumulator_value": 0.25, "weight_decay": 0.1},
+        {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    ],
+    sparsestep.RowwiseAdagrad: [{"weight_decay": 0.1}],
+    sparsestep.RowwiseAdam: [
+        {"bias_correction": "per_row", "weight_decay": 0.1, "decoupled_weight_decay": True}
+    ],
+    sparsestep.SGD: [
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
+    sparsestep.RMSprop: [
+        {"momentum": 0.9},
+        {"centered": True, "eps": 0.5},
+        {"centered": True, "momentum": 0.9, "eps": 0.5},
+    ],
+    sparsestep.Lion: [{"weight_decay": 0.1}],
+    sparsestep.Ftrl: [{"l1": 0.5, "l2": 0.25, "initial_accumulator_value": 0.25}],
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An optimizer class with options; called like the class."""
+
+    cls: type[RuleOptimizer]
+    options: dict[str, Any]
+
+    def __call__(self, params: Any, **more: Any) -> RuleOptimizer:
+        return self.cls(params, **{**self.options, **more})
+
+    def __str__(self) -> str:
+        return "-".join([self.cls.__name__, *(f"{k}={v}" for k, v in self.options.items())])
+
+    @property
+    def rule(self) -> Rule:
+        return self.cls.rule_for(self([torch.zeros(1)]).param_groups[0])
+
+
+VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
+
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
+dtypes = st.sampled_from(DTYPES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -87,8 +144,8 @@ class Case:
         return [torch.randn(s, generator=generator).to(dtype) for s in self.shapes]
 
     def run(
-        self, optimizer: type[torch.optim.Optimizer], dtype: torch.dtype, **extra: Any
-    ) -> tuple[list[Tensor], torch.optim.Optimizer]:
+        self, optimizer: Callable[..., Any], dtype: torch.dtype, **extra: Any
+    ) -> tuple[list[Tensor], Any]:
         """Train through all steps; half of the params in a second group with another lr."""
         params = [torch.nn.Parameter(p) for p in self.params(dtype)]
         opt = optimizer(self.groups(params), **self.options, **extra)
@@ -171,6 +228,8 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Equal to the last bit: NaN equals NaN of the same bits, 0.0 does not equal -0.0."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
+    if ours.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     return torch.equal(ours.contiguous().view(integers), theirs.contiguous().view(integers))
 

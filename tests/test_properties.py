@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsestep.optimizer import RuleOptimizer
 from tests.table import (
     INSTRUCTION_SETS,
     Case,
+    Variant,
     cases,
-    each_dtype,
+    dtypes,
     each_engine,
     each_optimizer,
+    each_variant,
     running_on,
     same_bits,
     snapshot,
@@ -26,29 +28,40 @@ from tests.table import (
     unchanged,
 )
 
+# Fewer for each of the many combinations here; ``make fuzz`` has no such limit.
+EXAMPLES = 16 if settings.get_current_profile_name() == "ci" else settings.default.max_examples
+
 # A few roundings of the arithmetic, which is done in at least float32.
 ROUNDINGS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 
 
 def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], gradient: Any):
-    """The rule applied in float64 to the touched elements, from the optimizer's present state.
+    """The rule applied in float64 to the touched part, from the optimizer's present state.
 
-    Returns the mask, the new param and state, and how far each would move if the inputs were wrong
-    by a few roundings. Where terms cancel, that is more than a few roundings of the result, and no
-    arithmetic of this precision can do better.
+    The whole parameter is run through the rule, a row at a time, with a gradient of zero where
+    nothing is held; only what is held counts. Returns the mask, the rows that are touched, the new
+    param and state, and how far each would move if the inputs were wrong by a few roundings. Where
+    terms cancel, that is more than a few roundings of the result, and no arithmetic of this
+    precision can do better.
     """
-    state = opt.state.get(param, {})
+    state, rule = opt.state.get(param, {}), opt.rule_for(group)
+    settings = opt.settings_of(0, group)
     mask = gradient.mask()
-    grad = gradient.dense()[mask] * (-1 if group["maximize"] else 1)
-    kept = [
-        state[spec.name].double()[mask] if state else torch.full_like(grad, spec.initial)
-        for spec in opt.rule.state
-    ]
-    hyper = {name: group[name] for name in opt.rule.hyperparameters}
-    inputs = [param.detach().double()[mask], grad, *kept]
+    rows = (param.shape[0] if param.dim() else 1, -1)
+    kept = []
+    for spec in rule.state:
+        if state.get(spec.name) is not None:
+            kept.append(state[spec.name].double().reshape(rows))
+        else:
+            value = group[spec.initial] if isinstance(spec.initial, str) else spec.initial
+            column = (rows[0], 1) if spec.per_row else param.reshape(rows).shape
+            kept.append(torch.full(column, float(value), dtype=torch.float64))
+    step = int(state.get("step", 1 if state else 0)) + 1
+    inputs = [param.detach().double().reshape(rows), gradient.dense().reshape(rows), *kept]
 
-    def new(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return opt.rule.update(*values, step=state.get("step", 0) + 1, **hyper)
+    def new(param: torch.Tensor, grad: torch.Tensor, *kept: torch.Tensor) -> tuple[Any, ...]:
+        grad = settings.sign * grad + settings.l2 * param
+        return rule.update(param * settings.shrink, grad, *kept, step=step, **settings.hyper)
 
     exact = new(*inputs)
     # A few roundings of the larger of value and update ...
@@ -73,21 +86,21 @@ def close(ours: torch.Tensor, oracle: torch.Tensor, slack: torch.Tensor) -> bool
     return bool(((ours.double() - oracle).abs() <= (slack + stored) * 1.01).all())
 
 
-@each_optimizer
+@each_variant
 @each_engine
-@each_dtype
-@given(case=cases())
+@given(case=cases(max_steps=4), dtype=dtypes)
+@settings(max_examples=EXAMPLES)
 def test_a_step_is_the_rule_on_what_was_touched(
-    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype, case: Case
+    variant: Variant, engine: str, dtype: torch.dtype, case: Case
 ):
     params = [torch.nn.Parameter(p) for p in case.params(dtype)]
     with running_on(engine) as name:
-        opt = optimizer(case.groups(params), **case.options, engine=name)
+        opt = variant(case.groups(params), **case.options, engine=name)
         groups = {p: group for group in opt.param_groups for p in group["params"]}
         for gradients in case.steps:
             before = [p.detach().clone() for p in params]
             expected = [
-                oracle_step(opt, p, groups[p], g) if g is not None else None
+                oracle_step(opt, p, groups[p], g) if g is not None and p.numel() else None
                 for p, g in zip(params, gradients, strict=True)
             ]
             old_state = {p: copy.deepcopy(opt.state.get(p, {})) for p in params}
@@ -97,37 +110,41 @@ def test_a_step_is_the_rule_on_what_was_touched(
                     assert same_bits(param.detach(), old)
                     continue
                 mask, new, slack = result
-                assert close(param.detach()[mask], new[0], slack[0])
-                assert same_bits(param.detach()[~mask], old[~mask])
-                for spec, value, room in zip(opt.rule.state, new[1:], slack[1:], strict=True):
+                rule = opt.rule_for(groups[param])
+                touched_rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
+                wholes = [(param.detach(), old, mask)]
+                for spec in rule.state:
                     ours = opt.state[param][spec.name]
-                    was = old_state[param].get(spec.name, torch.full_like(ours, spec.initial))
-                    assert close(ours[mask], value, room)
-                    assert same_bits(ours[~mask], was[~mask])
+                    initial = groups[param].get(spec.initial, spec.initial)
+                    was = old_state[param].get(spec.name)
+                    was = torch.full_like(ours, initial) if was is None else was
+                    wholes.append((ours, was, touched_rows if spec.per_row else mask))
+                for (ours, was, held), value, room in zip(wholes, new, slack, strict=True):
+                    value, room = value.reshape(ours.shape), room.reshape(ours.shape)
+                    assert close(ours[held], value[held], room[held])
+                    assert same_bits(ours[~held], was[~held])
 
 
-@each_optimizer
-@each_dtype
-@given(case=cases(), threads=st.sampled_from([1, 2, 3, 8]))
+@each_variant
+@given(case=cases(max_steps=4), dtype=dtypes, threads=st.sampled_from([1, 2, 3, 8]))
+@settings(max_examples=EXAMPLES)
 def test_bits_do_not_depend_on_threads_or_instruction_set(
-    optimizer: type[RuleOptimizer], dtype: torch.dtype, case: Case, threads: int
+    variant: Variant, dtype: torch.dtype, case: Case, threads: int
 ):
     results = []
     for engine in INSTRUCTION_SETS:
         for count in (1, threads):
             torch.set_num_threads(count)
             with running_on(engine) as name:
-                params, opt = case.run(optimizer, dtype, engine=name)
+                params, opt = case.run(variant, dtype, engine=name)
             results.append([*params, *state_tensors(opt)])
     for other in results[1:]:
         assert all(map(same_bits, results[0], other))
 
 
-@each_optimizer
+@each_variant
 @each_engine
-def test_bits_do_not_depend_on_how_many_share_a_large_step(
-    optimizer: type[RuleOptimizer], engine: str
-):
+def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
     """Large enough for buckets, several chunks, a long chain and every thread."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(0, 5000, (1, 40_000), generator=generator)
@@ -139,7 +156,7 @@ def test_bits_do_not_depend_on_how_many_share_a_large_step(
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
             param = torch.nn.Parameter(weight.clone())
-            opt = optimizer([param], lr=0.1, engine=name)
+            opt = variant([param], lr=0.1, engine=name)
             param.grad = torch.sparse_coo_tensor(indices, values, weight.shape)
             opt.step()
             opt.step()
@@ -150,6 +167,7 @@ def test_bits_do_not_depend_on_how_many_share_a_large_step(
 
 @each_optimizer
 @each_engine
+@settings(max_examples=EXAMPLES)
 @given(case=cases(max_steps=2), bad=st.sampled_from([-1, 6, 2**31, 2**62, -(2**62)]))
 def test_a_bad_position_anywhere_changes_nothing(
     optimizer: type[RuleOptimizer], engine: str, case: Case, bad: int
@@ -170,8 +188,8 @@ def test_a_bad_position_anywhere_changes_nothing(
 
 @each_optimizer
 @each_engine
-@each_dtype
-@given(case=cases())
+@settings(max_examples=EXAMPLES)
+@given(case=cases(max_steps=3), dtype=dtypes)
 def test_a_gradient_is_never_written(
     optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype, case: Case
 ):
@@ -187,10 +205,11 @@ def test_a_gradient_is_never_written(
                     assert same_bits(param.grad.to_dense(), fresh.to_dense())
 
 
-@each_optimizer
+@each_variant
+@settings(max_examples=EXAMPLES)
 @given(case=cases())
-def test_pickle_and_deepcopy_go_on_with_the_same_bits(optimizer: type[RuleOptimizer], case: Case):
-    _, opt = case.run(optimizer, torch.float32)
+def test_pickle_and_deepcopy_go_on_with_the_same_bits(variant: Variant, case: Case):
+    _, opt = case.run(variant, torch.float32)
     again_params, again = copy.deepcopy(([*opt.param_groups[0]["params"]], opt))
     gradient = torch.ones_like(opt.param_groups[0]["params"][0])
     for some, one in ((opt.param_groups[0]["params"], opt), (again_params, again)):

@@ -65,6 +65,8 @@ def clip_grad_norm_(
         return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
     total = _total_norm(held, norm_type, foreach)
+    # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
+    # not hold.
     dtypes = (each.grad.dtype.to_real() for each in held)
     shown = total.to(functools.reduce(torch.promote_types, dtypes))
     if error_if_nonfinite and not bool(shown.isfinite()):

@@ -21,6 +21,7 @@ from sparsestep.errors import InputError, sentence
 
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+HALVES = frozenset({torch.float16, torch.bfloat16})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
@@ -36,6 +37,8 @@ class Touched(NamedTuple):
         block: how many elements a slot has.
         source: int64, contiguous, ``[n]``: the row of ``values`` that each entry takes, where that
             is not the entry's own number. So a part of a gradient is chosen without copying it.
+        held: bool, contiguous, ``[rows of values, block]``: which elements of a slot are touched,
+            where that is not all of them. Only for rules that need rows and are given less.
     """
 
     positions: Tensor | None
@@ -43,11 +46,68 @@ class Touched(NamedTuple):
     slots: int
     block: int
     source: Tensor | None = None
+    held: Tensor | None = None
 
     def as_real(self) -> Touched:
         """Complex values as pairs of real numbers."""
         values = torch.view_as_real(self.values.resolve_conj())
-        return self._replace(values=values, block=2 * self.block)
+        held = None if self.held is None else self.held.repeat_interleave(2, dim=1)
+        return self._replace(values=values, block=2 * self.block, held=held)
+
+    def finer(self, slots: int) -> Touched:
+        """The same gradient over smaller slots; no value is copied.
+
+        Example:
+            >>> Touched(torch.tensor([1]), torch.ones(1, 4), 2, 4).finer(4).positions.tolist()
+            [2, 3]
+        """
+        assert self.positions is not None
+        per = slots // self.slots if self.slots else 1
+        inside = torch.arange(per, device=self.positions.device)
+        positions = (self.positions.reshape(-1, 1) * per + inside).reshape(-1)
+        source = None
+        if self.source is not None:
+            source = (self.source.reshape(-1, 1) * per + inside).reshape(-1)
+        return self._replace(
+            positions=positions, slots=slots, block=self.block // per if per else 0, source=source
+        )
+
+    def coarser(self, slots: int) -> Touched:
+        """The same gradient over larger slots, each of which is held in part.
+
+        The values are copied, summed, into slots of their own: the cost is that of the larger slots
+        that are touched.
+
+        Example:
+            >>> t = Touched(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1).coarser(2)
+            >>> t.positions.tolist(), t.values.tolist(), t.held.tolist()
+            ([0, 1], [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]], [[False, True, False], [False, False, True]])
+        """
+        assert self.positions is not None
+        assert self.source is None
+        positions = self.positions.reshape(-1)
+        check_positions(positions, self.slots)
+        per = self.slots // slots if slots else 1
+        larger, where = torch.unique(
+            positions.div(per, rounding_mode="floor"), return_inverse=True
+        )
+        wide = torch.float32 if self.values.dtype in HALVES else self.values.dtype
+        values = self.values.reshape(len(positions), self.block).to(wide)
+        sums = values.new_zeros(len(larger) * per, self.block)
+        held = torch.zeros(sums.shape, dtype=torch.bool, device=sums.device)
+        cells = where * per + positions % per
+        sums.index_add_(0, cells, values)
+        held[cells] = True
+        shape = (len(larger), per * self.block)
+        return Touched(larger, sums.view(shape), slots, shape[1], held=held.view(shape))
+
+
+def check_positions(positions: Tensor, slots: int) -> None:
+    """Refuse positions that are no slots."""
+    if positions.numel():
+        low, high = (int(bound) for bound in positions.aminmax())
+        if low < 0 or high >= slots:
+            raise InputError(bad_index(0, slots, low if low < 0 else high))
 
 
 def touched(param: Tensor, grad: Tensor, *, by_row: bool = False) -> Touched:
@@ -86,7 +146,13 @@ def touched(param: Tensor, grad: Tensor, *, by_row: bool = False) -> Touched:
             )
         )
     if grad.is_sparse:
-        return _from_coo(param, shape, grad, by_row)
+        found = _from_coo(param, shape, grad)
+        if by_row and shape and found.slots != shape[0]:
+            if not param.numel():
+                return Touched(grad._indices()[:0].reshape(-1)[:0], grad._values(), shape[0], 0)
+            finer = found.slots < shape[0]
+            return found.finer(shape[0]) if finer else found.coarser(shape[0])
+        return found
     if grad.layout is torch.strided:
         values = grad.resolve_neg() if grad.is_neg() else grad
         if by_row and shape:
@@ -125,17 +191,9 @@ def _unsupported(what: str) -> str:
     )
 
 
-def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor, by_row: bool) -> Touched:
+def _from_coo(param: Tensor, shape: torch.Size, grad: Tensor) -> Touched:
     indices, values = grad._indices(), grad._values()
     sparse_dim, entries = indices.shape
-    if by_row and sparse_dim != 1 and shape:
-        raise InputError(
-            sentence(
-                "a rule that keeps numbers per row takes gradients that hold whole rows",
-                f"a COO gradient over {sparse_dim} dims",
-                "Make it sparse in its first dim alone, or use a rule without row-wise state",
-            )
-        )
     if sparse_dim == 1:
         positions = indices
         slots = shape[0]

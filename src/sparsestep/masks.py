@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import Touched, bad_index
+from sparsestep.grads import Touched, check_positions
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -89,7 +89,7 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
     if touched.positions is None:
         return Touched(selection.positions, touched.values, slots, block, selection.positions)
     positions = touched.positions.reshape(-1)
-    _check(positions, touched.slots)
+    check_positions(positions, touched.slots)
     source = touched.source
     if slots <= touched.slots:  # the mask is as coarse as the gradient, or coarser
         per = touched.slots // slots if slots else 1
@@ -103,10 +103,3 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
     return Touched(
         positions[entries] * per + columns, touched.values, slots, block, rows * per + columns
     )
-
-
-def _check(positions: Tensor, slots: int) -> None:
-    if positions.numel():
-        low, high = (int(bound) for bound in positions.aminmax())
-        if low < 0 or high >= slots:
-            raise InputError(bad_index(0, slots, low if low < 0 else high))

@@ -15,8 +15,6 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
-
 
 def _mixed(key: int) -> int:
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & _LONG

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable
 
 from sparsestep import engines, masks, rounding
 from sparsestep import state as states
-from sparsestep.contract import Batch, Rule, Settings, Update
+from sparsestep.contract import Batch, Rule, Settings, State, Update
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS, touched
 
@@ -165,17 +165,19 @@ class Step:
         return record
 
 
+_ANY = State("any")
+
+
 def _fits_torch(planned: Planned, settings: Settings) -> bool:
     """Whether torch's kernel can take it: everything dense, of one dtype, where it runs at all."""
     group, param, grad = planned.group, planned.param, planned.grad
     if grad.layout is not torch.strided or type(grad) not in (Tensor, torch.nn.Parameter):
         return False
-    if planned.tensors is None:
-        specs = planned.rule.state
-        dtypes = {states.dtype_for(spec, param, settings.state_dtype) for spec in specs}
-    else:
+    if planned.tensors:
         dtypes = {tensor.dtype for tensor in planned.tensors}
-    if dtypes - {param.dtype} or grad.dtype != param.dtype:
+    else:  # also without state: torch would do a half-precision step in half precision
+        dtypes = {states.dtype_for(_ANY, param, settings.state_dtype)}
+    if dtypes != {param.dtype} or grad.dtype != param.dtype:
         return False
     touched(param, grad)  # shapes and devices
     if group.get("fused"):

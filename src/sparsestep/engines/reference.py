@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsestep import rounding
 from sparsestep.contract import Update
 from sparsestep.errors import InputError
-from sparsestep.grads import Touched, bad_index
+from sparsestep.grads import HALVES, Touched, bad_index
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Result:
 
     def _rounded(self, number: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed = self.update.seed
-        if seed is None or dtype not in rounding.HALVES:
+        if seed is None or dtype not in HALVES:
             return new.to(dtype)
         columns = torch.arange(new[0].numel(), device=new.device)
         slots = self.slots
@@ -58,15 +58,22 @@ def compute(update: Update) -> Result:
     if settings.sign < 0:
         grad = -grad
     blocks = [touched.block, *(1 if k.per_row else touched.block for k in settings.rule.state)]
-    param, *state = (
+    old = [
         _gather(tensor, slots, touched.slots, block).to(dtype)
         for tensor, block in zip(tensors, blocks, strict=True)
-    )
+    ]
+    param, *state = old
     if settings.l2:
         grad = grad + settings.l2 * param
     if settings.shrink != 1.0:
         param = param * settings.shrink
     new = settings.rule.update(param, grad, *state, step=update.step, **settings.hyper)
+    if touched.held is not None:
+        # Only what is held moves; what is kept per row moves anyway.
+        new = tuple(
+            torch.where(touched.held, value, before) if value.shape == touched.held.shape else value
+            for value, before in zip(new, old, strict=True)
+        )
     return Result(update, slots, list(new))
 
 

@@ -13,14 +13,35 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsestep import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Lion,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseAdam,
+    SparseAdam,
+)
 from sparsestep.cli.bench import harness, limit, screen, workload
 from sparsestep.cli.bench.cases import Case, case
-from sparsestep.cli.bench.contestants import Native, Reference, TorchDenseAdam, TorchSparseAdam
+from sparsestep.cli.bench.contestants import (
+    Factory,
+    Native,
+    Reference,
+    TorchDenseAdam,
+    TorchSparseAdam,
+    rule_of,
+    tensors,
+)
 from sparsestep.cli.bench.limit import Limit
 from sparsestep.cli.bench.peers import DglSparseAdam, FbgemmAdagrad
 from sparsestep.cli.bench.results import Refusal
 from sparsestep.cli.bench.workload import SETS, Unavailable, Workload
 from sparsestep.engines import native
+from sparsestep.optimizer import RuleOptimizer
 
 needs_core = pytest.mark.skipif(native.core is None, reason="installed without the C++ core")
 
@@ -55,22 +76,88 @@ def test_large_gradients_share_values_but_not_positions(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_limit_computes_what_sparsestep_computes(made: Case, threads: int) -> None:
     with harness.threads(threads):
-        shared = Workload(made)
-        ours, least = Native(shared), Limit(shared)
-        for number in range(SETS):
-            for contestant in (ours, least):
-                contestant.before(number)
-                contestant.step()
-    start = workload.fill(torch.empty(made.rows, made.dim))
-    for one, other in zip(ours.params, least.params, strict=True):
+        compare_with_the_limit(Workload(made), SparseAdam)
+
+
+def compare_with_the_limit(made: Workload, optimizer: Factory, **options: Any) -> None:
+    ours, least = Native(made, optimizer, **options), Limit(made, optimizer, **options)
+    for number in range(SETS):
+        for contestant in (ours, least):
+            contestant.before(number)
+            contestant.step()
+    start = workload.fill(torch.empty(made.case.rows, made.case.dim))
+    states = tensors(rule_of(optimizer, **options), ours.optimizer, ours.params)
+    for one, other, expected, state in zip(
+        ours.params, least.params, states, least._states, strict=True
+    ):
         assert one.data_ptr() != other.data_ptr()
         assert not torch.equal(one, start)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        torch.testing.assert_close(expected, state, rtol=1e-5, atol=1e-6)
+
+
+# One set of options for each rule of the core.
+RULES: dict[str, tuple[type[RuleOptimizer], dict[str, Any]]] = {
+    "sparse_adam": (SparseAdam, {}),
+    "sparse_adam_per_row": (SparseAdam, {"bias_correction": "per_row"}),
+    "adam": (AdamW, {"weight_decay": 0.0}),
+    "adam_per_row": (Adam, {"bias_correction": "per_row"}),
+    "amsgrad": (Adam, {"amsgrad": True}),
+    "amsgrad_per_row": (Adam, {"amsgrad": True, "bias_correction": "per_row"}),
+    "adagrad": (Adagrad, {"initial_accumulator_value": 0.1}),
+    "rowwise_adagrad": (RowwiseAdagrad, {"initial_accumulator_value": 0.1}),
+    "rowwise_adam": (RowwiseAdam, {"betas": (0.5, 0.9)}),
+    "rowwise_adam_per_row": (RowwiseAdam, {"bias_correction": "per_row"}),
+    "sgd": (SGD, {}),
+    "sgd_momentum": (SGD, {"momentum": 0.9}),
+    "rmsprop": (RMSprop, {}),
+    "rmsprop_momentum": (RMSprop, {"momentum": 0.9}),
+    "rmsprop_centered": (RMSprop, {"centered": True}),
+    "rmsprop_centered_momentum": (RMSprop, {"centered": True, "momentum": 0.9}),
+    "lion": (Lion, {}),
+    "ftrl": (Ftrl, {"initial_accumulator_value": 0.1}),
+}
+
+
+@needs_core
+def test_every_rule_of_the_core_is_there() -> None:
+    assert native.core is not None
+    assert native.core.rules().keys() == RULES.keys()
+
+
+@needs_core
+@pytest.mark.parametrize("name", RULES)
+def test_the_limit_of_every_rule(name: str) -> None:
+    optimizer, options = RULES[name]
+    assert rule_of(optimizer, **options).name == name
+    compare_with_the_limit(Workload(case(500, 32, 3000, "zipf")), optimizer, **options)
+
+
+def test_the_limit_shares_the_work_out_by_what_a_rule_writes() -> None:
+    counts = torch.tensor([13, 1, 1, 1, 1, 1, 1, 1])
+    assert limit.shares(counts, threads=2, rows=1) == (1, 8)
+    assert limit.shares(counts, threads=2, rows=30) == (4, 8)
+
+
+@needs_core
+def test_optimizers_share_a_table_but_not_the_state_of_another_rule() -> None:
+    made = Workload(case(100, 16, 10, "uniform"), shared=True)
+    pairs = [
+        (Native(made, each), Limit(made, each)) for each in (Adagrad, RowwiseAdagrad, RowwiseAdam)
+    ]
+    assert len({id(contestant.params) for pair in pairs for contestant in pair}) == 1
+    assert {name: [len(each) for each in state] for name, state in made.states.items()} == {
+        **{"adagrad": [1], "rowwise_adagrad": [1], "rowwise_adam": [2]}
+    }
+    for (ours, least), state in zip(pairs, made.states.values(), strict=True):
+        assert least._states is state
+        [kept] = ours.optimizer.state.values()
+        assert kept["sum" if "sum" in kept else "exp_avg"] is state[0][0]
 
 
 def test_plan_of_the_limit() -> None:
     positions = case(100, 16, 400, "zipf").positions(0)
-    slots, offsets, entries, shares = limit.plan(positions, threads=3)
+    slots, offsets, entries, shares = limit.plan(positions, threads=3, rows=3)
     seen = list(dict.fromkeys(positions.tolist()))
     assert slots.tolist() == seen
     for place, slot in enumerate(seen):
@@ -93,8 +180,7 @@ def test_contestants_share_one_table_where_it_is_large(monkeypatch: pytest.Monke
     theirs, ours = TorchSparseAdam(shared), Native(shared)
     reference, least = Reference(shared), Limit(shared)
     assert theirs.params is ours.params is reference.params is least.params
-    assert shared.moments is not None
-    [(exp_avg, _)] = shared.moments
+    [(exp_avg, _)] = shared.states["sparse_adam"]
     assert bool((exp_avg != 0).any())
     for optimizer in (ours.optimizer, reference.optimizer):
         [state] = optimizer.state.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def test_contestants_take_turns_and_rotate_the_sets(seconds: float, counted: int
     assert done[7] == 0
     assert done[-1] == 1
     assert gc.isenabled()
+
+
+def test_a_race_of_so_many_rounds() -> None:
+    calls: list[tuple[str, int | None]] = []
+    times = harness.race([Recorder("a", calls)], math.inf, most=3)
+    assert [len(each) for each in times] == [3]
+    assert len(calls) == 2 * (8 + 3)
 
 
 def test_threads_are_restored() -> None:

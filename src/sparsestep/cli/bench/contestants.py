@@ -7,15 +7,23 @@ what is timed. One that cannot take part raises ``Unavailable`` while it is made
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from sparsestep import SparseAdam
 from sparsestep.cli.bench.workload import LEARNING_RATE, Unavailable, Workload
+from sparsestep.contract import Rule
 from sparsestep.engines import native
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.rules import sparse_adam
+
+# A class of this library: takes the parameters, lr, engine and its own options.
+Factory = Callable[..., RuleOptimizer]
 
 _MOST_DENSE_ELEMENTS = 100_000_000
 
@@ -40,7 +48,7 @@ class Contestant(ABC):
 class OptimizerContestant(Contestant):
     """An optimizer that finds its gradients in ``param.grad``."""
 
-    states: ClassVar[int]  # how many copies of the table its state takes
+    states: int  # how many copies of the table its state takes
 
     def __init__(self, workload: Workload) -> None:
         self.reserve(workload)
@@ -109,25 +117,58 @@ class TorchDenseAdam(OptimizerContestant):
         return torch.optim.Adam(params, lr=LEARNING_RATE, fused=True)
 
 
+def rule_of(optimizer: Factory, **options: Any) -> Rule:
+    """The rule that an optimizer with these options follows.
+
+    Example:
+        >>> rule_of(SparseAdam, bias_correction="per_row").name
+        'sparse_adam_per_row'
+    """
+    made = optimizer([torch.zeros(1, 1)], **options)
+    return made.rule_for(made.param_groups[0])
+
+
+def element_states(rule: Rule) -> int:
+    """How many of a rule's state tensors are as large as the table.
+
+    Example:
+        >>> element_states(rule_of(SparseAdam))
+        2
+    """
+    return sum(not kept.per_row for kept in rule.state)
+
+
+def tensors(rule: Rule, optimizer: Optimizer, params: list[Parameter]) -> list[list[Tensor]]:
+    """The state of each parameter, in the order in which the rule takes it."""
+    return [[optimizer.state[param][kept.name] for kept in rule.state] for param in params]
+
+
 class Native(OptimizerContestant):
-    """This library, on its native engine."""
+    """This library, on its native engine.
+
+    Args:
+        workload: what is measured.
+        optimizer: the class; the command measures SparseAdam.
+        **options: for the class.
+    """
 
     name = "sparsestep"
-    states = 2
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
         if native.core is None:
             raise Unavailable("installed without the C++ core")
+        self._optimizer, self._options = optimizer, options
+        rule = rule_of(optimizer, **options)
+        self.states = element_states(rule)
         super().__init__(workload)
         if workload.shared:
             self.before(0)
             self.step()
-            kept = [self.optimizer.state[param] for param in self.params]
-            workload.moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in kept]
+            workload.states[rule.name] = tensors(rule, self.optimizer, self.params)
 
     def make(self, params: list[Parameter]) -> Optimizer:
-        """``sparsestep.SparseAdam``."""
-        return SparseAdam(params, lr=LEARNING_RATE, engine="native")
+        """The class that was asked for."""
+        return self._optimizer(params, lr=LEARNING_RATE, engine="native", **self._options)
 
 
 class Reference(OptimizerContestant):
@@ -138,14 +179,16 @@ class Reference(OptimizerContestant):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        if workload.moments:
-            for param, (exp_avg, exp_avg_sq) in zip(self.params, workload.moments, strict=True):
-                state = {"step": 0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-                self.optimizer.state[param] = state
+        rule = sparse_adam.RULE
+        names = [kept.name for kept in rule.state]
+        shared = workload.states.get(rule.name)
+        if shared is not None:
+            for param, state in zip(self.params, shared, strict=True):
+                self.optimizer.state[param] = {"step": 0, **dict(zip(names, state, strict=True))}
 
     def reserve(self, workload: Workload) -> None:
         """Nothing where the moments are there already."""
-        if not workload.moments:
+        if sparse_adam.RULE.name not in workload.states:
             super().reserve(workload)
 
     def make(self, params: list[Parameter]) -> Optimizer:

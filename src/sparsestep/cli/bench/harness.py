@@ -57,7 +57,10 @@ class Racer(Protocol):
 
 
 def race(
-    racers: Sequence[Racer], seconds: float, follow: Follow = lambda done: None
+    racers: Sequence[Racer],
+    seconds: float,
+    follow: Follow = lambda done: None,
+    most: int = MOST_ROUNDS,
 ) -> list[list[float]]:
     """The milliseconds of each racer's steps, warm-up left out.
 
@@ -66,8 +69,9 @@ def race(
             ``(round + 3 * c) % SETS``, so that none finds in the cache what another has just used:
             with factor 1, a set would come to the one before as soon as the next round.
         seconds: more than 0; when counted rounds have taken so long there is no further one, within
-            ``LEAST_ROUNDS`` and ``MOST_ROUNDS``.
+            ``LEAST_ROUNDS`` and ``most``.
         follow: is called after each round, off the clock.
+        most: how many rounds are counted at most; with infinite ``seconds``, exactly so many.
     """
     times: list[list[float]] = [[] for _ in racers]
     with _no_garbage_collection():
@@ -75,11 +79,11 @@ def race(
             _round(racers, number)
             follow(0.0)
         began = perf_counter()
-        for number in range(WARM_UP_ROUNDS, WARM_UP_ROUNDS + MOST_ROUNDS):
+        for number in range(WARM_UP_ROUNDS, WARM_UP_ROUNDS + most):
             for each, elapsed in zip(times, _round(racers, number), strict=True):
                 each.append(elapsed)
             count, used = len(times[0]), perf_counter() - began
-            follow(max(min(count / LEAST_ROUNDS, used / seconds), count / MOST_ROUNDS))
+            follow(max(min(count / LEAST_ROUNDS, used / seconds), count / most))
             if count >= LEAST_ROUNDS and used >= seconds:
                 break
     return times

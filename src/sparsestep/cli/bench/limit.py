@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from sparsestep import SparseAdam
-from sparsestep.cli.bench.contestants import Contestant
+from sparsestep.cli.bench.contestants import Contestant, Factory, element_states, rule_of, tensors
 from sparsestep.cli.bench.workload import LEARNING_RATE, Gradient, Unavailable, Workload
 from sparsestep.engines import native
-from sparsestep.rules import sparse_adam
+from sparsestep.optimizer import RuleOptimizer
 
-_BETAS = (0.9, 0.999)
-_EPS = 1e-8
 _MOST_DIM = 512
 
 # Below this much memory traffic a second thread makes it slower, and it would be no limit.
@@ -38,11 +35,16 @@ class Plan(NamedTuple):
     shares: tuple[int, ...]
 
 
-def plan(positions: Tensor, threads: int) -> Plan:
+def plan(positions: Tensor, threads: int, rows: int) -> Plan:
     """Find the order and the duplicates of a gradient, and share the work out evenly.
 
+    Args:
+        positions: those of the gradient.
+        threads: how many take part.
+        rows: how many rows are written for each slot: that of the parameter and those of its state.
+
     Example:
-        >>> slots, offsets, entries, shares = plan(torch.tensor([7, 3, 7, 5]), threads=1)
+        >>> slots, offsets, entries, shares = plan(torch.tensor([7, 3, 7, 5]), threads=1, rows=3)
         >>> slots.tolist(), offsets.tolist(), entries.tolist(), shares
         ([7, 3, 5], [0, 2, 3, 4], [0, 2, 1, 3], (3,))
     """
@@ -54,85 +56,111 @@ def plan(positions: Tensor, threads: int) -> Plan:
     counts = counts[by_appearance]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     entries = torch.argsort(rank[inverse], stable=True)
-    return Plan(ascending[by_appearance], offsets, entries, shares(counts, threads))
+    return Plan(ascending[by_appearance], offsets, entries, shares(counts, threads, rows))
 
 
-def shares(counts: Tensor, threads: int) -> tuple[int, ...]:
-    """Where each thread's share ends, if an entry weighs 1 and the three rows of a slot 1 each.
+def shares(counts: Tensor, threads: int, rows: int) -> tuple[int, ...]:
+    """Where each thread's share ends, if an entry weighs 1 and each of a slot's rows 1.
 
     Example:
-        >>> shares(torch.tensor([5, 1, 1, 1]), threads=2)
+        >>> shares(torch.tensor([5, 1, 1, 1]), threads=2, rows=3)
         (2, 4)
     """
-    weights = (counts + 3).cumsum(0)
+    weights = (counts + rows).cumsum(0)
     wanted = weights[-1] * torch.arange(1, threads + 1) / threads
     ends = torch.searchsorted(weights, wanted).add_(1).clamp_(max=len(counts))
     return (*ends[:-1].tolist(), len(counts))
 
 
-def _threads(gradient: Gradient, tables: int) -> int:
+def _threads(gradient: Gradient, tables: int, rows: int) -> int:
     """One for what is tiny, and for the tables of an optimizer that has many; else all."""
-    traffic = 7 * gradient.values.nbytes  # a gradient row is read, three rows are read and written
+    traffic = (1 + 2 * rows) * gradient.values.nbytes  # one is read, the others are written too
     return 1 if tables > 1 or traffic < _SERIAL_BYTES else torch.get_num_threads()
 
 
 class Limit(Contestant):
-    """A loop that knows the order and the duplicates in advance, and only moves the memory."""
+    """A loop that knows the order and the duplicates in advance, and only moves the memory.
+
+    It does the update of an optimizer's rule. Weight decay is no part of a rule, so it has none.
+
+    Args:
+        workload: what is measured.
+        optimizer: the class whose rule it is; the command measures SparseAdam.
+        **options: for the class.
+    """
 
     name = "limit"
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
         if native.core is None:
             raise Unavailable("installed without the C++ core")
         self._dim = workload.case.dim
         if self._dim % 16 or self._dim > _MOST_DIM:
             raise Unavailable(f"only for dims that are multiples of 16, up to {_MOST_DIM}")
-        moments = workload.moments
-        if not moments:
-            workload.reserve(2)
+        rule = rule_of(optimizer, **options)
+        assert rule.coefficients is not None
+        states = workload.states.get(rule.name)
+        if states is None:
+            workload.reserve(element_states(rule))
         self.params = workload.params()
         self._sets = workload.sets
-        tables = zip(self.params, self._sets[0], strict=True)
-        self._moments = moments or [_moments(param, gradient) for param, gradient in tables]
+        made = optimizer(self.params, lr=LEARNING_RATE, engine="native", **options)
+        self._hyper = made.settings_of(0, made.param_groups[0]).hyper
+        self._coefficients = rule.coefficients
+        self._states = _first_states(made, workload.sets[0]) if states is None else states
+        rows = 1 + element_states(rule)
         self._plans = [
-            [plan(g.positions, _threads(g, workload.case.tables)) for g in gradients]
+            [plan(g.positions, _threads(g, workload.case.tables, rows), rows) for g in gradients]
             for gradients in workload.sets
         ]
+        self._rule = native.core.rules()[rule.name][0]
         self._run = native.core.limit
         self._instruction_set = native._isa.index
-        self._calls: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
+        self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 
     def before(self, number: int) -> None:
         """Look up the addresses."""
         self._step += 1
-        coefficients = sparse_adam.coefficients(
-            step=self._step, lr=LEARNING_RATE, betas=_BETAS, eps=_EPS
-        )
+        coefficients = self._coefficients(step=self._step, **self._hyper)
         self._calls = []
         tables = zip(
-            self._plans[number], self.params, self._moments, self._sets[number], strict=True
+            self._plans[number], self.params, self._states, self._sets[number], strict=True
         )
-        for each, param, moments, gradient in tables:
-            tensors = (*each[:3], param, *moments, gradient.values)
-            addresses = (tensor.data_ptr() for tensor in tensors)
-            self._calls.append(((*addresses, self._dim, *coefficients), each.shares))
+        for each, param, state, gradient in tables:
+            order = _addresses(each.slots, each.offsets, each.entries, gradient.values)
+            written = _addresses(param, *state)
+            self._calls.append(
+                (
+                    *(self._rule, order, written, self._dim),
+                    *(coefficients, each.shares, self._instruction_set),
+                )
+            )
 
     def step(self) -> None:
         """One call per table."""
-        for work, ends in self._calls:
-            self._run(work, ends, self._instruction_set)
+        for call in self._calls:
+            self._run(*call)
 
 
-def _moments(param: Parameter, gradient: Gradient) -> tuple[Tensor, Tensor]:
-    """Zero moments in memory that is allocated just as the optimizer does it: by the optimizer.
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
-    A first step with a learning rate of zero makes them and leaves the parameter alone.
+
+def _first_states(optimizer: RuleOptimizer, gradients: list[Gradient]) -> list[list[Tensor]]:
+    """State as before the first step, in memory that is allocated as the optimizer does it: by it.
+
+    A step with a learning rate of zero makes it and leaves the parameters alone.
     """
-    optimizer = SparseAdam([param], lr=0.0, engine="native")
-    param.grad = gradient.coo
+    [group] = optimizer.param_groups
+    params, rule = group["params"], optimizer.rule_for(group)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.coo
+    group["lr"] = 0.0
     optimizer.step()
-    state = optimizer.state[param]
-    for moment in (state["exp_avg"], state["exp_avg_sq"]):
-        moment[gradient.positions] = 0.0
-    return state["exp_avg"], state["exp_avg_sq"]
+    states = tensors(rule, optimizer, params)
+    for state, gradient in zip(states, gradients, strict=True):
+        for kept, tensor in zip(rule.state, state, strict=True):
+            initial = group[kept.initial] if isinstance(kept.initial, str) else kept.initial
+            tensor[gradient.positions] = initial
+    return states

@@ -21,7 +21,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _numbers = itertools.count()
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
+    """A module of another library; raises ``Unavailable`` where it cannot be loaded."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # OSError: built for another release of torch
@@ -60,9 +61,9 @@ class FbgemmAdagrad(_Peer):
 
     def make(self, workload: Workload) -> None:
         """One module for all tables."""
-        training = _imported("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = _imported("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        configs = _imported("fbgemm_gpu.split_embedding_configs")
+        training = imported("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        common = imported("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+        configs = imported("fbgemm_gpu.split_embedding_configs")
         workload.reserve(2)
         case = workload.case
         place, device = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
@@ -106,7 +107,7 @@ class DglSparseAdam(_Peer):
     def make(self, workload: Workload) -> None:
         """One embedding per table, one optimizer."""
         os.environ.setdefault("DGLBACKEND", "pytorch")  # else it writes a file into the home
-        embeddings, optimizers = _imported("dgl.nn"), _imported("dgl.optim")
+        embeddings, optimizers = imported("dgl.nn"), imported("dgl.optim")
         workload.reserve(3)
         case = workload.case
         # It keeps its tables there, and a process that writes past the end is killed.

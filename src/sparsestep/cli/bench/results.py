@@ -63,7 +63,7 @@ class CaseResult:
         threads: how many took part.
         unique: how many rows the first batch touches.
         shared: whether all contestants worked on one table, because memory would not hold more; the
-            limit and the reference engine then use sparsestep's moments too.
+            limit and the reference engine then use sparsestep's state too.
         timings: the fastest first.
         unavailable: who did not take part.
     """
@@ -93,8 +93,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Report:
-    """One run of the harness.
+class Header:
+    """What every file of results begins with.
 
     Attributes:
         machine: where it ran.
@@ -102,9 +102,6 @@ class Report:
         instruction_set: that the native core used.
         commit: of the working tree that the sources are in, if they are in one.
         date: when it began, UTC, ISO 8601.
-        scale: what rows and lookups were divided by.
-        seconds: the time budget of a case.
-        cases: the results.
     """
 
     machine: Machine
@@ -112,6 +109,18 @@ class Report:
     instruction_set: str | None
     commit: str | None
     date: str
+
+
+@dataclass(frozen=True)
+class Report(Header):
+    """One run of the harness.
+
+    Attributes:
+        scale: what rows and lookups were divided by.
+        seconds: the time budget of a case.
+        cases: the results.
+    """
+
     scale: float
     seconds: float
     cases: list[CaseResult] = field(default_factory=list)
@@ -136,8 +145,8 @@ def _case_result(data: dict[str, Any]) -> CaseResult:
     return CaseResult(**data)
 
 
-def new_report(scale: float, seconds: float) -> Report:
-    """A report without results yet, about this machine."""
+def header() -> Header:
+    """About this machine, now."""
     machine = Machine(
         cpu=info.cpu_model(),
         cores=os.cpu_count() or 1,
@@ -146,7 +155,12 @@ def new_report(scale: float, seconds: float) -> Report:
         huge_pages=info.huge_pages(),
     )
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Report(machine, versions(), native.instruction_set(), commit(), date, scale, seconds)
+    return Header(machine, versions(), native.instruction_set(), commit(), date)
+
+
+def new_report(scale: float, seconds: float) -> Report:
+    """A report without results yet."""
+    return Report(**vars(header()), scale=scale, seconds=seconds)
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from sparsestep.cli.bench.contestants import Native
 from sparsestep.cli.bench.harness import Follow
 from sparsestep.cli.bench.limit import Limit
-from sparsestep.cli.bench.results import CaseResult, Report, Timing
+from sparsestep.cli.bench.results import CaseResult, Header, Report, Timing
 from sparsestep.cli.console import Streams
 
 _BAR_WIDTH = 14
@@ -28,15 +28,19 @@ _MISSING = "-"
 class Screen(Streams):
     """What a person sees of a benchmark."""
 
-    def begin(self, report: Report) -> None:
+    def introduce(self, header: Header) -> None:
         """Print what is measured with."""
-        machine = report.machine
-        versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+        machine = header.machine
+        versions = ", ".join(f"{name} {number}" for name, number in header.versions.items())
         self.say(
             f"{machine.cpu}, cores: {machine.cores}, threads: {machine.threads}, "
             f"huge pages: {machine.huge_pages}\n"
-            f"{versions}, instruction set: {report.instruction_set or 'none'}"
+            f"{versions}, instruction set: {header.instruction_set or 'none'}"
         )
+
+    def begin(self, report: Report) -> None:
+        """Print what is measured with, and how far it is from the real sizes."""
+        self.introduce(report)
         if report.scale != 1:
             self.say(f"Rows and lookups are divided by {report.scale:g}: only for a quick look.")
 

@@ -97,15 +97,19 @@ class Workload:
         case: what is measured.
         sets: the gradients, ``[set][table]``.
         shared: whether all contestants work on one table.
-        moments: where the tables are shared, the moments of sparsestep's optimizer, per table;
-            what needs moments of the same kind uses them too.
+        states: where the tables are shared, the state tensors of sparsestep's optimizers, by the
+            name of their rule, ``[table][state]``; what needs state of the same kind uses it too.
+
+    Args:
+        case: what is measured.
+        shared: let all contestants work on one table, however small it is.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, shared: bool = False) -> None:
         self.case = case
         self.sets = gradient_sets(case)
-        self.shared = case.table_bytes > _OWN_TABLE_BYTES
-        self.moments: list[tuple[Tensor, Tensor]] | None = None
+        self.shared = shared or case.table_bytes > _OWN_TABLE_BYTES
+        self.states: dict[str, list[list[Tensor]]] = {}
         self._params: list[Parameter] | None = None
         self._free = available_memory() - _RESERVE_BYTES
 
@@ -116,7 +120,7 @@ class Workload:
     def reserve(self, copies: int) -> None:
         """Set memory aside for so many copies of the tables, or refuse.
 
-        What is promised counts, not what is in use yet: moments are allocated page by page, and the
+        What is promised counts, not what is in use yet: state is allocated page by page, and the
         system would end the whole run when the last page is not there.
         """
         needed = copies * self.case.table_bytes
