@@ -147,8 +147,10 @@ private:
     };
     template <size_t... S>
     static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
-        if constexpr (states == 0) return {{Rows(job.param, job, piece, 0)}};  // never used
-        else return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
+        if constexpr (states == 0)
+            return {{Rows(job.param, job, piece, 0)}};  // never used
+        else
+            return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
     }
 
     int64_t slot_of(int64_t entry) const { return whole_ ? entry : positions_[entry]; }
@@ -239,7 +241,8 @@ private:
 
     // Of a slot that is held in part, what is not held gets back what it had.
     void keep(T* const* written, int64_t n) {
-        for (int t = 0; t <= states; ++t) std::memcpy(before_[t], written[t], size_t(n) * sizeof(T));
+        for (int t = 0; t <= states; ++t)
+            std::memcpy(before_[t], written[t], size_t(n) * sizeof(T));
     }
     void restore(T* const* written, int64_t first, int64_t n) const {
         for (int t = 0; t <= states; ++t) {

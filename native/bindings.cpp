@@ -238,7 +238,8 @@ NB_MODULE(_native, module) {
                nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
                nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
-    module.def("rules", &rules, "name -> (index, states per element, states per slot, coefficients)");
+    module.def("rules", &rules,
+               "name -> (index, states per element, states per slot, coefficients)");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
     module.def("team", &team_kind, "whose threads share the work");

@@ -20,8 +20,13 @@ namespace {
 template <template <class> class Rule, int64_t... limit_dims>
 constexpr RuleKernels kernels_of() {
     using Plain = Rule<float>;
-    return {Plain::name,          Plain::states,         Plain::slot_states, Plain::coefficients,
-            &apply<Rule, float>, &apply<Rule, double>, &limit<Rule, 64, limit_dims...>};
+    return {Plain::name,
+            Plain::states,
+            Plain::slot_states,
+            Plain::coefficients,
+            &apply<Rule, float>,
+            &apply<Rule, double>,
+            &limit<Rule, 64, limit_dims...>};
 }
 
 constexpr RuleKernels rules[] = {

@@ -80,8 +80,7 @@ struct Float16 {
         // Subnormal results are multiples of 2^-24; what is larger is cut off before converting.
         const float few = magnitude < (uint32_t(113) << 23) ? bits_as<float>(magnitude) : 0.0f;
         const float places = few * 16777216.0f + float(int32_t(chance)) * (1.0f / 8192.0f);
-        uint32_t half =
-            magnitude < (uint32_t(113) << 23) ? uint32_t(int32_t(places)) : normal;
+        uint32_t half = magnitude < (uint32_t(113) << 23) ? uint32_t(int32_t(places)) : normal;
         half = magnitude >= 0x47800000u || half > 0x7c00u ? 0x7c00u : half;
         half = magnitude > 0x7f800000u ? 0x7e00u : half;
         return {uint16_t(half | sign)};
@@ -159,7 +158,8 @@ inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
 
 // Not inlined, here and below: there are many loops, and this is no small code.
 template <class T>
-__attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t column, int64_t n, T* tile) {
+__attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                         T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         const Stored* from = data + element_offset(view, slot, column);
@@ -173,7 +173,8 @@ __attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t
 }
 
 template <class T>
-__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile) {
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                          const T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         Stored* to = data + element_offset(view, slot, column);
@@ -188,8 +189,9 @@ __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_
 
 // The same, rounding at random; `element` is the number of the first within the tensor.
 template <class T>
-__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n, const T* tile,
-                       const Randomness& random, int64_t element) {
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                          const T* tile, const Randomness& random,
+                                          int64_t element) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         Stored* to = data + element_offset(view, slot, column);

@@ -79,6 +79,9 @@ class Variant:
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
 
+STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]
+
+each_stateful = pytest.mark.parametrize("variant", STATEFUL, ids=lambda v: v.cls.__name__)
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -222,6 +225,12 @@ def state_tensors(opt: torch.optim.Optimizer) -> list[Tensor]:
         for _, value in sorted(opt.state.get(param, {}).items())
         if isinstance(value, Tensor)
     ]
+
+
+def steps_of(opt: torch.optim.Optimizer, param: Tensor) -> int | None:
+    """A param's step count; ``None`` where its optimizer keeps none."""
+    count = opt.state.get(param, {}).get("step")
+    return None if count is None else int(count)
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import sparsestep
 from sparsestep.optimizer import RuleOptimizer
-from tests.table import each_optimizer, same_bits
+from tests.table import STATEFUL, Variant, each_optimizer, each_stateful, same_bits
 
 
 def table_of(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
@@ -21,11 +21,14 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def train(param: torch.nn.Parameter, opt: torch.optim.Optimizer, steps: range) -> None:
+def train(
+    param: torch.nn.Parameter, opt: torch.optim.Optimizer, steps: range, sparse: bool = True
+) -> None:
     for step in steps:
         rows = torch.randperm(20, generator=seeded(step))[None, :7]
         values = torch.randn(7, 4, generator=seeded(step)).to(param.dtype)
-        param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
+        grad = torch.sparse_coo_tensor(rows, values, param.shape)
+        param.grad = grad if sparse else grad.to_dense()
         opt.step()
 
 
@@ -59,18 +62,41 @@ def test_training_goes_on_after_the_change(first, second):
     assert torch.allclose(resumed, straight, rtol=1e-6, atol=1e-7)
 
 
-@each_optimizer
-def test_a_live_state_dict_of_torch_is_not_shared(optimizer: type[RuleOptimizer]):
+OF_TORCH = [v for v in STATEFUL if hasattr(torch.optim, v.cls.__name__)]
+
+
+@pytest.mark.parametrize("variant", OF_TORCH, ids=str)
+def test_a_live_state_dict_of_torch_is_not_shared(variant: Variant):
     """Loading copies: both may go on from there without disturbing each other."""
+    sparse = variant.cls is sparsestep.SparseAdam
     theirs, ours = table_of(), table_of()
-    their_opt = getattr(torch.optim, optimizer.__name__)([theirs], lr=0.1)
-    train(theirs, their_opt, range(3))
+    their_opt = getattr(torch.optim, variant.cls.__name__)([theirs], lr=0.1, **variant.options)
+    train(theirs, their_opt, range(3), sparse)
     ours.data.copy_(theirs.data)
-    our_opt = optimizer([ours], lr=0.1)
+    our_opt = variant([ours], lr=0.1)
     our_opt.load_state_dict(their_opt.state_dict())
-    train(ours, our_opt, range(3, 9))
-    train(theirs, their_opt, range(3, 9))
+    train(ours, our_opt, range(3, 9), sparse)
+    train(theirs, their_opt, range(3, 9), sparse)
     assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", OF_TORCH, ids=str)
+def test_torch_goes_on_from_our_checkpoint(variant: Variant):
+    """From sparse and from dense steps of ours to dense steps of torch's, and the numbers agree."""
+    sparse = variant.cls is sparsestep.SparseAdam
+    first, second = table_of(), table_of()
+    opt = variant([first], lr=0.1)
+    train(first, opt, range(2))
+    train(first, opt, range(2, 5), sparse)
+    saved = through_a_file(opt.state_dict())
+    second.data.copy_(first.data)
+    theirs = getattr(torch.optim, variant.cls.__name__)([second], lr=0.5, **variant.options)
+    theirs.load_state_dict(saved)
+    train(first, opt, range(5, 9), sparse)
+    train(second, theirs, range(5, 9), sparse)
+    assert torch.allclose(first, second, rtol=1e-6, atol=1e-7)
+    if not sparse:
+        assert same_bits(first.detach(), second.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,27 +170,28 @@ def test_hooks_see_and_may_change_what_is_loaded():
     assert torch.equal(opt.state[param]["exp_avg"], 2 * before)
 
 
-@each_optimizer
-def test_a_checkpoint_that_does_not_fit_changes_nothing(optimizer: type[RuleOptimizer]):
+@each_stateful
+def test_a_checkpoint_that_does_not_fit_changes_nothing(variant: Variant):
     param = table_of()
-    opt = optimizer([param], lr=0.1)
+    opt = variant([param], lr=0.1)
     train(param, opt, range(2))
     before = copy.deepcopy(opt.state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         opt.load_state_dict({"state": {}, "param_groups": []})
     after = opt.state_dict()
     assert before["param_groups"] == after["param_groups"]
-    assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+    for name, value in before["state"][0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(after["state"][0][name]))
 
 
-@each_optimizer
-def test_distributed_checkpoints_can_materialise_the_state(optimizer: type[RuleOptimizer]):
+@each_stateful
+def test_distributed_checkpoints_can_materialise_the_state(variant: Variant):
     """What torch.distributed.checkpoint does before it loads into an optimizer without state."""
     model = torch.nn.Embedding(20, 4, sparse=True)
-    opt = optimizer(model.parameters(), lr=0.1)
+    opt = variant(model.parameters(), lr=0.1)
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     before = model.weight.detach().clone()
     state = get_optimizer_state_dict(model, opt)
-    assert {"exp_avg", "exp_avg_sq", "step"} <= state["state"]["weight"].keys()
+    assert {spec.name for spec in variant.rule.state} <= state["state"]["weight"].keys()
     assert same_bits(model.weight.detach(), before)

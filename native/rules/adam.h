@@ -56,7 +56,7 @@ struct AMSGradWith : AdamBase<T, per_row> {
     inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq, T& max_exp_avg_sq) const {
         this->average(grad, exp_avg, exp_avg_sq);
         // Not less or equal: so that a NaN is kept, as torch.maximum does.
-        max_exp_avg_sq = exp_avg_sq <= max_exp_avg_sq ? max_exp_avg_sq
+        max_exp_avg_sq = exp_avg_sq <= max_exp_avg_sq       ? max_exp_avg_sq
                          : max_exp_avg_sq != max_exp_avg_sq ? max_exp_avg_sq
                                                             : exp_avg_sq;
         param = this->moved(param, exp_avg, max_exp_avg_sq);

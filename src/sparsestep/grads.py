@@ -19,7 +19,6 @@ from torch.masked import MaskedTensor
 
 from sparsestep.errors import InputError, sentence
 
-
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
@@ -80,17 +79,17 @@ class Touched(NamedTuple):
 
         Example:
             >>> t = Touched(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1).coarser(2)
-            >>> t.positions.tolist(), t.values.tolist(), t.held.tolist()
-            ([0, 1], [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]], [[False, True, False], [False, False, True]])
+            >>> t.positions.tolist(), t.values.tolist()
+            ([0, 1], [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
+            >>> t.held.tolist()
+            [[False, True, False], [False, False, True]]
         """
         assert self.positions is not None
         assert self.source is None
         positions = self.positions.reshape(-1)
         check_positions(positions, self.slots)
         per = self.slots // slots if slots else 1
-        larger, where = torch.unique(
-            positions.div(per, rounding_mode="floor"), return_inverse=True
-        )
+        larger, where = torch.unique(positions.div(per, rounding_mode="floor"), return_inverse=True)
         wide = torch.float32 if self.values.dtype in HALVES else self.values.dtype
         values = self.values.reshape(len(positions), self.block).to(wide)
         sums = values.new_zeros(len(larger) * per, self.block)

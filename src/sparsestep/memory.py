@@ -66,13 +66,23 @@ def gather_into_huge_pages(tensor: Tensor, touches: int | None) -> None:
     The contents and the addresses stay as they are. What cannot be moved (shared memory, a file, a
     kernel that cannot do it) is left alone.
     """
+    _advise(tensor, touches, _MADV_COLLAPSE)
+
+
+def ask_for_huge_pages(tensor: Tensor, touches: int | None) -> None:
+    """The same for memory that may not have been touched yet, and shall not be now."""
+    if _HUGE is not None:
+        _advise(tensor, touches, _HUGE)
+
+
+def _advise(tensor: Tensor, touches: int | None, advice: int) -> None:
+    if tensor.nbytes < _HUGE_PAGE or not tensor.is_cpu or not tensor.is_contiguous():
+        return
     begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     size = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - begin
-    if size <= 0 or not tensor.is_cpu or not tensor.is_contiguous():
-        return
-    if _system_allows_huge_pages() and wants_huge_pages(tensor.nbytes, touches):
+    if size > 0 and _system_allows_huge_pages() and wants_huge_pages(tensor.nbytes, touches):
         ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(_MADV_COLLAPSE)
+            ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(advice)
         )
 
 
@@ -97,7 +107,7 @@ def wants_huge_pages(size: int, touches: int | None) -> bool:
 
 def full(
     shape: torch.Size,
-    value: float,
+    value: complex,
     dtype: torch.dtype,
     device: torch.device,
     touches: int | None = None,

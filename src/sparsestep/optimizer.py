@@ -55,8 +55,8 @@ def _speaking(who: str) -> Iterator[None]:
 class RuleOptimizer(Optimizer):
     """Base of every optimizer here; a subclass names its rule and checks its options."""
 
-    # Torch's own kernel for dense gradients under the same formula.
-    torch_kernel: ClassVar[Callable[[Batch], None] | None] = None
+    # Whether torch has a kernel for dense gradients under the same formula.
+    has_torch_kernel: ClassVar[bool] = False
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
     counts_in_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.
@@ -85,6 +85,7 @@ class RuleOptimizer(Optimizer):
         """What is neither pickled nor copied."""
         self._loading: StateDict | None = None
         self._selections: dict[int, masks.Selection] = {}
+        self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ class RuleOptimizer(Optimizer):
     def uses_torch(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel computes what the group asks for."""
         return (
-            cls.torch_kernel is not None
+            cls.has_torch_kernel
             and not options.read(group, "stochastic_rounding")
             and options.read(group, "bias_correction") == "global"
             and (
@@ -107,6 +108,11 @@ class RuleOptimizer(Optimizer):
                 or not options.read(group, "decoupled_weight_decay")
             )
         )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        raise NotImplementedError
 
     # Param groups
 
@@ -216,7 +222,9 @@ class RuleOptimizer(Optimizer):
             0.0 if decoupled else decay,
             1 - lr * decay if decoupled else 1.0,
             group.get("state_dtype"),
-            group["rounding_seed"] if group.get("stochastic_rounding") else None,
+            group.setdefault("rounding_seed", torch.initial_seed())
+            if group.get("stochastic_rounding")
+            else None,
             partial(self._who, number),
         )
 
@@ -263,8 +271,11 @@ class RuleOptimizer(Optimizer):
 
     def keep(self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]) -> Any:
         """Give a parameter its first state, with a step count of zero."""
+        counts = rule.counts or group.get("stochastic_rounding")
+        if not counts and not rule.state:
+            return {}  # as with torch's SGD, nothing shows that the parameter is known
         kept = self.state[param]
-        if rule.counts or group.get("stochastic_rounding"):
+        if counts:
             kept["step"] = self.new_count(group, param)
         for spec, tensor in zip(rule.state, tensors, strict=True):
             kept[spec.name] = tensor

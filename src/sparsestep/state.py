@@ -42,12 +42,20 @@ def new(
     touched: Touched | None,
 ) -> list[Tensor]:
     """State for a parameter's first step, which is with this gradient (``None``: not known yet)."""
-    touches = 0
-    if touched is not None:
-        positions = touched.positions
-        touches = positions.numel() if positions is not None else param.numel()
-        memory.gather_into_huge_pages(param, touches)
+    touches = _touches(param, touched) if touched is not None else 0
     return [_made(kept, param, options, state_dtype, touches) for kept in rule.state]
+
+
+def settle(param: Tensor, tensors: list[Tensor] | None, touched: Touched) -> None:
+    """Ask for huge pages where they pay, for what was allocated before its use was known."""
+    touches = _touches(param, touched)
+    memory.gather_into_huge_pages(param, touches)
+    for tensor in tensors or ():
+        memory.ask_for_huge_pages(tensor, touches)
+
+
+def _touches(param: Tensor, touched: Touched) -> int:
+    return param.numel() if touched.positions is None else touched.positions.numel()
 
 
 def _made(
@@ -65,7 +73,7 @@ def _made(
     return memory.full(shape_for(kept, param), _in(dtype, value), dtype, param.device, touches)
 
 
-def _in(dtype: torch.dtype, value: float) -> float | complex:
+def _in(dtype: torch.dtype, value: float) -> complex:
     """Both parts of a complex number have the value."""
     return complex(value, value) if dtype in COMPLEX and value else value
 

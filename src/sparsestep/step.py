@@ -17,7 +17,7 @@ from sparsestep import engines, masks, rounding
 from sparsestep import state as states
 from sparsestep.contract import Batch, Rule, Settings, State, Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS, touched
+from sparsestep.grads import COMPLEX, FLOATS, Touched, touched
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
@@ -74,11 +74,15 @@ class Step:
             self._seen.add(id(param))
             mask = None if selected is None else selected[index]
             try:
+                gradient = touched(param, grad, by_row=settings.rule.by_row)
                 planned = self._planned(group, settings, param, grad)
+                if id(param) not in optimizer.settled:
+                    optimizer.settled.add(id(param))
+                    states.settle(param, planned.tensors, gradient)
                 if mask is None and uses_torch and _fits_torch(planned, settings):
                     dense.append(planned)
                 else:
-                    self._take(planned, settings, index, mask)
+                    self._take(planned, settings, index, gradient, mask)
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
         if dense:
@@ -92,12 +96,18 @@ class Step:
             return Planned(group, rule, param, grad, None, None)
         return Planned(group, rule, param, grad, kept, states.checked(rule, param, kept))
 
-    def _take(self, planned: Planned, settings: Settings, index: int, mask: Tensor | None) -> None:
+    def _take(
+        self,
+        planned: Planned,
+        settings: Settings,
+        index: int,
+        gradient: Touched,
+        mask: Tensor | None,
+    ) -> None:
         """Make it an engine's update."""
         rule, param, group = settings.rule, planned.param, planned.group
         if param.dtype not in FLOATS and param.dtype not in COMPLEX:
             raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-        gradient = touched(param, planned.grad, by_row=rule.by_row)
         if group.get("differentiable"):
             contract = "differentiable=True needs dense gradients under torch's own formulas"
             raise InputError(sentence(contract, f"a gradient of layout {planned.grad.layout}"))
@@ -135,10 +145,11 @@ class Step:
                     count.add_(1)
             elif count is not None:
                 kept["step"] = update.step
+            elif update.seed is not None:  # a state that came without a count
+                kept["step"] = optimizer.new_count(planned.group, planned.param, update.step)
 
     def _run_torch(self) -> None:
         optimizer = self._optimizer
-        assert optimizer.torch_kernel is not None
         for dense in self._dense:
             group, rule = dense[0].group, dense[0].rule
             records = [planned.kept or self._first_record(planned) for planned in dense]
@@ -150,7 +161,7 @@ class Step:
                 [kept["step"] for kept in records] if rule.counts else [],
             )
             with torch.set_grad_enabled(bool(group.get("differentiable"))):
-                type(optimizer).torch_kernel(batch)  # type: ignore[misc]
+                optimizer.torch_kernel(batch)
             for name, tensors in batch.state.items():
                 for kept, tensor in zip(records, tensors, strict=True):
                     kept[name] = tensor
@@ -158,7 +169,7 @@ class Step:
     def _first_record(self, planned: Planned) -> dict[str, Any]:
         group, rule, param = planned.group, planned.rule, planned.param
         if not rule.counts:  # torch takes a missing tensor for a first step
-            return self._optimizer.state[param]
+            return self._optimizer.state[param] if rule.state else {}
         gradient = touched(param, planned.grad)
         tensors = states.new(rule, param, group, group.get("state_dtype"), gradient)
         record: dict[str, Any] = self._optimizer.keep(group, rule, param, tensors)
@@ -179,7 +190,6 @@ def _fits_torch(planned: Planned, settings: Settings) -> bool:
         dtypes = {states.dtype_for(_ANY, param, settings.state_dtype)}
     if dtypes != {param.dtype} or grad.dtype != param.dtype:
         return False
-    touched(param, grad)  # shapes and devices
     if group.get("fused"):
         try:
             _device_dtype_check_for_fused(param)

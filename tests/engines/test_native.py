@@ -14,7 +14,8 @@ import torch
 
 import sparsestep
 from sparsestep.engines import native
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.grads import Touched
+from tests.table import VARIANTS
 
 NATIVE = Path(__file__).parents[2] / "native"
 
@@ -51,14 +52,15 @@ def test_an_unknown_instruction_set_is_refused():
 def test_every_rule_has_its_native_twin():
     assert native.core is not None
     twins = native.core.rules()
-    for optimizer in OPTIMIZERS:
-        rule = optimizer.rule
-        _, states, coefficients = twins[rule.name]
-        assert states == len(rule.state)
-        group = optimizer([torch.zeros(1)]).param_groups[0]
+    for variant in VARIANTS:
+        rule = variant.rule
+        _, states, slot_states, coefficients = twins[rule.name]
+        assert [spec.per_row for spec in rule.state] == [False] * states + [True] * slot_states
+        group = variant([torch.zeros(1)]).param_groups[0]
         hyper = {name: group[name] for name in rule.hyperparameters}
         assert rule.coefficients is not None
         assert coefficients == len(rule.coefficients(step=1, **hyper))
+    assert twins.keys() == {variant.rule.name for variant in VARIANTS}
 
 
 @pytest.mark.parametrize("isa", native.instruction_sets())
@@ -154,16 +156,20 @@ def test_a_bad_call_into_the_core_is_refused():
         native.core.Jobs(999)
     jobs = native.core.Jobs(0)
     one = torch.zeros(1, 1)
+    numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1)
+    whole = Touched(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
-        jobs.add(999, None, one, one, [], 1, 1, False, ())
+        jobs.add(999, (), whole, one, [], None)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(0, None, one, one, [one], 1, 1, False, (0.1, 0.1, 0.1, 0.1))
+        jobs.add(0, numbers, whole, one, [one], None)
+    with pytest.raises(ValueError, match="wrong number"):
+        jobs.add(0, numbers[:-1], whole, one, [one, one], None)
     with pytest.raises(TypeError):
-        jobs.add(0, None, one, one, one, 1, 1, False, (0.1, 0.1, 0.1, 0.1))
+        jobs.add(0, numbers, whole, one, one, None)
     integers = torch.zeros(1, 1, dtype=torch.int64)
-    four = (0.1, 0.1, 0.1, 0.1)
-    assert not jobs.add(0, None, one, integers, [one, one], 1, 1, False, four)
-    assert not jobs.add(0, None, one.to("meta"), one, [one, one], 1, 1, False, four)
+    assert not jobs.add(0, numbers, whole, integers, [one, one], None)
+    elsewhere = Touched(None, one.to("meta"), 1, 1)
+    assert not jobs.add(0, numbers, elsewhere, one, [one, one], None)
     assert jobs.run(1) is None  # nothing was added
 
 

@@ -29,9 +29,7 @@ def check_engine(engine: str) -> None:
         )
 
 
-def run(
-    updates: Sequence[Update], engine: str, others: Sequence[Callable[[], None]] = ()
-) -> None:
+def run(updates: Sequence[Update], engine: str, others: Sequence[Callable[[], None]] = ()) -> None:
     """Apply all updates, or raise and apply none.
 
     What the reference engine runs is computed first and written last, and the native core checks

@@ -26,3 +26,17 @@ OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
     Lion,
     Ftrl,
 )
+
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Ftrl",
+    "Lion",
+    "RMSprop",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+    "SparseAdam",
+]

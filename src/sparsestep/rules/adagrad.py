@@ -89,6 +89,7 @@ class Adagrad(RuleOptimizer):
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
 
+    has_torch_kernel = True
     torch_kernel = staticmethod(_torch_kernel)
     extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
 

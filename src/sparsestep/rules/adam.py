@@ -202,6 +202,7 @@ class Adam(RuleOptimizer):
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
 
+    has_torch_kernel = True
     torch_kernel = staticmethod(_torch_kernel)
     extras = (*RuleOptimizer.extras, "bias_correction")
 

@@ -1,8 +1,8 @@
 """How Adam's running averages are corrected for their start at zero.
 
-The averages begin at zero, so after ``t`` updates they hold only ``1 - beta^t`` of what they should.
-Torch counts the parameter's steps. A row of an embedding that is first seen at step 2001 then counts
-as long corrected and moves almost three times as far as the first rows did; with
+The averages begin at zero, so after ``t`` updates they hold only ``1 - beta^t`` of what they
+should. Torch counts the parameter's steps. A row of an embedding that is first seen at step 2001
+then counts as long corrected and moves almost three times as far as the first rows did; with
 ``bias_correction="per_row"`` each row counts its own updates. The native twin is
 ``native/rules/bias.h``.
 """
@@ -45,4 +45,4 @@ def by_row(
 
 def is_per_row(group: dict[str, Any]) -> bool:
     """Whether a param group asks for it."""
-    return group.get("bias_correction", "global") == "per_row"
+    return bool(group.get("bias_correction") == "per_row")

@@ -105,9 +105,7 @@ _SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("
 # By whether it is centered and whether it has momentum.
 RULES = {
     (False, False): Rule("rmsprop", update, (_SQUARE,), coefficients),
-    (False, True): Rule(
-        "rmsprop_momentum", update_with_momentum, (_SQUARE, _BUFFER), coefficients
-    ),
+    (False, True): Rule("rmsprop_momentum", update_with_momentum, (_SQUARE, _BUFFER), coefficients),
     (True, False): Rule("rmsprop_centered", update_centered, (_SQUARE, _MEAN), coefficients),
     (True, True): Rule(
         "rmsprop_centered_momentum",
@@ -178,6 +176,7 @@ class RMSprop(RuleOptimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
+    has_torch_kernel = True
     torch_kernel = staticmethod(_torch_kernel)
     extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
 

@@ -118,6 +118,7 @@ class SGD(RuleOptimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
+    has_torch_kernel = True
     torch_kernel = staticmethod(_torch_kernel)
     extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
 

@@ -1,0 +1,505 @@
+"""Stochastic rounding: the same bits everywhere, one of the two neighbours, right on average."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sparsestep
+from sparsestep import rounding
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.rules import OPTIMIZERS
+from tests.table import (
+    ENGINES,
+    INSTRUCTION_SETS,
+    each_engine,
+    each_optimizer,
+    running_on,
+    same_bits,
+    state_tensors,
+)
+
+HALVES = [torch.bfloat16, torch.float16]
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+INF, NAN = math.inf, math.nan
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def wide_values(count: int = 4000) -> Tensor:
+    """float32 numbers of every magnitude and sign, and the odd ones."""
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=seeded(0)).to(torch.int32)
+    usual = torch.randn(count, generator=seeded(1))
+    small = torch.randn(count, generator=seeded(2)) * 2**-18  # subnormal as float16
+    large = torch.rand(count, generator=seeded(3)) * 200 + 65400  # around float16's largest
+    odd = torch.tensor([0.0, -0.0, INF, -INF, NAN, 2**-24, 2**-25, 65504, 65520, 65535.9, 65536])
+    return torch.cat([bits.view(torch.float32), usual, small, large, odd, -odd])
+
+
+def bits_of(half: Tensor) -> Tensor:
+    return half.view(torch.int16).int() & 0xFFFF
+
+
+def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The numbers of the dtype next to each value, towards zero and away; infinity counts as one.
+
+    In sign and magnitude, as bits, the next number away from zero is the next integer.
+    """
+    nearest = values.to(dtype)
+    too_far = nearest.float().abs() > values.abs()
+    lower = bits_of(nearest) - too_far.int()
+    upper = lower + (lower.short().view(dtype).float() != values).int()
+    return lower.short().view(dtype), upper.short().view(dtype)
+
+
+def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
+    """Bit for bit; one NaN is as good as another."""
+    return bool(((bits_of(ours) == bits_of(theirs)) | (ours.isnan() & theirs.isnan())).all())
+
+
+def pushed_through(values: Tensor, dtype: torch.dtype, engine: str, seed: int = 0) -> Tensor:
+    """Any float32 values, rounded by an engine: they become SGD's first momentum buffer."""
+    torch.manual_seed(seed)
+    param = torch.nn.Parameter(torch.zeros_like(values))
+    with running_on(engine) as name:
+        opt = sparsestep.SGD(
+            [param],
+            lr=0.0,
+            momentum=0.5,
+            state_dtype=dtype,
+            stochastic_rounding=True,
+            engine=name,
+        )
+        param.grad = values
+        opt.step()
+    return opt.state[param]["momentum_buffer"]
+
+
+# The function itself
+
+
+@each_half
+def test_the_result_is_one_of_the_two_neighbours(dtype: torch.dtype):
+    values = wide_values()
+    bits = rounding.random_bits(7, 0, torch.arange(len(values)))
+    ours = rounding.rounded(values, dtype, bits)
+    lower, upper = neighbours(values, dtype)
+    finite = values.isfinite()
+    hit = (bits_of(ours) == bits_of(lower)) | (bits_of(ours) == bits_of(upper))
+    assert bool(hit[finite].all())
+    assert same_numbers(ours[~finite], values[~finite].to(dtype))
+
+
+@each_half
+def test_what_is_representable_stays_whatever_the_bits(dtype: torch.dtype):
+    """All 65536 numbers of the dtype, subnormals, infinities and both zeros among them."""
+    every = torch.arange(2**16).to(torch.int16).view(dtype)
+    for bits in (0, 1, 0x1FFF, 0x7FFF, 0xFFFF, 0xFFFFFFFF):
+        ours = rounding.rounded(every.float(), dtype, torch.full((2**16,), bits))
+        assert same_numbers(ours, every)
+
+
+@each_half
+def test_the_highest_random_number_rounds_up_and_the_lowest_down(dtype: torch.dtype):
+    values = wide_values()
+    values = values[values.isfinite()]
+    lower, upper = neighbours(values, dtype)
+    down = rounding.rounded(values, dtype, torch.zeros(len(values), dtype=torch.int64))
+    assert same_numbers(down, lower)
+    # A value that is nearer to the lower neighbour than the random bits can tell stays there.
+    far = (values - lower.float()).abs() >= (upper.float() - lower.float()).abs() * 2**-13
+    up = rounding.rounded(values, dtype, torch.full((len(values),), 0xFFFFFFFF))
+    finite = upper.isfinite() & lower.isfinite()
+    assert same_numbers(up[far & finite], upper[far & finite])
+
+
+@each_half
+@given(
+    value=st.floats(-60000, 60000, width=32),
+    seed=st.integers(0, 2**64 - 1),
+    tensor=st.integers(0, 4),
+)
+def test_on_average_nothing_is_lost(dtype: torch.dtype, value: float, seed: int, tensor: int):
+    """The mean of many roundings lies within four standard errors, at any value and seed."""
+    count = 20_000
+    values = torch.full((count,), value)
+    ours = rounding.rounded(
+        values, dtype, rounding.random_bits(seed, tensor, torch.arange(count))
+    ).double()
+    lower, upper = (n.double()[0] for n in neighbours(values[:1], dtype))
+    place = (upper - lower).abs()
+    share = 0.0 if place == 0 else ((values[0].double() - lower).abs() / place).item()
+    error = place * math.sqrt(share * (1 - share) / count)
+    # Thirteen or sixteen random bits cannot tell shares apart that are closer than this.
+    granularity = place * 2**-13
+    # Sixty values are tried: one in a hundred such runs would leave four standard errors by chance.
+    assert (ours.mean() - values[0].double()).abs() <= 4 * error + granularity
+
+
+def test_different_seeds_tensors_and_elements_get_unrelated_bits():
+    count = 1 << 14
+    elements = torch.arange(count)
+    streams = [
+        rounding.random_bits(rounding.seed_for(seed, number, step), tensor, elements)
+        for seed in (0, 1)
+        for number in (0, 1)
+        for step in (1, 2)
+        for tensor in (0, 1)
+    ]
+    for stream in streams:
+        ones = torch.stack([(stream >> bit & 1).double().mean() for bit in range(32)])
+        assert bool(((ones - 0.5).abs() < 5 * 0.5 / math.sqrt(count)).all())
+    for i, one in enumerate(streams):
+        for other in streams[:i]:
+            agreement = ((one ^ other) >> 15 & 1).double().mean()
+            assert abs(agreement - 0.5) < 5 * 0.5 / math.sqrt(count)
+
+
+def test_elements_beyond_two_to_the_32_have_bits_of_their_own():
+    low, high = torch.arange(1000), torch.arange(1000) + 2**32
+    assert not torch.equal(rounding.random_bits(3, 0, low), rounding.random_bits(3, 0, high))
+
+
+# The engines
+
+
+@each_engine
+@each_half
+def test_an_engine_rounds_as_the_function_says(dtype: torch.dtype, engine: str):
+    """State: values of every magnitude. The buffer is the second tensor of the first param."""
+    values = wide_values()
+    ours = pushed_through(values, dtype, engine, seed=11)
+    seed = rounding.seed_for(11, 0, 1)
+    bits = rounding.random_bits(seed, 1, torch.arange(len(values)))
+    assert same_bits(ours, rounding.rounded(values + 0.0, dtype, bits))
+
+
+@each_engine
+@each_half
+@pytest.mark.parametrize("columns", [1, 7, 16, 600])
+def test_params_are_rounded_as_the_function_says(dtype: torch.dtype, engine: str, columns: int):
+    """Powers of two as learning rate keep the float32 result exact, hence equal everywhere."""
+    torch.manual_seed(5)
+    start = torch.randn(50, columns, generator=seeded(0)).to(dtype)
+    param = torch.nn.Parameter(start.clone())
+    rows = torch.randperm(50, generator=seeded(1))[:30]
+    values = torch.randn(30, columns, generator=seeded(2)).to(dtype)
+    with running_on(engine) as name:
+        opt = sparsestep.SGD([param], lr=2**-9, stochastic_rounding=True, engine=name)
+        param.grad = torch.sparse_coo_tensor(rows[None], values, start.shape)
+        opt.step()
+    exact = start.float()
+    exact[rows] -= 2**-9 * values.float()
+    elements = torch.arange(start.numel()).view(start.shape)
+    bits = rounding.random_bits(rounding.seed_for(5, 0, 1), 0, elements)
+    assert same_bits(param.detach(), rounding.rounded(exact, dtype, bits))
+
+
+@each_engine
+@each_half
+@pytest.mark.parametrize("layout", ["dense", "rows", "elements", "masked", "strided"])
+def test_an_element_is_rounded_alike_in_every_layout(dtype: torch.dtype, engine: str, layout: str):
+    """The random bits belong to the element, not to the way in which the gradient names it."""
+    torch.manual_seed(5)
+    start = torch.randn(12, 6, generator=seeded(0)).to(dtype)
+    grad = torch.randn(12, 6, generator=seeded(2)).to(dtype)
+    param = torch.nn.Parameter(start.t().contiguous().t() if layout == "strided" else start.clone())
+    group: dict[str, Any] = {"params": [param]}
+    if layout == "masked":
+        group["mask"] = torch.ones(12, 6, dtype=torch.bool)
+    with running_on(engine) as name:
+        opt = sparsestep.SGD([group], lr=2**-9, stochastic_rounding=True, engine=name)
+        param.grad = {"rows": grad.to_sparse(1), "elements": grad.to_sparse(2)}.get(layout, grad)
+        opt.step()
+    bits = rounding.random_bits(
+        rounding.seed_for(5, 0, 1), 0, torch.arange(start.numel()).view(start.shape)
+    )
+    expected = rounding.rounded(start.float() - 2**-9 * grad.float(), dtype, bits)
+    assert same_bits(param.detach(), expected)
+
+
+def big_step(
+    optimizer: type[RuleOptimizer], dtype: torch.dtype, engine: str, seed: int = 3
+) -> list[Tensor]:
+    """Large enough that every thread gets a share; duplicates, and state in half precision."""
+    torch.manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(3000, 24, generator=seeded(0)).to(dtype))
+    rows = torch.randint(0, 3000, (1, 6000), generator=seeded(1))
+    values = torch.randn(6000, 24, generator=seeded(2)).to(dtype)
+    with running_on(engine) as name:
+        opt = optimizer([param], lr=0.01, state_dtype=dtype, stochastic_rounding=True, engine=name)
+        for _ in range(2):
+            param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
+            opt.step()
+    return [param.detach(), *state_tensors(opt)]
+
+
+@each_optimizer
+@each_half
+def test_bits_do_not_depend_on_threads_or_instruction_set(
+    optimizer: type[RuleOptimizer], dtype: torch.dtype
+):
+    results = []
+    for engine in INSTRUCTION_SETS:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(big_step(optimizer, dtype, engine))
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+@each_optimizer
+@each_engine
+@each_half
+def test_the_seed_decides(optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype):
+    first, again, other = (big_step(optimizer, dtype, engine, seed) for seed in (3, 3, 4))
+    assert all(map(same_bits, first, again))
+    assert not same_bits(first[0], other[0])
+
+
+@each_half
+@pytest.mark.parametrize("engine", ["reference", ENGINES[-1]])
+@pytest.mark.parametrize("value", [1 + 2**-11 / 3, -3.1, 1e-5, 3e-7, 1000.7])
+def test_a_step_is_unbiased(dtype: torch.dtype, engine: str, value: float):
+    """Many equal elements in one step; the mean lies within four standard errors."""
+    count = 200_000
+    values = torch.full((count,), value)
+    ours = pushed_through(values, dtype, engine).double()
+    lower, upper = (n.double()[0] for n in neighbours(values[:1], dtype))
+    assert set(ours.unique().tolist()) <= {lower.item(), upper.item()}
+    error = ours.std().item() / math.sqrt(count)
+    assert abs(ours.mean().item() - values[0].item()) <= 4 * error
+
+
+@each_engine
+@each_half
+@pytest.mark.parametrize("special", [NAN, INF, -INF])
+def test_what_is_not_finite_stays(dtype: torch.dtype, engine: str, special: float):
+    values = torch.tensor([special, 1.0, special])
+    ours = pushed_through(values, dtype, engine)
+    assert same_numbers(ours, values.to(dtype))
+    param = torch.nn.Parameter(values.to(dtype))
+    with running_on(engine) as name:
+        opt = sparsestep.SGD([param], lr=1.0, stochastic_rounding=True, engine=name)
+        param.grad = torch.ones(3, dtype=dtype)
+        opt.step()
+    assert same_numbers(param.detach(), (values - 1).to(dtype))
+
+
+@each_engine
+def test_float16_overflows_as_often_as_it_should(engine: str):
+    """Between the largest number and the next power of two, infinity is the upper neighbour."""
+    values = torch.tensor([65504.0, 65512.0, 65535.0, 65536.0, 1e30]).repeat_interleave(4000)
+    ours = pushed_through(torch.cat([values, -values]), torch.float16, engine)
+    share = ours.isinf().double().view(2, 5, 4000).mean(dim=2)
+    assert torch.allclose(share, torch.tensor([0, 0.25, 31 / 32, 1, 1]).double(), atol=0.03)
+    assert bool((ours[:20_000] > 0).all())
+    assert bool((ours[20_000:] < 0).all())
+
+
+@each_engine
+def test_float16_subnormals_are_rounded_to_their_own_places(engine: str):
+    places = torch.tensor([0.25, 0.5, 1.75, 1023.5]).repeat_interleave(4000)
+    ours = pushed_through(places * 2**-24, torch.float16, engine).double() * 2**24
+    means = ours.view(4, 4000).mean(dim=1)
+    assert bool((ours == ours.round()).all())
+    assert torch.allclose(means, torch.tensor([0.25, 0.5, 1.75, 1023.5]).double(), atol=0.04)
+
+
+# The optimizers
+
+
+def table_of(dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(20, 4, generator=seeded(1)).to(dtype))
+
+
+def train(param: torch.nn.Parameter, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        rows = torch.randint(0, 20, (1, 9), generator=seeded(step))
+        values = torch.randn(9, 4, generator=seeded(step)).to(param.dtype)
+        dense = step % 3 == 2
+        coo = torch.sparse_coo_tensor(rows, values, param.shape)
+        param.grad = coo.to_dense() if dense else coo
+        opt.step()
+
+
+@each_optimizer
+@each_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_params_are_not_affected(
+    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype
+):
+    """Sparse gradients: dense ones are torch's business where nothing is rounded at random."""
+    results = []
+    with running_on(engine) as name:
+        for on in (False, True):
+            param = table_of(dtype)
+            opt = optimizer([param], lr=0.1, stochastic_rounding=on, engine=name)
+            train(param, opt, range(2))
+            state = [v for k, v in opt.state[param].items() if k != "step"]
+            results.append([param.detach(), *state])
+    assert len(results[0]) == len(results[1])
+    assert all(map(same_bits, *results))
+
+
+@each_optimizer
+@each_engine
+@each_half
+def test_training_resumes_with_the_same_bits(
+    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype
+):
+    """Seed and step count travel in the checkpoint, whatever seed the new process has."""
+    with running_on(engine) as name:
+        options = {"lr": 0.1, "state_dtype": dtype, "stochastic_rounding": True, "engine": name}
+        torch.manual_seed(1)
+        straight, changed = table_of(dtype), table_of(dtype)
+        train(straight, optimizer([straight], **options), range(8))
+        opt = optimizer([changed], **options)
+        train(changed, opt, range(4))
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        torch.manual_seed(2)
+        resumed = torch.nn.Parameter(changed.detach().clone())
+        again = optimizer([resumed], **options)
+        again.load_state_dict(torch.load(file, weights_only=True))
+        train(resumed, again, range(4, 8))
+    assert again.param_groups[0]["rounding_seed"] == 1
+    assert same_bits(resumed.detach(), straight.detach())
+
+
+@each_optimizer
+def test_a_copy_goes_on_with_the_same_bits(optimizer: type[RuleOptimizer]):
+    param = table_of(torch.bfloat16)
+    opt = optimizer([param], lr=0.1, stochastic_rounding=True)
+    train(param, opt, range(3))
+    again = copy.deepcopy(opt)
+    (other,) = again.param_groups[0]["params"]
+    train(param, opt, range(3, 6))
+    train(other, again, range(3, 6))
+    assert same_bits(param.detach(), other.detach())
+
+
+@each_optimizer
+def test_params_and_steps_are_rounded_independently(optimizer: type[RuleOptimizer]):
+    """Two equal params in two groups, with equal gradients, do not move in lockstep."""
+    params = [torch.nn.Parameter(torch.ones(50, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = optimizer([{"params": [p]} for p in params], lr=1e-3, stochastic_rounding=True)
+    for _ in range(2):
+        before = [p.detach().clone() for p in params]
+        for param in params:
+            param.grad = torch.ones(50, 8, dtype=torch.bfloat16)
+        opt.step()
+        assert not same_bits(params[0].detach(), params[1].detach())
+        assert not torch.equal(params[0].detach(), before[0])
+
+
+@each_optimizer
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_only_a_rounded_sgd_counts_its_steps(optimizer: type[RuleOptimizer], on: bool):
+    """Torch's SGD has no count; the others have one anyway."""
+    param = table_of(torch.bfloat16)
+    opt = optimizer([param], stochastic_rounding=on)
+    train(param, opt, range(3))
+    counted = on or optimizer is not sparsestep.SGD
+    assert ("step" in opt.state[param]) == counted
+    assert not counted or int(opt.state[param]["step"]) == 3
+
+
+@each_optimizer
+def test_keys_are_there_only_where_somebody_sets_them(optimizer: type[RuleOptimizer]):
+    keys = {"stochastic_rounding", "rounding_seed"}
+    assert not keys & optimizer([torch.zeros(2)]).param_groups[0].keys()
+    assert keys <= optimizer([torch.zeros(2)], stochastic_rounding=True).param_groups[0].keys()
+    opt = optimizer([{"params": [torch.zeros(2)], "stochastic_rounding": True}])
+    assert keys <= opt.param_groups[0].keys()
+
+
+@each_optimizer
+def test_it_may_be_switched_on_in_a_group_later(optimizer: type[RuleOptimizer]):
+    param = table_of(torch.bfloat16)
+    opt = optimizer([param], lr=1e-6)
+    train(param, opt, range(2))
+    opt.param_groups[0]["stochastic_rounding"] = True
+    train(param, opt, range(2, 5))
+    opt.param_groups[0]["stochastic_rounding"] = False
+    train(param, opt, range(5, 6))
+
+
+@each_optimizer
+def test_a_checkpoint_from_before_leaves_it_on(optimizer: type[RuleOptimizer]):
+    param = table_of(torch.bfloat16)
+    plain = optimizer([param], lr=0.1)
+    train(param, plain, range(2))
+    for options in ({}, {"stochastic_rounding": True}):
+        groups = [{"params": [param], "stochastic_rounding": True}] if not options else [param]
+        opt = optimizer(groups, lr=0.1, **options)
+        opt.load_state_dict(plain.state_dict())
+        train(param, opt, range(2, 4))
+        assert opt.param_groups[0]["stochastic_rounding"] is True
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_it_is_either_on_or_off(value: Any):
+    with pytest.raises(sparsestep.InputError, match="stochastic_rounding must be True or False"):
+        sparsestep.SGD([torch.zeros(2)], stochastic_rounding=value)
+
+
+# The promise
+
+
+@pytest.mark.parametrize("engine", ["reference", ENGINES[-1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_five_thousand_small_steps_arrive(engine: str, dtype: torch.dtype):
+    """A table in bfloat16 whose every update is far smaller than half of its last place."""
+
+    def trained(dtype: torch.dtype, **options: Any) -> float:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.ones(64, 16, dtype=dtype))
+        with running_on(engine) as name:
+            opt = sparsestep.SGD([param], lr=2e-4, engine=name, **options)
+            for step in range(5000):
+                rows = (torch.arange(32) * 2 + step % 2)[None]
+                values = torch.full((32, 16), 1 + (step % 5 - 2) / 16, dtype=dtype)
+                param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
+                opt.step()
+        return param.detach().double().mean().item() - 1
+
+    wide = trained(torch.float32)
+    assert wide == pytest.approx(-0.5, rel=1e-3)
+    assert trained(dtype, stochastic_rounding=True) == pytest.approx(wide, rel=0.02)
+    if dtype == torch.bfloat16:
+        assert trained(dtype) == 0.0  # rounded to nearest, it never leaves the start
+
+
+@each_half
+def test_state_in_half_precision_does_not_stall(dtype: torch.dtype):
+    """A second moment of g = 1: to nearest it stops far below what it should be."""
+
+    def second_moment(**options: Any) -> float:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.zeros(32, 16))
+        opt = sparsestep.Adam([param], lr=0.0, state_dtype=dtype, **options)
+        for _ in range(3000):
+            param.grad = torch.ones(32, 16).to_sparse(1)
+            opt.step()
+        return opt.state[param]["exp_avg_sq"].double().mean().item()
+
+    expected = 1 - 0.999**3000
+    assert second_moment(stochastic_rounding=True) == pytest.approx(expected, rel=0.02)
+    assert second_moment() < 0.9 * expected
+
+
+def test_every_optimizer_takes_it():
+    for optimizer in OPTIMIZERS:
+        assert "stochastic_rounding" in optimizer.extras
