@@ -383,7 +383,8 @@ def reproduced(cls: Class, text: Docstring) -> Iterator[str]:
     if torchs(cls):
         name = f"[`torch.optim.{cls.__name__}`]({TORCH_PAGE.format(cls.__name__)})"
         facts.append(f"{name}: the same arguments, state and checkpoints.")
-        facts.append(TORCHS_BITS if cls.torch_kernel is not None else NEARLY_TORCHS_BITS)
+        runs = cls.uses_torch(group_of(cls))
+        facts.append(TORCHS_BITS if runs else NEARLY_TORCHS_BITS)
     facts += text.torch + text.elsewhere
     if not facts:
         facts.append(f"The formula of {text.citations[0]}")

@@ -338,9 +338,11 @@ void apply(const Job& job, const Piece& piece) {
     if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
         switch (piece.last_column - piece.first_column) {
             case 16: return apply_stored<Rule, T, 16>(job, piece);
+#ifndef SPARSESTEP_FEW_KERNELS
             case 32: return apply_stored<Rule, T, 32>(job, piece);
             case 64: return apply_stored<Rule, T, 64>(job, piece);
             case 128: return apply_stored<Rule, T, 128>(job, piece);
+#endif
         }
     }
     return apply_stored<Rule, T, 0>(job, piece);

@@ -131,7 +131,8 @@ public:
             wide |= to.dtype == Dtype::float64;
             return true;
         };
-        const int64_t rows = job.source ? numel(touched[1]) / job.block : job.entries;
+        const bool by_number = job.source && job.block > 0;
+        const int64_t rows = by_number ? numel(touched[1]) / job.block : job.entries;
         if (!read(touched[1], rows, job.block, job.values)) return false;
         if (!read(param, job.slots, job.block, job.param)) return false;
         for (int s = 0; s < rule.states; ++s) {

@@ -7,7 +7,7 @@ namespace sparsestep {
 const std::vector<InstructionSet>& instruction_sets() {
     static const std::vector<InstructionSet> sets = [] {
         std::vector<InstructionSet> found{{"baseline", true, kernels_baseline()}};
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SPARSESTEP_BASELINE_ONLY)
         __builtin_cpu_init();
         found.push_back({"avx2", bool(__builtin_cpu_supports("avx2")), kernels_avx2()});
         const bool avx512 =

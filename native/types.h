@@ -51,9 +51,10 @@ struct Job {
     int64_t entries;
     int64_t slots;
     int64_t block;
-    bool negate;      // maximize: the gradient is read with the opposite sign
-    double l2;        // coupled weight decay: so much of the parameter is added to the gradient
-    double shrink;    // decoupled weight decay: the parameter is multiplied by this first; 1: none
+    bool negate;  // maximize: the gradient is read with the opposite sign
+    double l2;    // coupled weight decay: so much of the parameter is added to the gradient
+    double shrink =
+        1;            // decoupled weight decay: the parameter is multiplied by this first; 1: none
     bool stochastic;  // round half-precision tensors up or down at random
     uint64_t seed;    // of that randomness: one for each parameter and step
     View values;      // [rows, block]

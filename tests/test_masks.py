@@ -352,6 +352,17 @@ def test_a_changed_mask_is_noticed(
     assert same(opt, alone)
 
 
+@each_optimizer
+@pytest.mark.parametrize("how", ["set to None", "deleted"])
+def test_without_its_mask_a_param_moves_as_a_whole(optimizer: type[RuleOptimizer], how: str):
+    _, opt = train(optimizer, [gradient_of("dense", 0)], "reference", mask=ROWS)
+    if how == "deleted":
+        del opt.param_groups[0]["mask"]
+    else:
+        opt.param_groups[0]["mask"] = None
+    assert bool(step_with(opt, 1).all())
+
+
 def test_a_replaced_mask_is_let_go():
     """Whoever makes a new mask for every step must not pay for all of them."""
     param = torch.nn.Parameter(torch.zeros(6, 2))

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -19,6 +20,13 @@ using namespace sparsestep;
 
 namespace {
 
+// Under ThreadSanitizer, which is slow, only what threads do is tested.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool threads_only = true;
+#else
+constexpr bool threads_only = false;
+#endif
+
 int failures = 0;
 
 void check(bool holds, const std::string& what) {
@@ -27,7 +35,7 @@ void check(bool holds, const std::string& what) {
     std::fprintf(stderr, "FAILED: %s\n", what.c_str());
 }
 
-constexpr double coefficients[] = {0.1, 0.001, 1e-8, 0.01};
+constexpr double coefficients[] = {0.1, 0.001, 1e-8, 0.01, 1};
 
 template <class T>
 void sparse_adam(T& p, T g, T& m, T& v) {
@@ -96,7 +104,7 @@ struct Problem {
         result.param = view(param);
         result.state[0] = view(exp_avg);
         result.state[1] = view(exp_avg_sq);
-        for (int i = 0; i < 4; ++i) result.coefficients[i] = coefficients[i];
+        for (int i = 0; i < 5; ++i) result.coefficients[i] = coefficients[i];
         const RuleKernels& rule = set.kernels.rules[0];
         result.apply = sizeof(T) == 4 ? rule.apply_float : rule.apply_double;
         return result;
@@ -141,6 +149,7 @@ std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsigned see
 template <class T>
 void test_shapes() {
     for (int64_t count : {0, 1, 2, 31, 64, 1000, 30000}) {
+        if (threads_only && count < 1000) continue;  // one thread does them
         for (int64_t slots : {1, 2, 7, 1000}) {
             for (int64_t block : {1, 3, 16, 37}) {
                 const std::string what = std::to_string(count) + " entries, " +
@@ -187,6 +196,115 @@ void test_whole_parameter() {
     Problem<float> problem(1, 100000, {0}, 6);
     problem.whole = true;
     expect_solved(problem, "whole parameter");
+}
+
+void test_rows_of_values_by_number() {
+    // Every entry takes the row that it would have, from values in another order.
+    Problem<float> problem(500, 24, random_positions(3000, 500, 10), 10);
+    Problem<float> expected = problem;
+    expected.solve_plainly();
+    std::vector<int64_t> source;
+    std::vector<float> shuffled(problem.values.size());
+    for (int64_t i = 0; i < 3000; ++i) source.push_back((i * 7 + 3) % 3000);
+    for (size_t i = 0; i < source.size(); ++i) {
+        std::memcpy(&shuffled[size_t(source[i]) * 24], &problem.values[i * 24], 24 * sizeof(float));
+    }
+    for_each_set([&](const InstructionSet& set) {
+        Problem<float> ours = problem;
+        ours.values = shuffled;
+        Job job = ours.job(set);
+        job.source = source.data();
+        step(&job, 1, 2);
+        check(ours == expected, std::string("values by number with ") + set.name);
+    });
+}
+
+// Everything that one rule reads and writes, and what came out of it.
+std::vector<float> outcome(const InstructionSet& set, int rule_index, int threads, int64_t block,
+                           bool whole, bool in_part) {
+    const int64_t slots = 300, entries = whole ? slots : 2000;
+    const RuleKernels& rule = set.kernels.rules[rule_index];
+    std::mt19937 random(unsigned(block) + 1);
+    std::uniform_real_distribution<float> uniform(0.5f, 1.0f);
+    const auto numbers = [&](int64_t count) {
+        std::vector<float> result;
+        for (int64_t i = 0; i < count; ++i) result.push_back(uniform(random));
+        return result;
+    };
+    const std::vector<int64_t> positions = random_positions(entries, slots, 12);
+    std::vector<float> values = numbers(entries * block);
+    std::vector<std::vector<float>> tensors{numbers(slots * block)};
+    const auto held = std::make_unique<bool[]>(size_t(entries * block));
+    for (int64_t i = 0; i < entries * block; ++i) held[size_t(i)] = i % 3 != 0;
+    const auto view = [](std::vector<float>& data, int64_t stride) {
+        return View{data.data(), Dtype::float32, stride, 1};
+    };
+    Job job{};
+    job.whole = whole;
+    job.positions = whole ? nullptr : positions.data();
+    job.held = in_part ? held.get() : nullptr;
+    job.entries = entries;
+    job.slots = slots;
+    job.block = block;
+    job.negate = true;
+    job.l2 = 0.125;
+    job.values = view(values, block);
+    for (int s = 0; s < rule.states; ++s) tensors.push_back(numbers(slots * block));
+    for (int s = 0; s < rule.slot_states; ++s) tensors.push_back(numbers(slots));
+    job.param = view(tensors[0], block);
+    for (int s = 0; s < rule.states; ++s) job.state[s] = view(tensors[size_t(1 + s)], block);
+    for (int s = 0; s < rule.slot_states; ++s) {
+        job.slot_state[s] = view(tensors[size_t(1 + rule.states + s)], 1);
+    }
+    for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = 0.5 - 0.03125 * c;
+    job.by_slot = rule.slot_states > 0;
+    job.apply = rule.apply_float;
+    check(!step(&job, 1, threads), "no bad entry");
+    std::vector<float> all;
+    for (const auto& tensor : tensors) all.insert(all.end(), tensor.begin(), tensor.end());
+    return all;
+}
+
+void test_every_rule_everywhere_alike() {
+    const auto& plainest = instruction_sets()[0];
+    for (int rule = 0; rule < plainest.kernels.count; ++rule) {
+        for (int64_t block : {1, 16, 37, 600}) {
+            if (threads_only && block != 37) continue;
+            for (bool whole : {false, true}) {
+                for (bool in_part : {false, true}) {
+                    const auto expected = outcome(plainest, rule, 1, block, whole, in_part);
+                    for_each_set([&](const InstructionSet& set) {
+                        const auto ours = outcome(set, rule, 3, block, whole, in_part);
+                        check(std::memcmp(ours.data(), expected.data(),
+                                          ours.size() * sizeof(float)) == 0,
+                              std::string(plainest.kernels.rules[rule].name) + " with " + set.name +
+                                  ", block " + std::to_string(block));
+                    });
+                }
+            }
+        }
+    }
+}
+
+void test_random_rounding() {
+    // Always one of the two neighbours, the value itself where it is one, up as often as it should.
+    int up = 0;
+    const Randomness random(7, 1);
+    for (int64_t i = 0; i < 100000; ++i) {
+        const float value = 1.0f + 0.25f / 128;
+        const float rounded = Bfloat16::random(value, random(i));
+        check(rounded == 1.0f || rounded == 1.0f + 1.0f / 128, "a neighbour");
+        up += rounded > value;
+        check(float(Bfloat16::random(-1.5f, random(i))) == -1.5f, "bfloat16 stays");
+        check(float(Float16::random(-1.5f, random(i))) == -1.5f, "float16 stays");
+        const float tiny = 5.0f / 16777216.0f;
+        check(float(Float16::random(tiny, random(i))) == tiny, "float16 subnormal stays");
+    }
+    check(up > 24300 && up < 25700, "a quarter of the way, a quarter of the times");
+    check(std::isinf(float(Float16::random(1e6f, 0))), "float16 overflows");
+    check(std::isinf(float(Bfloat16::random(INFINITY, 0xffffffffu))), "bfloat16 infinite");
+    check(std::isnan(float(Bfloat16::random(NAN, 0))), "bfloat16 NaN");
+    check(std::isnan(float(Float16::random(NAN, 0))), "float16 NaN");
 }
 
 void test_bad_positions_change_nothing() {
@@ -286,10 +404,13 @@ int main() {
     test_ascending_positions();
     test_regular_distances();
     test_whole_parameter();
+    test_rows_of_values_by_number();
+    test_every_rule_everywhere_alike();
+    if (!threads_only) test_random_rounding();
     test_bad_positions_change_nothing();
     test_several_jobs_and_shared_memory();
     test_concurrent_steps();
-    test_half_precision();
+    if (!threads_only) test_half_precision();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -58,7 +58,8 @@ class Rule:
             keeps per element, then what it keeps per row.
         coefficients: ``(step=..., **hyperparameters)`` to the numbers that the native twin takes,
             or ``None`` for a rule without a native twin.
-        counts: whether the number of a parameter's steps is part of its state. Torch's SGD has none.
+        counts: whether the number of a parameter's steps is part of its state, unlike in torch's
+            SGD.
     """
 
     name: str

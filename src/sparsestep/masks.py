@@ -63,8 +63,10 @@ class Selection:
 
     def current(self) -> Selection:
         """Brought up to date with the mask."""
-        if self._version != self.mask._version:
-            self._version = self.mask._version
+        # An inference tensor does not count its changes; then it is looked at every time.
+        version = None if self.mask.is_inference() else self.mask._version
+        if version is None or version != self._version:
+            self._version = version
             self.positions = self.mask.reshape(-1).nonzero().squeeze(1)
         return self
 
@@ -85,6 +87,9 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
     """
     mask = selection.mask.reshape(-1)
     slots = len(mask)
+    if not numel:
+        nothing = selection.positions[:0]
+        return Touched(nothing, touched.values.reshape(0), slots, 0)
     block = numel // slots if slots else 0
     if touched.positions is None:
         return Touched(selection.positions, touched.values, slots, block, selection.positions)

@@ -128,7 +128,7 @@ class RuleOptimizer(Optimizer):
             try:
                 self.check_options(param_group)
                 options.check(param_group)
-                self._check_params(number, param_group["params"])
+                self._check_params(number, param_group)
                 by_row = self.rule_for(param_group).by_row
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
@@ -142,8 +142,8 @@ class RuleOptimizer(Optimizer):
             contract = f"a param group may set {', '.join(known)}"
             raise InputError(sentence(contract, ", ".join(unknown)))
 
-    def _check_params(self, group: int, params: list[Tensor]) -> None:
-        name = type(self).__name__
+    def _check_params(self, group: int, options: dict[str, Any]) -> None:
+        name, params = type(self).__name__, options["params"]
         sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
         if sparse:
             contract = f"{name} requires dense parameter tensors"
@@ -152,6 +152,9 @@ class RuleOptimizer(Optimizer):
         if imaginary and not self.supports_complex:
             contract = f"{name} does not support complex parameters"
             raise InputError(f"Complex params at indices {imaginary}: {contract}")
+        if imaginary and options.get("state_dtype") is not None:
+            contract = "the state of complex parameters has their dtype: state_dtype must be None"
+            raise InputError(sentence(contract, options["state_dtype"]))
 
     # The step
 
@@ -233,11 +236,11 @@ class RuleOptimizer(Optimizer):
         name = f" ({names[index]})" if names else ""
         return f"{type(self).__name__}: param {index} of group {group}{name}"
 
-    def selection_of(self, mask: Tensor) -> masks.Selection:
-        """What a mask selects, found anew only when the mask has changed."""
-        found = self._selections.get(id(mask))
+    def selection_of(self, param: Tensor, mask: Tensor) -> masks.Selection:
+        """What a parameter's mask selects, found anew only when the mask has changed."""
+        found = self._selections.get(id(param))
         if found is None or found.mask is not mask:
-            found = self._selections[id(mask)] = masks.Selection(mask)
+            found = self._selections[id(param)] = masks.Selection(mask)
         return found.current()
 
     def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
@@ -251,7 +254,8 @@ class RuleOptimizer(Optimizer):
     def materialize_state(self) -> None:
         """Make the state of every parameter that has none yet, as a first step would find it.
 
-        Useful where a checkpoint is to be loaded into tensors that exist already.
+        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum is
+        left out: it takes a missing buffer for a first step, as torch does.
 
         Example:
             >>> import sparsestep
@@ -264,7 +268,7 @@ class RuleOptimizer(Optimizer):
         for group in self.param_groups:
             rule = self.rule_for(group)
             for param in group["params"]:
-                if self.state.get(param):
+                if self.state.get(param) or not rule.counts:
                     continue
                 made = states.new(rule, param, group, group.get("state_dtype"), None)
                 self.keep(group, rule, param, made)
@@ -323,7 +327,8 @@ class RuleOptimizer(Optimizer):
             # Torch's classes set a few options after loading; here the values stay as they were.
             known = {**{k: self.defaults[k] for k in self._option_names}, **group}
             rule = self.rule_for(known)
-            for saved_id, param in zip(iter(ids), group["params"], strict=False):
+            # The params first: the ids go on in the next group.
+            for param, saved_id in zip(group["params"], ids, strict=False):
                 if saved_id not in saved["state"]:
                     continue
                 found = saved["state"][saved_id]

@@ -6,6 +6,7 @@ has torch's keys and no others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -19,15 +20,20 @@ class Extras(TypedDict, total=False):
     """Keyword arguments that every optimizer takes.
 
     Attributes:
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; the numbers do not depend on it.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; the two agree to the last places.
+        mask: a bool tensor, one value for each row or one for each element: what is outside keeps
+            its bits, whatever the gradient, decay or momentum. For one parameter; for several a
+            list, with ``None`` for those without a mask. Mostly a key of a param group. Rules that
+            keep numbers per row take row masks only.
         state_dtype: the dtype of the state. By default that of the parameter, but float32 for a
-            half-precision one.
+            half-precision one. Complex parameters take no other than their own.
         stochastic_rounding: round half-precision parameters and state up or down at random, so that
             small updates are not lost. The random numbers follow ``torch.manual_seed`` as it was
-            when the optimizer was made.
+            when the param group was made, which keeps it as ``rounding_seed``.
     """
 
     engine: str
+    mask: Tensor | Sequence[Tensor | None] | None
     state_dtype: torch.dtype | None
     stochastic_rounding: bool
 
@@ -55,7 +61,7 @@ class AdamExtras(Extras, total=False):
 
 
 class RowwiseAdamExtras(AdamExtras, DecayExtras, total=False):
-    """Both."""
+    """What both :class:`AdamExtras` and :class:`DecayExtras` have."""
 
 
 # The value that an extra has where nobody sets it.

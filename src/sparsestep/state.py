@@ -101,6 +101,9 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
         if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
             contract = f"the state {kept.name!r} must be of a real float dtype"
             raise InputError(sentence(contract, tensor.dtype))
+        if tensor.layout is not torch.strided:
+            contract = f"the state {kept.name!r} must be a strided tensor"
+            raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
 
@@ -118,5 +121,7 @@ def loaded(
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = dtype_for(known[name], param, state_dtype)
+            if value.layout is not torch.strided:  # torch's SGD keeps sparse momentum sparse
+                value = value.to_dense()
             result[name] = value.detach().to(param.device, dtype, copy=True)
     return result

@@ -6,6 +6,7 @@ dense and torch has the formula, an engine everywhere else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,7 @@ class Step:
         settings = optimizer.settings_of(number, group)
         uses_torch = optimizer.uses_torch(group)
         dense: list[Planned] = []
-        given = group.get("mask")
-        selected = None if given is None else masks.listed(given, params)
+        selected = self._masks(group, settings.rule.by_row)
         for index, param in enumerate(params):
             grad = param.grad
             if grad is None or (only is not None and index != only):
@@ -85,9 +85,25 @@ class Step:
                     self._take(planned, settings, index, gradient, mask)
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
-        if dense:
-            self._dense.append(dense)
+        if settings.rule.counts:
+            self._dense += [dense] if dense else []
+        else:
+            # Torch's fused SGD wants all momentum buffers or none.
+            known = [planned for planned in dense if planned.kept is not None]
+            fresh = [planned for planned in dense if planned.kept is None]
+            self._dense += [each for each in (known, fresh) if each]
         self._numbers += len(params)
+
+    def _masks(self, group: Group, by_row: bool) -> Sequence[Tensor | None] | None:
+        """The group's masks, checked: the user may have changed them since."""
+        given = group.get("mask")
+        if given is None:
+            return None
+        try:
+            masks.checked(given, group["params"], by_row=by_row)
+        except InputError as error:
+            raise InputError(f"{type(self._optimizer).__name__}: {error}") from None
+        return masks.listed(given, group["params"])
 
     def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Tensor) -> Planned:
         rule = settings.rule
@@ -116,7 +132,7 @@ class Step:
             planned.tensors = states.new(rule, param, group, dtype, gradient)
         state = planned.tensors
         if mask is not None:
-            selection = self._optimizer.selection_of(mask)
+            selection = self._optimizer.selection_of(planned.param, mask)
             gradient = masks.select(gradient, selection, param.numel())
         if param.is_complex():
             gradient = gradient.as_real()

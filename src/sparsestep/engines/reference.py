@@ -93,7 +93,9 @@ def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
         return None, values.reshape(touched.slots, touched.block)
     positions = positions.reshape(-1)
     _check_positions(positions, touched.slots)
-    rows = len(positions) if touched.source is None else values.numel() // max(1, touched.block)
+    if not touched.block:
+        return positions, values.reshape(-1)[:0]
+    rows = values.numel() // touched.block
     values = values.reshape(rows, touched.block)
     if touched.source is not None:
         values = values[touched.source]

@@ -59,7 +59,8 @@ class Adagrad(RuleOptimizer):
         p &\leftarrow p - \frac{lr}{1 + (t - 1) \eta} \cdot \frac{g}{\sqrt{s} + \epsilon}
 
     For a dense gradient torch's own kernel computes the step, and the numbers are torch's, bit for
-    bit. Unlike torch's class it takes weight decay with sparse gradients too.
+    bit. Unlike torch's class it takes weight decay with sparse gradients too. Decoupled, it shrinks
+    by :math:`lr \lambda`, whatever :math:`\eta` is.
 
     The state is torch's: ``step`` and ``sum``, made with the optimizer; checkpoints go back and
     forth.

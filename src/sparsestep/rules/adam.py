@@ -166,8 +166,9 @@ class Adam(RuleOptimizer):
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
     A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
-    are torch's, bit for bit. Entries that a sparse gradient does not hold keep their bits, moments
-    included. With ``amsgrad`` the largest :math:`v` so far divides.
+    are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
+    by default its state is float32). Entries that a sparse gradient does not hold keep their bits,
+    moments included. With ``amsgrad`` the largest :math:`v` so far divides.
 
     The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
     ``max_exp_avg_sq``; checkpoints go back and forth.
@@ -257,8 +258,16 @@ class Adam(RuleOptimizer):
 class AdamW(Adam):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
-    As :class:`Adam`, but instead of adding :math:`\lambda p` to the gradient it first shrinks every
-    entry that the gradient holds: :math:`p \leftarrow (1 - lr \lambda) p`.
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        p &\leftarrow (1 - lr \lambda) p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    State, checkpoints and torch's kernel for dense gradients are those of :class:`Adam`.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.

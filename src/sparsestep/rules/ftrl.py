@@ -83,7 +83,9 @@ class Ftrl(RuleOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.nn.Parameter(torch.zeros(1000, 1))
         >>> optimizer = sparsestep.Ftrl([weight], lr=0.1, l1=0.5)
-        >>> weight.grad = torch.sparse_coo_tensor([[3, 7]], [[1.0], [0.25]], (1000, 1))
+        >>> weight.grad = torch.sparse_coo_tensor(
+        ...     [[3, 7]], [[1.0], [0.25]], (1000, 1), check_invariants=True
+        ... )
         >>> optimizer.step()
         >>> weight.detach()[[3, 7]].flatten().tolist()
         [-0.02500000037252903, 0.0]

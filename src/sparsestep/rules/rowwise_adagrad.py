@@ -43,7 +43,7 @@ class RowwiseAdagrad(RuleOptimizer):
         p &\leftarrow p - lr \cdot \frac{g}{\sqrt{s} + \epsilon}
 
     This is what FBGEMM calls exact row-wise Adagrad. A row is a slice along the first dim; of a
-    one-dimensional parameter, an element.
+    one-dimensional parameter, an element. A complex row counts as twice as many real numbers.
 
     The state is ``step`` and ``sum``, which has the length of the first dim.
 

@@ -86,12 +86,14 @@ class SGD(RuleOptimizer):
         p &\leftarrow p - lr \cdot b \quad \text{or, with Nesterov's momentum,} \quad
             p \leftarrow p - lr (g + \mu b)
 
-    At a parameter's first step :math:`b = g`. Without momentum :math:`b` is :math:`g` itself and
+    At a parameter's first step :math:`b = g`; a row that is first touched later starts from
+    :math:`b = (1 - \tau) g`. Without momentum :math:`b` is :math:`g` itself and
     nothing is kept. For a dense gradient torch's own kernel computes the step, and the numbers are
     torch's, bit for bit. Entries that a sparse gradient does not hold keep their bits and their
     momentum; torch's class would move them by it.
 
-    The state is torch's: ``momentum_buffer``; checkpoints go back and forth.
+    The state is torch's: ``momentum_buffer``; checkpoints go back and forth. Stochastic rounding
+    needs a ``step`` too.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
