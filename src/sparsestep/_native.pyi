@@ -1,5 +1,7 @@
 # The native core, built from native/. See native/bindings.cpp.
 
+from typing import Any
+
 from torch import Tensor
 
 from sparsestep.grads import Touched
@@ -15,7 +17,17 @@ class Jobs:
         states: list[Tensor],
         seed: int | None,
     ) -> bool: ...
-    def run(self, threads: int) -> tuple[int, int, int] | None: ...
+    def take(
+        self,
+        group: tuple[int, tuple[str, ...], bool, dict[int, tuple[float, ...]], int],
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+        settled: set[int],
+        seen: set[int],
+        selections: list[tuple[Tensor, int] | None] | None,
+    ) -> list[int]: ...
+    def count(self) -> list[Tensor]: ...
+    def run(self, threads: int) -> tuple[int, int, int, int] | None: ...
 
 def limit(
     rule: int,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +93,8 @@ class Settings:
         state_dtype: the dtype of new state; ``None`` for that of the parameter, at least float32.
         seed: of stochastic rounding; ``None`` to round to nearest.
         who: names a parameter of the group, by its number, in messages.
+        uses_torch: whether torch's own kernel does what is asked for, where gradients are dense.
+        core: what the native engine keeps beside it.
     """
 
     rule: Rule
@@ -103,6 +105,8 @@ class Settings:
     state_dtype: torch.dtype | None
     seed: int | None
     who: Callable[[int], str]
+    uses_torch: bool = False
+    core: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

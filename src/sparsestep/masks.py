@@ -56,19 +56,26 @@ def listed(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
 class Selection:
     """The slots that a mask selects, found once and again when the mask has changed."""
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, shape: torch.Size) -> None:
         self._version: int | None = None
         self.mask = mask
-        self.positions = mask
+        self.shape = shape  # of the parameter that the mask was found to fit
+        self.chosen = (mask, 0)  # the slots, and how many there are to choose from
 
-    def current(self) -> Selection:
-        """Brought up to date with the mask."""
+    def update(self) -> Selection:
+        """Bring it up to date with the mask."""
+        mask = self.mask
         # An inference tensor does not count its changes; then it is looked at every time.
-        version = None if self.mask.is_inference() else self.mask._version
+        version = None if mask.is_inference() else mask._version
         if version is None or version != self._version:
             self._version = version
-            self.positions = self.mask.reshape(-1).nonzero().squeeze(1)
+            self.chosen = (mask.reshape(-1).nonzero().squeeze(1), mask.numel())
         return self
+
+    @property
+    def positions(self) -> Tensor:
+        """The slots that are selected, in ascending order."""
+        return self.chosen[0]
 
 
 def select(touched: Touched, selection: Selection, numel: int) -> Touched:
@@ -80,7 +87,7 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
         numel: how many elements the parameter has.
 
     Example:
-        >>> rows = Selection(torch.tensor([True, False, True])).current()
+        >>> rows = Selection(torch.tensor([True, False, True]), torch.Size([3, 4])).update()
         >>> t = select(Touched(None, torch.ones(3, 4), 1, 12), rows, 12)
         >>> t.positions.tolist(), t.source.tolist(), t.slots, t.block
         ([0, 2], [0, 2], 3, 4)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, ClassVar, overload
 
 import torch
@@ -41,6 +42,9 @@ _OPTIONS = frozenset(
         *("state_dtype", "stochastic_rounding", "weight_decay"),
     }
 )
+
+
+_CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
 
 
 @contextmanager
@@ -85,6 +89,7 @@ class RuleOptimizer(Optimizer):
         """What is neither pickled nor copied."""
         self._loading: StateDict | None = None
         self._selections: dict[int, masks.Selection] = {}
+        self._settings: dict[int, tuple[Any, Settings]] = {}
         self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
 
     @staticmethod
@@ -207,6 +212,18 @@ class RuleOptimizer(Optimizer):
 
     def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
         """What a param group says about its updates, now."""
+        values = tuple(group.values())
+        known = self._settings.get(number)
+        if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
+            return known[1]
+        settings = self._read_settings(number, group)
+        # What can change without being replaced has to be read every time.
+        changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
+        if all(isinstance(value, _CONSTANT) for value in changeable):
+            self._settings[number] = (values, settings)
+        return settings
+
+    def _read_settings(self, number: int, group: dict[str, Any]) -> Settings:
         rule = self.rule_for(group)
         hyper = {name: group[name] for name in rule.hyperparameters}
         lr = options.number(group["lr"])
@@ -229,6 +246,7 @@ class RuleOptimizer(Optimizer):
             if group.get("stochastic_rounding")
             else None,
             partial(self._who, number),
+            self.uses_torch(group),
         )
 
     def _who(self, group: int, index: int) -> str:
@@ -236,12 +254,32 @@ class RuleOptimizer(Optimizer):
         name = f" ({names[index]})" if names else ""
         return f"{type(self).__name__}: param {index} of group {group}{name}"
 
-    def selection_of(self, param: Tensor, mask: Tensor) -> masks.Selection:
-        """What a parameter's mask selects, found anew only when the mask has changed."""
+    def selections_of(
+        self, group: dict[str, Any], settings: Settings
+    ) -> list[masks.Selection | None] | None:
+        """What the masks of a group select, looked at anew only when something has changed."""
+        given = group.get("mask")
+        if given is None:
+            return None
+        known: list[masks.Selection | None] | None = settings.core.get("selections")
+        if known is None or not isinstance(given, Tensor):  # a list may have other masks now
+            params = group["params"]
+            masks.checked(given, params, by_row=settings.rule.by_row)
+            known = [
+                None if mask is None else self._selection(param, mask)
+                for param, mask in zip(params, masks.listed(given, params), strict=True)
+            ]
+            settings.core["selections"] = known
+        for selection in known:
+            if selection is not None:
+                selection.update()
+        return known
+
+    def _selection(self, param: Tensor, mask: Tensor) -> masks.Selection:
         found = self._selections.get(id(param))
         if found is None or found.mask is not mask:
-            found = self._selections[id(param)] = masks.Selection(mask)
-        return found.current()
+            found = self._selections[id(param)] = masks.Selection(mask, param.shape)
+        return found
 
     def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
         """A step count as torch's class keeps it."""

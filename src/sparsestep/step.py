@@ -33,6 +33,7 @@ class Planned:
     Attributes:
         param: the parameter.
         grad: its gradient.
+        gradient: the same in canonical form.
         kept: the optimizer's record of its state; ``None`` before the first step.
         tensors: the state tensors; ``None`` where they still have to be made.
     """
@@ -41,6 +42,7 @@ class Planned:
     rule: Rule
     param: Tensor
     grad: Tensor
+    gradient: Touched
     kept: dict[str, Any] | None
     tensors: list[Tensor] | None
 
@@ -50,6 +52,7 @@ class Step:
 
     def __init__(self, optimizer: RuleOptimizer) -> None:
         self._optimizer = optimizer
+        self._natively = engines.native_step(optimizer.engine)
         self._updates: list[Update] = []
         self._updated: list[Planned] = []
         self._dense: list[list[Planned]] = []
@@ -61,28 +64,27 @@ class Step:
         """Take the gradients of a param group, or of one of its parameters only."""
         optimizer, params = self._optimizer, group["params"]
         settings = optimizer.settings_of(number, group)
-        uses_torch = optimizer.uses_torch(group)
+        try:
+            selections = optimizer.selections_of(group, settings)
+        except InputError as error:
+            raise InputError(f"{type(optimizer).__name__}: {error}") from None
         dense: list[Planned] = []
-        selected = self._masks(group, settings.rule.by_row)
-        for index, param in enumerate(params):
+        for index in self._unusual(group, settings, selections) if only is None else [only]:
+            param = params[index]
             grad = param.grad
-            if grad is None or (only is not None and index != only):
+            if grad is None:
                 continue
             if id(param) in self._seen:
                 self.repeats.append((number, index))
                 continue
             self._seen.add(id(param))
-            mask = None if selected is None else selected[index]
+            selection = None if selections is None else selections[index]
             try:
-                gradient = touched(param, grad, by_row=settings.rule.by_row)
                 planned = self._planned(group, settings, param, grad)
-                if id(param) not in optimizer.settled:
-                    optimizer.settled.add(id(param))
-                    states.settle(param, planned.tensors, gradient)
-                if mask is None and uses_torch and _fits_torch(planned, settings):
+                if selection is None and settings.uses_torch and _fits_torch(planned, settings):
                     dense.append(planned)
                 else:
-                    self._take(planned, settings, index, gradient, mask)
+                    self._take(planned, settings, index, selection)
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
         if settings.rule.counts:
@@ -94,34 +96,45 @@ class Step:
             self._dense += [each for each in (known, fresh) if each]
         self._numbers += len(params)
 
-    def _masks(self, group: Group, by_row: bool) -> Sequence[Tensor | None] | None:
-        """The group's masks, checked: the user may have changed them since."""
-        given = group.get("mask")
-        if given is None:
-            return None
-        try:
-            masks.checked(given, group["params"], by_row=by_row)
-        except InputError as error:
-            raise InputError(f"{type(self._optimizer).__name__}: {error}") from None
-        return masks.listed(given, group["params"])
+    def _unusual(
+        self, group: Group, settings: Settings, selections: list[masks.Selection | None] | None
+    ) -> Sequence[int]:
+        """The numbers of the parameters that the core does not take at once."""
+        params, optimizer = group["params"], self._optimizer
+        if self._natively is None or group.get("differentiable"):
+            return range(len(params))
+        chosen = None
+        if selections is not None:
+            chosen = [None if s is None else s.chosen for s in selections]
+        return self._natively.take(
+            settings, params, optimizer.state, optimizer.settled, self._seen, chosen
+        )
 
     def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Tensor) -> Planned:
+        """A parameter's gradient and state, checked."""
         rule = settings.rule
+        gradient = touched(param, grad, by_row=rule.by_row)
         kept = self._optimizer.state.get(param)
         if not kept or (not rule.counts and any(kept.get(s.name) is None for s in rule.state)):
-            return Planned(group, rule, param, grad, None, None)
-        return Planned(group, rule, param, grad, kept, states.checked(rule, param, kept))
+            planned = Planned(group, rule, param, grad, gradient, None, None)
+        else:
+            tensors = states.checked(rule, param, kept)
+            planned = Planned(group, rule, param, grad, gradient, kept, tensors)
+        if id(param) not in self._optimizer.settled:
+            self._optimizer.settled.add(id(param))
+            states.settle(param, planned.tensors, gradient)
+        return planned
 
     def _take(
         self,
         planned: Planned,
         settings: Settings,
         index: int,
-        gradient: Touched,
-        mask: Tensor | None,
+        selection: masks.Selection | None,
     ) -> None:
         """Make it an engine's update."""
         rule, param, group = settings.rule, planned.param, planned.group
+        gradient = planned.gradient
         if param.dtype not in FLOATS and param.dtype not in COMPLEX:
             raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
         if group.get("differentiable"):
@@ -131,8 +144,9 @@ class Step:
             dtype = settings.state_dtype
             planned.tensors = states.new(rule, param, group, dtype, gradient)
         state = planned.tensors
-        if mask is not None:
-            selection = self._optimizer.selection_of(planned.param, mask)
+        if selection is not None:
+            if selection.shape != planned.param.shape:
+                masks.checked(selection.mask, [planned.param], by_row=rule.by_row)
             gradient = masks.select(gradient, selection, param.numel())
         if param.is_complex():
             gradient = gradient.as_real()
@@ -148,7 +162,8 @@ class Step:
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
         optimizer = self._optimizer
-        engines.run(self._updates, optimizer.engine, [self._run_torch] if self._dense else [])
+        others = [self._run_torch] if self._dense else []
+        engines.run(self._updates, optimizer.engine, self._natively, others)
         for planned, update in zip(self._updated, self._updates, strict=True):
             kept = planned.kept
             if kept is None:  # the first step: only now does the parameter have a state
@@ -186,8 +201,8 @@ class Step:
         group, rule, param = planned.group, planned.rule, planned.param
         if not rule.counts:  # torch takes a missing tensor for a first step
             return self._optimizer.state[param] if rule.state else {}
-        gradient = touched(param, planned.grad)
-        tensors = states.new(rule, param, group, group.get("state_dtype"), gradient)
+        dtype = group.get("state_dtype")
+        tensors = states.new(rule, param, group, dtype, planned.gradient)
         record: dict[str, Any] = self._optimizer.keep(group, rule, param, tensors)
         return record
 

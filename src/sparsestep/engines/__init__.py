@@ -29,7 +29,17 @@ def check_engine(engine: str) -> None:
         )
 
 
-def run(updates: Sequence[Update], engine: str, others: Sequence[Callable[[], None]] = ()) -> None:
+def native_step(engine: str) -> native.Step | None:
+    """What collects a step's work for the core, where there is one that may be used."""
+    return None if engine == "reference" or native.core is None else native.Step()
+
+
+def run(
+    updates: Sequence[Update],
+    engine: str,
+    natively: native.Step | None = None,
+    others: Sequence[Callable[[], None]] = (),
+) -> None:
     """Apply all updates, or raise and apply none.
 
     What the reference engine runs is computed first and written last, and the native core checks
@@ -38,16 +48,13 @@ def run(updates: Sequence[Update], engine: str, others: Sequence[Callable[[], No
     Args:
         updates: what the engines are to do.
         engine: one of ``ENGINES``.
+        natively: what ``native_step`` gave, with whatever it has taken already.
         others: called once nothing can fail any more: what torch's own kernels do.
     """
-    natively = None
     results = []
     for update in updates:
-        if engine != "reference" and native.core is not None:
-            if natively is None:
-                natively = native.Step()
-            if natively.add(update):
-                continue
+        if natively is not None and natively.add(update):
+            continue
         if engine == "native":
             raise update.refuse(_why_not_native(update))
         if engine == "auto":
@@ -56,7 +63,7 @@ def run(updates: Sequence[Update], engine: str, others: Sequence[Callable[[], No
             results.append(reference.compute(update))
         except InputError as error:
             raise update.refuse(error) from None
-    if natively is not None and natively.updates:
+    if natively is not None:
         natively.run()
     for other in others:
         other()

@@ -7,12 +7,15 @@ checks the positions before it writes.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsestep.contract import Update
+from sparsestep.contract import Settings, Update
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
 
@@ -69,18 +72,65 @@ def use_instruction_set(name: str) -> None:
     _isa.use(name)
 
 
+class _Numbers(dict[int, tuple[float, ...]]):
+    """What the core is told for each step count of a group, computed when it is asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __missing__(self, step: int) -> tuple[float, ...]:
+        settings = self._settings
+        assert settings.rule.coefficients is not None
+        if len(self) > 64:  # the settings may stay the same for long
+            self.clear()
+        coefficients = settings.rule.coefficients(step=step, **settings.hyper)
+        self[step] = found = (settings.sign, settings.l2, settings.shrink, *coefficients)
+        return found
+
+
 class Step:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
         assert core is not None
-        self.updates: list[Update] = []
         self._jobs = core.Jobs(_isa.index)
-        # Parameters of one group mostly have the same step count, hence the same numbers.
-        self._numbers: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._updates: list[Update] = []
+        self._settings: list[Settings] = []
+
+    def take(
+        self,
+        settings: Settings,
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+        settled: set[int],
+        seen: set[int],
+        selections: list[tuple[Tensor, int] | None] | None,
+    ) -> Sequence[int]:
+        """Let the core read the parameters of a group that are in the usual form.
+
+        That is a row-sparse gradient on the CPU, or a dense one with a selection; state that fits;
+        everything contiguous. It declines whatever is unusual, so all cases and all messages are on
+        this side alone.
+
+        Returns:
+            The numbers of the parameters that are left, of those that have a gradient.
+        """
+        assert core is not None
+        twin = _RULES.get(settings.rule.name)
+        if twin is None or settings.rule.coefficients is None or settings.seed is not None:
+            return range(len(params))
+        tag = len(self._settings)
+        group = settings.core.get(tag)
+        if group is None:
+            names = tuple(kept.name for kept in settings.rule.state)
+            group = (twin[0], names, settings.rule.counts, self._numbers(settings), tag)
+            settings.core[tag] = group
+        self._settings.append(settings)
+        left: list[int] = self._jobs.take(group, params, state, settled, seen, selections)
+        return left
 
     def add(self, update: Update) -> bool:
-        """Take the update; false where the core has no way to run it."""
+        """Take an update; false where the core has no way to run it."""
         rule = update.settings.rule
         twin = _RULES.get(rule.name)
         if twin is None or rule.coefficients is None:
@@ -88,37 +138,33 @@ class Step:
         touched = update.touched
         if not touched.values.is_contiguous():
             touched = _in_rows(touched)
-        added: bool = self._jobs.add(
-            twin[0],
-            self._numbers_of(update),
-            touched,
-            update.param,
-            update.state,
-            update.seed,
-        )
+        numbers = self._numbers(update.settings)[update.step]
+        state, seed = update.state, update.seed
+        added: bool = self._jobs.add(twin[0], numbers, touched, update.param, state, seed)
         if added:
-            self.updates.append(update)
+            self._updates.append(update)
         return added
 
-    def _numbers_of(self, update: Update) -> tuple[float, ...]:
-        settings = update.settings
-        key = (id(settings), update.step)
-        found = self._numbers.get(key)
+    @staticmethod
+    def _numbers(settings: Settings) -> _Numbers:
+        found: _Numbers | None = settings.core.get("numbers")
         if found is None:
-            assert settings.rule.coefficients is not None
-            coefficients = settings.rule.coefficients(step=update.step, **settings.hyper)
-            found = (settings.sign, settings.l2, settings.shrink, *coefficients)
-            self._numbers[key] = found
+            found = settings.core["numbers"] = _Numbers(settings)
         return found
 
     def run(self) -> None:
         """Apply the updates; raises with nothing written if any position is no slot."""
         bad = self._jobs.run(torch.get_num_threads())
         if bad is not None:
-            job, _, position = bad
-            update = self.updates[job]
-            raise update.refuse(bad_index(0, update.touched.slots, position))
-        increment_version([update.param for update in self.updates])
+            tag, index, slots, position = bad
+            why = bad_index(0, slots, position)
+            if tag < 0:
+                raise self._updates[index].refuse(why)
+            raise InputError(f"{self._settings[tag].who(index)}: {why}")
+        written = self._jobs.count()
+        written += [update.param for update in self._updates]
+        if written:
+            increment_version(written)
 
 
 def _in_rows(touched: Touched) -> Touched:

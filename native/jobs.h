@@ -1,0 +1,301 @@
+// The jobs of one step, as Python's side hands them over. Included by bindings.cpp alone.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "dispatch.h"
+#include "step.h"
+#include "tensors.h"
+
+namespace sparsestep {
+namespace {
+
+const InstructionSet& chosen(int instruction_set) {
+    const auto& sets = instruction_sets();
+    if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
+        !sets[size_t(instruction_set)].available) {
+        throw nb::value_error("this machine does not have that instruction set");
+    }
+    return sets[size_t(instruction_set)];
+}
+
+// What the parameters of one group have in common. From a plain tuple: an object of ours would be
+// invisible to Python's garbage collector, and the numbers lead back to it.
+struct Group {
+    int rule;
+    nb::tuple names;     // of the rule's state: first per element, then per row
+    bool counts;         // whether a parameter's state has a step count
+    nb::object numbers;  // step -> (sign of the gradient, l2, shrink, coefficients...)
+    int tag;             // returned with a bad entry
+
+    explicit Group(nb::tuple read)
+        : rule(nb::cast<int>(read[0])),
+          names(nb::cast<nb::tuple>(read[1])),
+          counts(nb::cast<bool>(read[2])),
+          numbers(read[3]),
+          tag(nb::cast<int>(read[4])) {}
+};
+
+// A step count: a Python number, or the one element of a tensor.
+struct Count {
+    nb::object kept;
+    int64_t value = 0;
+    void* data = nullptr;
+    Dtype dtype = Dtype::float32;
+
+    // False if it is anything else.
+    bool read(nb::handle state) {
+        kept = nb::borrow(state);
+        PyObject* found = PyDict_GetItemWithError(state.ptr(), names().step);
+        if (!found) return false;
+        if (PyLong_CheckExact(found)) {
+            value = nb::cast<int64_t>(nb::handle(found));
+            return true;
+        }
+        Plain tensor;
+        if (!tensor.read(found) || tensor.dl.dims != 0 || !tensor.dtype()) return false;
+        data = tensor.data();
+        dtype = *tensor.dtype();
+        if (dtype == Dtype::float32) value = int64_t(*static_cast<float*>(data));
+        if (dtype == Dtype::float64) value = int64_t(*static_cast<double*>(data));
+        return dtype == Dtype::float32 || dtype == Dtype::float64;
+    }
+    void advance() const {
+        if (!data) {
+            const nb::object next = nb::int_(value + 1);
+            if (PyDict_SetItem(kept.ptr(), names().step, next.ptr())) throw nb::python_error();
+        } else if (dtype == Dtype::float32) {
+            *static_cast<float*>(data) = float(value + 1);
+        } else {
+            *static_cast<double*>(data) = double(value + 1);
+        }
+    }
+};
+
+// The jobs of one step. Keeps the tensors alive that its jobs point to.
+class Jobs {
+public:
+    explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
+
+    // False, and nothing added, where the core has no way to run it. `touched` is what grads.py
+    // says it is; `numbers` are (sign of the gradient, l2, shrink, coefficients...).
+    bool add(int rule_index, nb::tuple numbers, nb::tuple touched, nb::object param,
+             nb::list states, std::optional<uint64_t> seed) {
+        if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
+        const RuleKernels& rule = kernels_.rules[rule_index];
+        if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
+            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 6) {
+            throw nb::value_error("a rule was given the wrong number of states or coefficients");
+        }
+        Job job{};
+        set_numbers(job, rule, numbers);
+        job.positions = integers(touched[0]);
+        job.slots = nb::cast<int64_t>(touched[2]);
+        job.block = nb::cast<int64_t>(touched[3]);
+        job.source = integers(touched[4]);
+        job.held = touched[5].is_none() ? nullptr : static_cast<const bool*>(address(touched[5]));
+        job.whole = touched[0].is_none();
+        job.entries = job.whole ? job.slots : numel(touched[0]);
+        job.stochastic = seed.has_value();
+        job.seed = seed.value_or(0);
+        const auto read = [&](nb::handle tensor, int64_t rows, int64_t block, View& to) {
+            const std::optional<View> found = view(tensor, rows, block);
+            if (!found) return false;
+            to = *found;
+            return true;
+        };
+        const bool by_number = job.source && job.block > 0;
+        const int64_t rows = by_number ? numel(touched[1]) / job.block : job.entries;
+        if (!read(touched[1], rows, job.block, job.values)) return false;
+        if (!read(param, job.slots, job.block, job.param)) return false;
+        for (int s = 0; s < rule.states; ++s) {
+            if (!read(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
+        }
+        for (int s = 0; s < rule.slot_states; ++s) {
+            nb::handle state = states[size_t(rule.states + s)];
+            if (!read(state, job.slots, 1, job.slot_state[s])) return false;
+        }
+        finish(job, rule, {-1, added_++});
+        alive_.push_back(std::move(touched));
+        alive_.push_back(std::move(param));
+        alive_.push_back(std::move(states));
+        return true;
+    }
+
+    // Takes every parameter of a group that is in the usual form: a row-sparse gradient on the CPU,
+    // or a dense one of which `selections` has the rows or elements; state that fits; everything
+    // contiguous. Whatever is unusual in any way is left, untouched, to Python's side: it has all
+    // cases and all messages. Returns the numbers of the parameters that are left; those without a
+    // gradient are not among them.
+    nb::list take(nb::tuple common, nb::list params, nb::dict state, nb::handle settled,
+                  nb::handle seen, nb::handle selections) {
+        const Group group(common);
+        if (group.rule < 0 || group.rule >= kernels_.count) throw nb::value_error("no such rule");
+        nb::list left;
+        const size_t count = nb::len(params);
+        const bool able = names().exchange != nullptr;
+        for (size_t i = 0; i < count; ++i) {
+            const nb::object param = params[i];
+            const nb::object grad = get(param, names().grad);
+            if (grad.is_none()) continue;
+            const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
+            nb::object selection = nb::none();
+            if (!selections.is_none()) selection = nb::borrow<nb::list>(selections)[i];
+            // Known already: a parameter that is given twice.
+            if (!able || PySet_Contains(seen.ptr(), id.ptr()) == 1 ||
+                PySet_Contains(settled.ptr(), id.ptr()) != 1 ||
+                !take(group, param, grad, state, selection, int64_t(i))) {
+                left.append(i);
+            } else if (PySet_Add(seen.ptr(), id.ptr())) {
+                throw nb::python_error();
+            }
+        }
+        return left;
+    }
+
+    // Counts the step of everything that was taken.
+    nb::list count() {
+        for (const Count& taken : counts_) taken.advance();
+        return params_;
+    }
+
+    nb::object run(int threads) {
+        std::optional<BadEntry> bad;
+        {
+            nb::gil_scoped_release release;
+            bad = step(jobs_.data(), int64_t(jobs_.size()), threads);
+        }
+        if (!bad) return nb::none();
+        const Owner& owner = owners_[size_t(bad->job)];
+        return nb::make_tuple(owner.tag, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
+    }
+
+private:
+    // Whose job it is: the tag of its group and its number there; or -1 and the number among those
+    // that were added one by one.
+    struct Owner {
+        int64_t tag, index;
+    };
+
+    bool take(const Group& group, nb::handle param, nb::handle grad, nb::dict state,
+              nb::handle selection, int64_t index) {
+        const Names& name = names();
+        const RuleKernels& rule = kernels_.rules[group.rule];
+        Plain own;
+        if (!own.read(param) || own.dl.dims == 0 || own.numel() == 0) return false;
+        Job job{};
+        nb::object positions, values;
+        if (selection.is_none()) {
+            if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.sparse_coo ||
+                !has_shape(grad, own)) {
+                return false;
+            }
+            positions = call(grad, name.indices);
+            values = call(grad, name.values);
+        } else {
+            positions = selection[0];
+            values = nb::borrow(grad);
+        }
+        Plain where, what;
+        if (!where.read(positions) || !where.is_int64() || !what.read(values)) return false;
+        job.entries = where.numel();
+        job.positions = static_cast<const int64_t*>(where.data());
+        if (selection.is_none()) {
+            job.slots = own.dl.shape[0];
+            if (where.dl.dims != 2 || where.dl.shape[0] != 1) return false;
+        } else {
+            job.slots = nb::cast<int64_t>(selection[1]);
+            job.source = job.positions;
+            if (!what.has_shape_of(own, own.dl.dims)) return false;
+        }
+        job.block = own.numel() / job.slots;
+        const int64_t rows = selection.is_none() ? job.entries : job.slots;
+        const auto value_view = what.view(job.block), param_view = own.view(job.block);
+        if (!value_view || !param_view || what.numel() != rows * job.block ||
+            is_true(values, name.is_neg)) {
+            return false;
+        }
+        job.values = *value_view;
+        job.param = *param_view;
+        Count count;
+        if (!read_state(group, param, own, state, job, count)) return false;
+        const nb::object step = nb::int_(count.value + 1);
+        const nb::object found = nb::steal(PyObject_GetItem(group.numbers.ptr(), step.ptr()));
+        if (!found.ptr()) throw nb::python_error();
+        set_numbers(job, rule, nb::cast<nb::tuple>(found));
+        finish(job, rule, {group.tag, index});
+        if (group.counts) counts_.push_back(std::move(count));
+        params_.append(param);
+        alive_.push_back(std::move(positions));
+        alive_.push_back(std::move(values));
+        return true;
+    }
+
+    static bool has_shape(nb::handle grad, const Plain& param) {
+        const nb::object shape = get(grad, names().shape);
+        if (nb::len(shape) != size_t(param.dl.dims)) return false;
+        for (int32_t i = 0; i < param.dl.dims; ++i) {
+            if (nb::cast<int64_t>(shape[size_t(i)]) != param.dl.shape[i]) return false;
+        }
+        return true;
+    }
+
+    bool read_state(const Group& group, nb::handle param, const Plain& own, nb::dict state,
+                    Job& job, Count& count) {
+        const RuleKernels& rule = kernels_.rules[group.rule];
+        const int states = rule.states + rule.slot_states;
+        count.value = 1;  // where nothing is counted, not the first, for there is a state
+        if (states == 0 && !group.counts) return true;
+        PyObject* kept = PyDict_GetItemWithError(state.ptr(), param.ptr());
+        if (!kept || !PyDict_Check(kept)) return false;
+        if (group.counts && !count.read(kept)) return false;
+        if (rule.slot_states > 0 && job.slots != own.dl.shape[0]) return false;
+        for (int s = 0; s < states; ++s) {
+            const bool per_row = s >= rule.states;
+            PyObject* tensor =
+                PyDict_GetItemWithError(kept, nb::handle(group.names[size_t(s)]).ptr());
+            Plain read;
+            if (!tensor || !read.read(tensor)) return false;
+            const auto view = read.view(per_row ? 1 : job.block);
+            if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
+            (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
+            alive_.push_back(nb::borrow(tensor));
+        }
+        return true;
+    }
+
+    static void set_numbers(Job& job, const RuleKernels& rule, nb::tuple numbers) {
+        const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
+        job.negate = number(0) < 0;
+        job.l2 = number(1);
+        job.shrink = number(2);
+        for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = number(3 + c);
+    }
+
+    void finish(Job& job, const RuleKernels& rule, Owner owner) {
+        bool wide = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
+        for (int s = 0; s < rule.states; ++s) wide |= job.state[s].dtype == Dtype::float64;
+        for (int s = 0; s < rule.slot_states; ++s) {
+            wide |= job.slot_state[s].dtype == Dtype::float64;
+        }
+        job.apply = wide ? rule.apply_double : rule.apply_float;
+        job.by_slot = rule.slot_states > 0;
+        jobs_.push_back(job);
+        owners_.push_back(owner);
+    }
+
+    KernelTable kernels_;
+    std::vector<Job> jobs_;
+    std::vector<Owner> owners_;
+    std::vector<Count> counts_;
+    nb::list params_;  // that were taken
+    std::vector<nb::object> alive_;
+    int64_t added_ = 0;
+};
+
+}  // namespace
+}  // namespace sparsestep
