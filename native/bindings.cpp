@@ -1,8 +1,5 @@
-// The only file that knows Python: reads tensors into jobs, and runs them.
-//
-// Nothing is converted or copied on the way. A tensor is asked for its address, dtype and strides
-// by the methods it has in Python, so this works with every release of torch; what it was made of
-// has been checked by Python's side (src/sparsestep/engines/native.py).
+// The module that Python sees. With jobs.h and tensors.h, which it alone includes, this is all that
+// knows Python. Nothing is converted or copied on the way.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 

@@ -94,7 +94,10 @@ def of_another_shape(param: Tensor) -> None:
 
 
 def compressed(param: Tensor) -> None:
-    param.grad = torch.ones(SHAPE).to_sparse_csr()
+    starts, columns = torch.tensor([0, 2, 1, 3, 3, 3, 3]), torch.tensor([0, 1, 2])
+    param.grad = torch.sparse_csr_tensor(
+        starts, columns, torch.ones(3), SHAPE, check_invariants=False
+    )
 
 
 def expanded(param: Tensor) -> None:
@@ -104,7 +107,7 @@ def expanded(param: Tensor) -> None:
 
 
 def masked(param: Tensor) -> None:
-    param.grad = torch.masked.masked_tensor(torch.ones(SHAPE), torch.ones(SHAPE) > 0)
+    param.grad = torch.masked.masked_tensor(torch.ones(6, 4), torch.ones(6, 4) > 0)
 
 
 # What is done to the last param, and what the message must say.
@@ -135,11 +138,11 @@ BAD = {
     "integers": (integer, "real float dtype. Got torch.int64"),
     "complex gradient": (imaginary, "must be of a like dtype. Got torch.complex64"),
     "gradient of another shape": (of_another_shape, r"shape, \(6, 3\). Got \(6, 4\)"),
-    "gradient of another layout": (compressed, "Got layout torch.sparse_csr"),
+    "compressed gradient that is broken": (compressed, "must rise from 0 to the number"),
     "meta COO gradient": (meta_coo, "parameter's device, cpu. Got meta"),
     "meta gradient": (meta, "parameter's device, cpu. Got meta"),
     "elements that share memory": (expanded, "memory of its own"),
-    "MaskedTensor": (masked, "Got a MaskedTensor"),
+    "MaskedTensor of another shape": (masked, r"shape, \(6, 3\). Got \(6, 4\)"),
 }
 
 

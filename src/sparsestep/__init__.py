@@ -1,7 +1,21 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
+from sparsestep import functional
+from sparsestep.by_hand import (
+    FunctionalAdagrad,
+    FunctionalAdam,
+    FunctionalAdamW,
+    FunctionalFtrl,
+    FunctionalLion,
+    FunctionalRMSprop,
+    FunctionalRowwiseAdagrad,
+    FunctionalRowwiseAdam,
+    FunctionalSGD,
+    FunctionalSparseAdam,
+)
 from sparsestep.clip import clip_grad_norm_, clip_grad_value_
 from sparsestep.errors import InputError, SlowWarning
+from sparsestep.grads import Touched
 from sparsestep.rules import (
     SGD,
     Adagrad,
@@ -14,6 +28,7 @@ from sparsestep.rules import (
     RowwiseAdam,
     SparseAdam,
 )
+from sparsestep.user_rule import rule
 from sparsestep.version import __version__
 
 __all__ = [
@@ -22,6 +37,16 @@ __all__ = [
     "Adam",
     "AdamW",
     "Ftrl",
+    "FunctionalAdagrad",
+    "FunctionalAdam",
+    "FunctionalAdamW",
+    "FunctionalFtrl",
+    "FunctionalLion",
+    "FunctionalRMSprop",
+    "FunctionalRowwiseAdagrad",
+    "FunctionalRowwiseAdam",
+    "FunctionalSGD",
+    "FunctionalSparseAdam",
     "InputError",
     "Lion",
     "RMSprop",
@@ -29,7 +54,10 @@ __all__ = [
     "RowwiseAdam",
     "SlowWarning",
     "SparseAdam",
+    "Touched",
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "functional",
+    "rule",
 ]

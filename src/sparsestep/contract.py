@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched
 
 
@@ -63,7 +63,7 @@ class Rule:
     """
 
     name: str
-    update: Callable[..., tuple[Tensor, ...]]
+    update: Callable[..., Any]
     state: tuple[State, ...] = ()
     coefficients: Callable[..., tuple[float, ...]] | None = None
     counts: bool = True
@@ -73,6 +73,29 @@ class Rule:
         """The keyword arguments of ``update`` that a param group provides."""
         keywords = inspect.signature(self.update).parameters.values()
         return tuple(k.name for k in keywords if k.kind is k.KEYWORD_ONLY and k.name != "step")
+
+    @cached_property
+    def takes_step(self) -> bool:
+        """Whether ``update`` asks for the number of the step."""
+        return "step" in inspect.signature(self.update).parameters
+
+    def new_values(
+        self, old: list[Tensor], grad: Tensor, step: int, hyper: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Call ``update``, and refuse what does not fit the old values."""
+        counted = {"step": step} if self.takes_step else {}
+        new = self.update(old[0], grad, *old[1:], **counted, **hyper)
+        given = [new] if isinstance(new, Tensor) else list(new)
+        names = ["param", *(kept.name for kept in self.state)]
+        if len(given) != len(old):
+            contract = f"rule {self.name!r} must return {len(old)} values: {', '.join(names)}"
+            raise InputError(sentence(contract, len(given)))
+        for name, value, was in zip(names, given, old, strict=True):
+            if not isinstance(value, Tensor) or value.shape != was.shape:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                contract = f"rule {self.name!r} must return {name} in its shape, {tuple(was.shape)}"
+                raise InputError(sentence(contract, got))
+        return given
 
     @cached_property
     def by_row(self) -> bool:

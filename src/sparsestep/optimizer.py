@@ -7,7 +7,7 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from sparsestep import engines, masks, options
 from sparsestep import state as states
+from sparsestep.backward import StepInBackward
 from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
 from sparsestep.step import Step
@@ -67,6 +68,8 @@ class RuleOptimizer(Optimizer):
     extras: ClassVar[tuple[str, ...]] = ("mask", "state_dtype", "stochastic_rounding")
     supports_complex: ClassVar[bool] = True
     always_decoupled: ClassVar[bool] = False
+    # Options that a user's formula takes itself, though they usually are everybody's.
+    own_options: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, engine: str = "auto", **extras: Any
@@ -88,6 +91,7 @@ class RuleOptimizer(Optimizer):
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
         self._loading: StateDict | None = None
+        self.rounds = 0  # how often step() or zero_grad() was called
         self._selections: dict[int, masks.Selection] = {}
         self._settings: dict[int, tuple[Any, Settings]] = {}
         self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
@@ -133,7 +137,7 @@ class RuleOptimizer(Optimizer):
             try:
                 self.check_options(param_group)
                 options.check(param_group)
-                self._check_params(number, param_group)
+                self.check_params(number, param_group)
                 by_row = self.rule_for(param_group).by_row
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
@@ -147,7 +151,8 @@ class RuleOptimizer(Optimizer):
             contract = f"a param group may set {', '.join(known)}"
             raise InputError(sentence(contract, ", ".join(unknown)))
 
-    def _check_params(self, group: int, options: dict[str, Any]) -> None:
+    def check_params(self, group: int, options: dict[str, Any]) -> None:
+        """Refuse parameters that the optimizer cannot work with."""
         name, params = type(self).__name__, options["params"]
         sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
         if sparse:
@@ -192,6 +197,7 @@ class RuleOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
+        self.rounds += 1
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -226,10 +232,10 @@ class RuleOptimizer(Optimizer):
     def _read_settings(self, number: int, group: dict[str, Any]) -> Settings:
         rule = self.rule_for(group)
         hyper = {name: group[name] for name in rule.hyperparameters}
-        lr = options.number(group["lr"])
+        lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
         if "lr" in hyper:
             hyper["lr"] = lr
-        decay = group.get("weight_decay", 0.0)
+        decay = 0.0 if "weight_decay" in self.own_options else group.get("weight_decay", 0.0)
         if decay:
             decay = options.number(decay)
         decoupled = decay and (
@@ -238,7 +244,7 @@ class RuleOptimizer(Optimizer):
         return Settings(
             rule,
             hyper,
-            -1.0 if group.get("maximize") else 1.0,
+            -1.0 if group.get("maximize") and "maximize" not in self.own_options else 1.0,
             0.0 if decoupled else decay,
             1 - lr * decay if decoupled else 1.0,
             group.get("state_dtype"),
@@ -322,6 +328,40 @@ class RuleOptimizer(Optimizer):
         for spec, tensor in zip(rule.state, tensors, strict=True):
             kept[spec.name] = tensor
         return kept
+
+    def step_in_backward(
+        self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
+    ) -> StepInBackward:
+        """Update each parameter the moment its gradient is complete, and free the gradient.
+
+        So there is never more than one gradient in memory. ``step()`` then finds nothing left to do
+        and may stay in the loop.
+
+        Args:
+            params: which parameters; by default all of this optimizer's.
+            backwards: how many backward calls make a step. Accumulating gradients over several
+                without saying so is refused.
+
+        Returns:
+            A handle; its ``remove()`` undoes it.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(10, 4, sparse=True)
+            >>> optimizer = sparsestep.Adam(table.parameters())
+            >>> handle = optimizer.step_in_backward()
+            >>> table(torch.tensor([2, 7, 2])).sum().backward()
+            >>> table.weight.grad is None, int(optimizer.state[table.weight]["step"])
+            (True, 1)
+            >>> handle.remove()
+        """
+        with _speaking(type(self).__name__):
+            return StepInBackward(self, params, backwards)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch's optimizers do."""
+        self.rounds += 1
+        super().zero_grad(set_to_none)
 
     # Checkpoints and pickles
 

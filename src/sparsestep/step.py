@@ -18,7 +18,8 @@ from sparsestep import engines, masks, rounding
 from sparsestep import state as states
 from sparsestep.contract import Batch, Rule, Settings, State, Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS, Touched, touched
+from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.layouts import Gradient, touched
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
@@ -41,7 +42,7 @@ class Planned:
     group: Group
     rule: Rule
     param: Tensor
-    grad: Tensor
+    grad: Gradient
     gradient: Touched
     kept: dict[str, Any] | None
     tensors: list[Tensor] | None
@@ -60,8 +61,21 @@ class Step:
         self._numbers = 0  # of parameters in the groups before
         self.repeats: list[tuple[int, int]] = []
 
-    def plan(self, number: int, group: Group, only: int | None = None) -> None:
-        """Take the gradients of a param group, or of one of its parameters only."""
+    def plan(
+        self,
+        number: int,
+        group: Group,
+        only: int | None = None,
+        grads: Sequence[Gradient | None] | None = None,
+    ) -> None:
+        """Take the gradients of a param group.
+
+        Args:
+            number: the group's.
+            group: the param group.
+            only: the number of the one parameter that is meant.
+            grads: gradients passed by hand, one for each parameter that is meant.
+        """
         optimizer, params = self._optimizer, group["params"]
         settings = optimizer.settings_of(number, group)
         try:
@@ -69,9 +83,15 @@ class Step:
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         dense: list[Planned] = []
-        for index in self._unusual(group, settings, selections) if only is None else [only]:
+        if only is not None:
+            indices: Sequence[int] = [only]
+        elif grads is not None:
+            indices = range(len(grads))
+        else:
+            indices = self._unusual(group, settings, selections)
+        for place, index in enumerate(indices):
             param = params[index]
-            grad = param.grad
+            grad: Gradient | None = param.grad if grads is None else grads[place]
             if grad is None:
                 continue
             if id(param) in self._seen:
@@ -110,7 +130,7 @@ class Step:
             settings, params, optimizer.state, optimizer.settled, self._seen, chosen
         )
 
-    def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Tensor) -> Planned:
+    def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Gradient) -> Planned:
         """A parameter's gradient and state, checked."""
         rule = settings.rule
         gradient = touched(param, grad, by_row=rule.by_row)
@@ -139,7 +159,7 @@ class Step:
             raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
         if group.get("differentiable"):
             contract = "differentiable=True needs dense gradients under torch's own formulas"
-            raise InputError(sentence(contract, f"a gradient of layout {planned.grad.layout}"))
+            raise InputError(sentence(contract, _kind(planned.grad)))
         if planned.tensors is None:
             dtype = settings.state_dtype
             planned.tensors = states.new(rule, param, group, dtype, gradient)
@@ -187,7 +207,7 @@ class Step:
             batch = Batch(
                 group,
                 [planned.param for planned in dense],
-                [planned.grad for planned in dense],
+                [planned.gradient.values for planned in dense],
                 {spec.name: [kept.get(spec.name) for kept in records] for spec in rule.state},
                 [kept["step"] for kept in records] if rule.counts else [],
             )
@@ -207,13 +227,19 @@ class Step:
         return record
 
 
+def _kind(grad: Gradient) -> str:
+    return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
+
+
 _ANY = State("any")
 
 
 def _fits_torch(planned: Planned, settings: Settings) -> bool:
     """Whether torch's kernel can take it: everything dense, of one dtype, where it runs at all."""
     group, param, grad = planned.group, planned.param, planned.grad
-    if grad.layout is not torch.strided or type(grad) not in (Tensor, torch.nn.Parameter):
+    if isinstance(grad, Touched) or type(grad) not in (Tensor, torch.nn.Parameter):
+        return False
+    if grad.layout is not torch.strided:
         return False
     if planned.tensors:
         dtypes = {tensor.dtype for tensor in planned.tensors}

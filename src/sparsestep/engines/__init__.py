@@ -72,7 +72,10 @@ def run(
 
 
 def _why_not_native(update: Update) -> str:
-    param = update.param
+    param, rule = update.param, update.settings.rule
+    if rule.coefficients is None:
+        contract = "the native engine takes rules that have a C++ twin"
+        return sentence(contract, f"rule {rule.name!r}", "Use engine='auto'")
     return sentence(
         "the native engine takes CPU tensors whose rows lie at regular distances",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
@@ -86,6 +89,8 @@ _said: set[str] = set()
 def _say_once_that_it_is_slow(update: Update) -> None:
     if native.core is None:
         reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
+    elif update.settings.rule.coefficients is None:
+        return  # a user's own rule: it was never to run elsewhere
     elif update.param.is_cpu and update.touched.positions is not None:
         reason = _why_not_native(update)
     else:

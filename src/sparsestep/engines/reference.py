@@ -67,14 +67,14 @@ def compute(update: Update) -> Result:
         grad = grad + settings.l2 * param
     if settings.shrink != 1.0:
         param = param * settings.shrink
-    new = settings.rule.update(param, grad, *state, step=update.step, **settings.hyper)
+    new = settings.rule.new_values([param, *state], grad, update.step, settings.hyper)
     if touched.held is not None:
         # Only what is held moves; what is kept per row moves anyway.
-        new = tuple(
+        new = [
             torch.where(touched.held, value, before) if value.shape == touched.held.shape else value
             for value, before in zip(new, old, strict=True)
-        )
-    return Result(update, slots, list(new))
+        ]
+    return Result(update, slots, new)
 
 
 def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:

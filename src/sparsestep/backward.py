@@ -1,0 +1,81 @@
+"""Updates while gradients arrive: one gradient in memory instead of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.step import Step
+
+if TYPE_CHECKING:
+    from sparsestep.optimizer import RuleOptimizer
+
+
+class StepInBackward:
+    """The handle of ``optimizer.step_in_backward()``; ``remove()`` undoes it."""
+
+    def __init__(
+        self, optimizer: RuleOptimizer, params: Iterable[Tensor] | None, backwards: int
+    ) -> None:
+        if backwards < 1:
+            raise InputError(sentence("backwards must be at least 1", backwards))
+        places = {
+            id(param): (number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+        chosen = list(params) if params is not None else _all_params(optimizer)
+        for param in chosen:
+            if id(param) not in places:
+                contract = "step_in_backward takes parameters of this optimizer"
+                raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
+            if param.grad is not None:
+                contract = "step_in_backward must begin without gradients, for it would add to them"
+                raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
+        self._optimizer = optimizer
+        self._backwards = backwards
+        self._places = places
+        self._seen: dict[int, tuple[int, int]] = {}  # id -> backwards so far, round of the latest
+        self._began = optimizer.rounds
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._arrived)
+            for param in chosen
+            if param.requires_grad
+        ]
+
+    def _arrived(self, param: Tensor) -> None:
+        count, latest = self._seen.get(id(param), (0, -1))
+        rounds = self._optimizer.rounds
+        # Whoever calls step() or zero_grad() at all calls it between two steps.
+        if self._backwards == 1 and count and latest == rounds and rounds != self._began:
+            param.grad = None
+            raise InputError(
+                sentence(
+                    f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon "
+                    "as it was used, so gradients of several backward calls cannot be accumulated",
+                    "a second backward before step() or zero_grad()",
+                    "Pass backwards=n to step once in n backward calls",
+                )
+            )
+        count += 1
+        self._seen[id(param)] = (count, rounds)
+        if count % self._backwards:
+            return
+        number, index = self._places[id(param)]
+        step = Step(self._optimizer)
+        step.plan(number, self._optimizer.param_groups[number], only=index)
+        step.run()
+        param.grad = None
+
+    def remove(self) -> None:
+        """Leave gradients to ``step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _all_params(optimizer: RuleOptimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,244 @@
+"""Functional optimizers: gradients are passed to ``step``, from any number of threads.
+
+They keep the state, as optimizers do, but never look at ``param.grad``: whoever builds a training
+system holds the gradients. Updates of one parameter are serialised and none is lost; different
+parameters are updated side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim.optimizer import StateDict
+
+from sparsestep import rules
+from sparsestep.errors import InputError
+from sparsestep.layouts import Gradient
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.step import Step
+
+
+class FunctionalOptimizer:
+    """Base of the functional optimizers; a subclass names the optimizer that does the work.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.zeros(5, 2)
+        >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.5)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([3]), torch.ones(1, 2))])
+        >>> optimizer.step_param(weight, torch.eye(5, 2).to_sparse_coo())
+        >>> weight.tolist()
+        [[-0.5, 0.0], [0.0, -0.5], [0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]]
+    # The options that may be given by position, in the order that torch's functional class has.
+    positional: ClassVar[tuple[str, ...]] = ("lr",)
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        *args: Any,
+        _allow_empty_param_list: bool = False,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        if len(args) > len(self.positional):
+            most = len(self.positional)
+            raise TypeError(f"{name}() takes at most {most} options by position, got {len(args)}")
+        for key, value in zip(self.positional, args, strict=False):
+            if key in options:
+                raise TypeError(f"{name}() got multiple values for argument {key!r}")
+            options[key] = value
+        params = list(params)
+        if not params and not _allow_empty_param_list:
+            raise InputError(f"{name}: optimizer got an empty parameter list.")
+        self._optimizer = self.optimizer_class([{"params": params}], **options)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._adding = Lock()
+        self._locks: dict[int, Lock] = {}
+        self._places: dict[int, int] = {}
+        for index, param in enumerate(self.param_group["params"]):
+            self._places[id(param)] = index
+            self._locks[id(param)] = Lock()
+
+    @property
+    def param_group(self) -> dict[str, Any]:
+        """The one group: the parameters and the options, which may be changed between steps."""
+        return self._optimizer.param_groups[0]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options as they were given."""
+        return self._optimizer.defaults
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, under torch's names."""
+        return self._optimizer.state
+
+    def step(self, gradients: Sequence[Gradient | None]) -> None:
+        """Update every parameter whose gradient is not ``None``: all of them, or raise and none.
+
+        Args:
+            gradients: one for each parameter, in any layout.
+        """
+        params = self.param_group["params"]
+        gradients = list(gradients)
+        if len(params) != len(gradients):
+            raise InputError(
+                f"{type(self).__name__}: the gradients passed in does not equal to the size of the "
+                f"parameters! Params length: {len(params)}. Gradients length: {len(gradients)}. "
+                "Pass None for a parameter without a gradient."
+            )
+        meant = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
+        with self._alone_with(meant):
+            step = Step(self._optimizer)
+            step.plan(0, self.param_group, grads=gradients)
+            step.run()
+
+    def step_param(self, param: Tensor, grad: Gradient | None) -> None:
+        """Update one parameter, which is taken on if it is new."""
+        index = self._places.get(id(param))
+        if index is None:
+            index = self._take_on(param)
+        if grad is None:
+            return
+        with self._locks[id(param)]:
+            step = Step(self._optimizer)
+            step.plan(0, self.param_group, only=index, grads=[grad])
+            step.run()
+
+    def _take_on(self, param: Tensor) -> int:
+        with self._adding:
+            if id(param) not in self._places:
+                self._optimizer.check_params(0, {**self.param_group, "params": [param]})
+                self._locks[id(param)] = Lock()
+                params = self.param_group["params"]
+                params.append(param)
+                self._places[id(param)] = len(params) - 1
+            return self._places[id(param)]
+
+    @contextmanager
+    def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
+        """Hold the locks of several parameters, always taken in the same order."""
+        ids = sorted({id(param) for param in params}, key=self._places.__getitem__)
+        with ExitStack() as stack:
+            for key in ids:
+                stack.enter_context(self._locks[key])
+            yield
+
+    def state_dict(self) -> StateDict:
+        """The state as the optimizer of the same name has it."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a checkpoint of this class, of the optimizer of the same name, or of torch's."""
+        with self._alone_with(list(self.param_group["params"])):
+            self._optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._optimizer = state["optimizer"]
+        self._prepare()
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer).replace(type(self._optimizer).__name__, type(self).__name__, 1)
+
+
+class FunctionalSparseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.SparseAdam` with gradients passed by hand."""
+
+    optimizer_class = rules.SparseAdam
+    positional = ("lr", "betas", "eps", "maximize")
+
+
+class FunctionalAdam(FunctionalOptimizer):
+    """:class:`sparsestep.Adam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = rules.Adam
+    positional = (
+        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+    )
+
+
+class FunctionalAdamW(FunctionalAdam):
+    """:class:`sparsestep.AdamW` with gradients passed by hand."""
+
+    optimizer_class = rules.AdamW
+
+
+class FunctionalAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.Adagrad` with gradients passed by hand."""
+
+    optimizer_class = rules.Adagrad
+    positional = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value")
+
+
+class FunctionalRowwiseAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdagrad` with gradients passed by hand."""
+
+    optimizer_class = rules.RowwiseAdagrad
+    positional = ("lr", "weight_decay", "initial_accumulator_value", "eps")
+
+
+class FunctionalRowwiseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdam` with gradients passed by hand."""
+
+    optimizer_class = rules.RowwiseAdam
+    positional = ("lr", "betas", "eps", "weight_decay")
+
+
+class FunctionalSGD(FunctionalOptimizer):
+    """:class:`sparsestep.SGD` with gradients passed by hand."""
+
+    optimizer_class = rules.SGD
+    positional = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        *("maximize", "foreach", "fused"),
+    )
+
+
+class FunctionalRMSprop(FunctionalOptimizer):
+    """:class:`sparsestep.RMSprop` with gradients passed by hand."""
+
+    optimizer_class = rules.RMSprop
+    positional = (
+        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
+    )
+
+
+class FunctionalLion(FunctionalOptimizer):
+    """:class:`sparsestep.Lion` with gradients passed by hand."""
+
+    optimizer_class = rules.Lion
+    positional = ("lr", "betas", "weight_decay")
+
+
+class FunctionalFtrl(FunctionalOptimizer):
+    """:class:`sparsestep.Ftrl` with gradients passed by hand."""
+
+    optimizer_class = rules.Ftrl
+    positional = ("lr", "beta", "l1", "l2")
+
+
+FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = (
+    FunctionalSparseAdam,
+    FunctionalAdam,
+    FunctionalAdamW,
+    FunctionalAdagrad,
+    FunctionalRowwiseAdagrad,
+    FunctionalRowwiseAdam,
+    FunctionalSGD,
+    FunctionalRMSprop,
+    FunctionalLion,
+    FunctionalFtrl,
+)
