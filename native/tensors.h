@@ -1,5 +1,6 @@
-// Reading torch's tensors from C++ by the methods they have in Python, so that one binary works
-// with every release of torch. Included by bindings.cpp alone.
+// Reading torch's tensors from C++ without torch's headers, so that one binary works with every
+// release: through the DLPack table that torch shows, or by the methods that tensors have in
+// Python. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

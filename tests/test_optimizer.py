@@ -93,7 +93,7 @@ def test_bad_options_of_a_group(options: dict):
     assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("option", ["weight_decay", "amsgrad", "semantics", "fused", "foreach"])
+@pytest.mark.parametrize("option", ["weight_decay", "amsgrad", "fused", "foreach"])
 def test_options_that_it_does_not_have_are_refused(option: str):
     with pytest.raises(TypeError):
         sparsestep.SparseAdam([torch.zeros(2)], **{option: True})

@@ -14,7 +14,7 @@ from sparsestep.by_hand import (
     FunctionalSparseAdam,
 )
 from sparsestep.clip import clip_grad_norm_, clip_grad_value_
-from sparsestep.errors import InputError, SlowWarning
+from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.grads import Touched
 from sparsestep.rules import (
     SGD,
@@ -54,6 +54,7 @@ __all__ = [
     "RowwiseAdam",
     "SlowWarning",
     "SparseAdam",
+    "StaleWarning",
     "Touched",
     "__version__",
     "clip_grad_norm_",

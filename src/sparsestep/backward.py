@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 class StepInBackward:
-    """The handle of ``optimizer.step_in_backward()``; ``remove()`` undoes it."""
+    """The handle of ``optimizer.step_in_backward()``; ``remove()`` undoes it.
+
+    Until then the parameters hold on to the optimizer, and it to them.
+    """
 
     def __init__(
         self, optimizer: RuleOptimizer, params: Iterable[Tensor] | None, backwards: int
     ) -> None:
-        if backwards < 1:
-            raise InputError(sentence("backwards must be at least 1", backwards))
+        if not isinstance(backwards, int) or backwards < 1:
+            raise InputError(sentence("backwards must be a whole number, at least 1", backwards))
         places = {
             id(param): (number, index)
             for number, group in enumerate(optimizer.param_groups)
@@ -38,7 +41,8 @@ class StepInBackward:
         self._optimizer = optimizer
         self._backwards = backwards
         self._places = places
-        self._seen: dict[int, tuple[int, int]] = {}  # id -> backwards so far, round of the latest
+        # id -> gradients so far, and in which round: with step() or zero_grad() a new one begins.
+        self._seen: dict[int, tuple[int, int]] = {}
         self._began = optimizer.rounds
         self._handles = [
             param.register_post_accumulate_grad_hook(self._arrived)
@@ -47,28 +51,45 @@ class StepInBackward:
         ]
 
     def _arrived(self, param: Tensor) -> None:
-        count, latest = self._seen.get(id(param), (0, -1))
         rounds = self._optimizer.rounds
-        # Whoever calls step() or zero_grad() at all calls it between two steps.
-        if self._backwards == 1 and count and latest == rounds and rounds != self._began:
-            param.grad = None
-            raise InputError(
-                sentence(
-                    f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon "
-                    "as it was used, so gradients of several backward calls cannot be accumulated",
-                    "a second backward before step() or zero_grad()",
-                    "Pass backwards=n to step once in n backward calls",
-                )
-            )
-        count += 1
-        self._seen[id(param)] = (count, rounds)
-        if count % self._backwards:
-            return
+        count, latest = self._seen.get(id(param), (0, rounds))
+        if latest != rounds:
+            count = 0
+        if count == self._backwards:
+            # Whoever calls step() or zero_grad() at all calls it between two steps.
+            if rounds != self._began:
+                param.grad = None
+                raise InputError(self._one_too_many())
+            count = 0
+        self._seen[id(param)] = (count + 1, rounds)
+        if count + 1 == self._backwards:
+            try:
+                self._update(param)
+            except BaseException:
+                del self._seen[id(param)]
+                raise
+            finally:
+                param.grad = None
+
+    def _one_too_many(self) -> str:
+        several = "a second" if self._backwards == 1 else f"one more than {self._backwards}"
+        return sentence(
+            f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
+            "was used, so gradients of several backward calls cannot be accumulated",
+            f"{several} backward before step() or zero_grad()",
+            "Pass backwards=n to step once in n backward calls",
+        )
+
+    def _update(self, param: Tensor) -> None:
+        optimizer = self._optimizer
         number, index = self._places[id(param)]
-        step = Step(self._optimizer)
-        step.plan(number, self._optimizer.param_groups[number], only=index)
+        groups = optimizer.param_groups
+        step = Step(optimizer)
+        if groups[number].get("stochastic_rounding"):
+            for earlier in range(number):  # the random bits depend on how many parameters they have
+                step.plan(earlier, groups[earlier], grads=[])
+        step.plan(number, groups[number], only=index)
         step.run()
-        param.grad = None
 
     def remove(self) -> None:
         """Leave gradients to ``step()`` again."""

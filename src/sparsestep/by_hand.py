@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from sparsestep import rules
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence
 from sparsestep.layouts import Gradient
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.step import Step
@@ -38,30 +38,33 @@ class FunctionalOptimizer:
     optimizer_class: ClassVar[type[RuleOptimizer]]
     # The options that may be given by position, in the order that torch's functional class has.
     positional: ClassVar[tuple[str, ...]] = ("lr",)
+    # Those that only torch's class has, and the value that means what is done here.
+    only_in_torch: ClassVar[dict[str, Any]] = {}
 
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        *args: Any,
-        _allow_empty_param_list: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor], *args: Any, **options: Any) -> None:
         name = type(self).__name__
-        if len(args) > len(self.positional):
-            most = len(self.positional)
+        places = (*self.positional, "_allow_empty_param_list")
+        if len(args) > len(places):
+            most = len(places)
             raise TypeError(f"{name}() takes at most {most} options by position, got {len(args)}")
-        for key, value in zip(self.positional, args, strict=False):
+        for key, value in zip(places, args, strict=False):
             if key in options:
                 raise TypeError(f"{name}() got multiple values for argument {key!r}")
             options[key] = value
+        for key, usual in self.only_in_torch.items():
+            value = options.pop(key, usual)
+            if value != usual:
+                contract = f"{name}: {key} is an option of torch's class alone and must be {usual}"
+                raise InputError(sentence(contract, value, "Leave it out"))
+        may_be_empty = options.pop("_allow_empty_param_list", False)
         params = list(params)
-        if not params and not _allow_empty_param_list:
+        if not params and not may_be_empty:
             raise InputError(f"{name}: optimizer got an empty parameter list.")
         self._optimizer = self.optimizer_class([{"params": params}], **options)
         self._prepare()
 
     def _prepare(self) -> None:
-        self._adding = Lock()
+        self._adding = Lock()  # is taken before the lock of any parameter
         self._locks: dict[int, Lock] = {}
         self._places: dict[int, int] = {}
         for index, param in enumerate(self.param_group["params"]):
@@ -89,7 +92,8 @@ class FunctionalOptimizer:
         Args:
             gradients: one for each parameter, in any layout.
         """
-        params = self.param_group["params"]
+        with self._adding:  # not while one is on trial
+            params = list(self.param_group["params"])
         gradients = list(gradients)
         if len(params) != len(gradients):
             raise InputError(
@@ -102,28 +106,54 @@ class FunctionalOptimizer:
             step = Step(self._optimizer)
             step.plan(0, self.param_group, grads=gradients)
             step.run()
+            for _, index in step.repeats:  # a parameter that was given more than once
+                self._update(index, gradients[index])
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter, which is taken on if it is new."""
-        index = self._places.get(id(param))
-        if index is None:
-            index = self._take_on(param)
-        if grad is None:
+        if id(param) not in self._places and self._take_on(param, grad):
             return
-        with self._locks[id(param)]:
-            step = Step(self._optimizer)
-            step.plan(0, self.param_group, only=index, grads=[grad])
-            step.run()
+        if grad is not None:
+            with self._locks[id(param)]:
+                self._update(self._places[id(param)], grad)
 
-    def _take_on(self, param: Tensor) -> int:
+    def _update(self, index: int, grad: Gradient | None) -> None:
+        step = Step(self._optimizer)
+        step.plan(0, self.param_group, only=index, grads=[grad])
+        step.run()
+
+    def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
+        """Add a parameter, with its first step; false if another thread has added it meanwhile."""
         with self._adding:
-            if id(param) not in self._places:
-                self._optimizer.check_params(0, {**self.param_group, "params": [param]})
-                self._locks[id(param)] = Lock()
-                params = self.param_group["params"]
-                params.append(param)
-                self._places[id(param)] = len(params) - 1
-            return self._places[id(param)]
+            if id(param) in self._places:
+                return False
+            group = self.param_group
+            self._check_new(param, group)
+            params, names = group["params"], group.get("param_names")
+            index = len(params)
+            params.append(param)
+            if names is not None:
+                names.append(f"param {index}")
+            try:
+                self._update(index, grad)
+            except Exception:  # then nobody has heard of it yet
+                del params[index:]
+                if names is not None:
+                    del names[index:]
+                self._optimizer.settled.discard(id(param))
+                raise
+            self._locks[id(param)] = Lock()
+            self._places[id(param)] = index
+            return True
+
+    def _check_new(self, param: Tensor, group: dict[str, Any]) -> None:
+        try:
+            if group.get("mask") is not None:
+                contract = "with a mask, all parameters must be known from the start"
+                raise InputError(sentence(contract, "a new one", "Pass it to the constructor"))
+            self._optimizer.check_params(0, {**group, "params": [param]})
+        except InputError as error:
+            raise InputError(f"{type(self).__name__}: {error}") from None
 
     @contextmanager
     def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
@@ -136,11 +166,12 @@ class FunctionalOptimizer:
 
     def state_dict(self) -> StateDict:
         """The state as the optimizer of the same name has it."""
-        return self._optimizer.state_dict()
+        with self._adding, self._alone_with(self.param_group["params"]):
+            return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class, of the optimizer of the same name, or of torch's."""
-        with self._alone_with(list(self.param_group["params"])):
+        with self._adding, self._alone_with(self.param_group["params"]):
             self._optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +211,16 @@ class FunctionalAdagrad(FunctionalOptimizer):
     """:class:`sparsestep.Adagrad` with gradients passed by hand."""
 
     optimizer_class = rules.Adagrad
-    positional = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value")
+    positional = (
+        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
+        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
+        *("foreach", "fused", "maximize"),
+    )
+    only_in_torch: ClassVar[dict[str, Any]] = {
+        "warmup_lr_multiplier": 1.0,
+        "warmup_num_iters": 0.0,
+        "coalesce_grad": True,
+    }
 
 
 class FunctionalRowwiseAdagrad(FunctionalOptimizer):
@@ -198,7 +238,11 @@ class FunctionalRowwiseAdam(FunctionalOptimizer):
 
 
 class FunctionalSGD(FunctionalOptimizer):
-    """:class:`sparsestep.SGD` with gradients passed by hand."""
+    """:class:`sparsestep.SGD` with gradients passed by hand.
+
+    Its ``lr`` is 1e-3 by default, as that of ``torch.optim.SGD``; torch's functional class has
+    1e-2.
+    """
 
     optimizer_class = rules.SGD
     positional = (

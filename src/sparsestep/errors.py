@@ -28,6 +28,15 @@ class SlowWarning(UserWarning):
     """
 
 
+class StaleWarning(UserWarning):
+    """Rows were read before they were brought up to date. Said once.
+
+    Example:
+        >>> import warnings, sparsestep
+        >>> warnings.simplefilter("ignore", sparsestep.StaleWarning)  # if it is what you want
+    """
+
+
 def sentence(contract: str, got: object, remedy: str = "") -> str:
     """Phrase a refusal.
 

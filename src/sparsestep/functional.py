@@ -13,14 +13,15 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
-from sparsestep import engines, masks, options
+from sparsestep import checks, engines, masks, options
 from sparsestep import state as states
 from sparsestep.contract import Rule, Settings, Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS
-from sparsestep.layouts import Gradient, touched
+from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.layouts import Gradient, has_internal_overlap, touched
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 
@@ -74,16 +75,14 @@ def apply_(
     """Run any rule once over one parameter; the functions below are short for this."""
     try:
         engines.check_engine(engine)
-        step = _checked_step(step)
-        if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-            raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-        lr = options.number(hyper.get("lr", 0.0))
-        hyper = {**hyper, "lr": lr} if "lr" in hyper else hyper
+        number = _checked_step(step)
+        hyper = _checked_options(hyper)
+        checks.at_least_zero("weight_decay", weight_decay)
+        _check_tensors(param, grad)
         gradient = touched(param, grad, by_row=rule.by_row)
-        names = [kept.name for kept in rule.state]
-        tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
+        tensors = _checked_state(rule, param, state)
         if mask is not None:
-            masks.checked(mask, [param], by_row=rule.by_row)
+            masks.checked([mask], [param], by_row=rule.by_row)
             selection = masks.Selection(mask, param.shape).update()
             gradient = masks.select(gradient, selection, param.numel())
     except InputError as error:
@@ -93,19 +92,66 @@ def apply_(
         gradient = gradient.as_real()
         written = torch.view_as_real(written)
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    shrink = 1 - lr * weight_decay if decoupled_weight_decay else 1.0
-    l2 = 0.0 if decoupled_weight_decay else weight_decay
+    decay = options.number(weight_decay)
+    shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
+    l2 = 0.0 if decoupled_weight_decay else decay
     sign = -1.0 if maximize else 1.0
+    if seed is not None:
+        seed &= 0xFFFFFFFFFFFFFFFF  # what the core takes; both engines look at no more than that
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
-    update = Update(settings, 0, written, gradient, tensors, step, seed)
+    update = Update(settings, 0, written, gradient, tensors, number, seed)
     engines.run([update], engine, engines.native_step(engine))
+    if tensors:
+        increment_version(tensors)  # they are the caller's own, who may have autograd watch them
 
 
 def _checked_step(step: int | Tensor) -> int:
-    number = int(step)
-    if number < 1:
-        raise InputError(sentence("step must be the number of this update, from 1", number))
-    return number
+    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if isinstance(value, Tensor) or not value >= 1 or value % 1:
+        raise InputError(sentence("step must be the number of this update, from 1", value))
+    return int(value)
+
+
+_ANY_NUMBER = ("dampening", "nesterov")
+
+
+def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
+    """The formula's options as plain numbers; refuses what it cannot work with."""
+    found = dict(hyper)
+    for name, value in hyper.items():
+        if name == "lr":
+            checks.learning_rate(value)
+            found[name] = options.number(value)
+        elif name == "betas":
+            checks.betas(value)
+            found[name] = tuple(map(options.number, value))
+        elif name not in _ANY_NUMBER:
+            checks.at_least_zero("epsilon" if name == "eps" else name, value)
+    return found
+
+
+def _check_tensors(param: Tensor, grad: object) -> None:
+    if param.layout is not torch.strided:
+        raise InputError(sentence("the parameter must be a strided tensor", param.layout))
+    if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+        raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
+    if not isinstance(grad, Tensor | Touched):
+        contract = "the gradient must be a tensor or a Touched"
+        raise InputError(sentence(contract, type(grad).__name__))
+
+
+def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
+    names = [kept.name for kept in rule.state]
+    tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
+    for kept, tensor in zip(rule.state, tensors, strict=True):
+        wanted = states.dtype_for(kept, param)
+        if tensor.is_complex() != wanted.is_complex:
+            contract = f"the state {kept.name!r} of a {param.dtype} parameter must be {wanted}"
+            raise InputError(sentence(contract, tensor.dtype))
+        if not tensor.is_contiguous() and has_internal_overlap(tensor):
+            contract = f"every element of the state {kept.name!r} must have memory of its own"
+            raise InputError(sentence(contract, f"strides {tensor.stride()}"))
+    return tensors
 
 
 def sparse_adam_(
@@ -130,9 +176,13 @@ def sparse_adam_(
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -0.5, 0.0]
     """
+    if param.is_complex():  # as SparseAdam
+        raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
+    if eps == 0:
+        raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}
-    rule = sparse_adam_rules.RULE
-    apply_("sparse_adam_", rule, param, grad, [exp_avg, exp_avg_sq], step, hyper, **common)
+    rule, state = sparse_adam_rules.RULE, [exp_avg, exp_avg_sq]
+    apply_("sparse_adam_", rule, param, grad, state, step, hyper, weight_decay=0.0, **common)
 
 
 def adam_(
@@ -182,8 +232,12 @@ def adamw_(
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule = adam.RULES[max_exp_avg_sq is not None, False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
-    decay: Decay = {**common, "weight_decay": weight_decay, "decoupled_weight_decay": True}
-    apply_("adamw_", rule, param, grad, state, step, hyper, **decay)
+    apply_(
+        *("adamw_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        **common,
+    )
 
 
 def adagrad_(
@@ -251,6 +305,8 @@ def sgd_(
 
     ``step=1`` says that it is the buffer's first: it then takes the gradient undampened.
     """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None:
         if momentum:
             contract = "sgd_: momentum needs a momentum_buffer"
@@ -297,9 +353,13 @@ def lion_(
     **common: Unpack[Common],
 ) -> None:
     """One step of :class:`sparsestep.Lion`, whose weight decay is decoupled."""
-    decay: Decay = {**common, "weight_decay": weight_decay, "decoupled_weight_decay": True}
     hyper = {"lr": lr, "betas": betas}
-    apply_("lion_", lion.RULE, param, grad, [exp_avg], step, hyper, **decay)
+    apply_(
+        *("lion_", lion.RULE, param, grad, [exp_avg], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        **common,
+    )
 
 
 def ftrl_(
@@ -317,4 +377,5 @@ def ftrl_(
 ) -> None:
     """One step of :class:`sparsestep.Ftrl`."""
     hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
-    apply_("ftrl_", ftrl.RULE, param, grad, [linear, sum], step, hyper, **common)
+    state = [linear, sum]
+    apply_("ftrl_", ftrl.RULE, param, grad, state, step, hyper, weight_decay=0.0, **common)

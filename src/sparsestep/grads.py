@@ -69,6 +69,7 @@ class Touched(NamedTuple):
             [2, 3]
         """
         assert self.positions is not None
+        check_positions(self.positions, self.slots)  # what is multiplied may come to lie inside
         per = slots // self.slots if self.slots else 1
         inside = torch.arange(per, device=self.positions.device)
         positions = (self.positions.reshape(-1, 1) * per + inside).reshape(-1)
@@ -87,10 +88,10 @@ class Touched(NamedTuple):
 
         Example:
             >>> t = Touched(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1).coarser(2)
-            >>> t.positions.tolist(), t.values.tolist()
-            ([0, 1], [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
-            >>> t.held.tolist()
-            [[False, True, False], [False, False, True]]
+            >>> t.positions.tolist(), t.held.tolist()
+            ([0, 1], [[False, True, False], [False, False, True]])
+            >>> t.values[t.held].tolist()
+            [1.0, 2.0]
         """
         assert self.positions is not None
         assert self.source is None
@@ -100,7 +101,8 @@ class Touched(NamedTuple):
         larger, where = torch.unique(positions.div(per, rounding_mode="floor"), return_inverse=True)
         wide = torch.float32 if self.values.dtype in HALVES else self.values.dtype
         values = self.values.reshape(len(positions), self.block).to(wide)
-        sums = values.new_zeros(len(larger) * per, self.block)
+        # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
+        sums = values.new_zeros(len(larger) * per, self.block).neg_()
         held = torch.zeros(sums.shape, dtype=torch.bool, device=sums.device)
         cells = where * per + positions % per
         sums.index_add_(0, cells, values)

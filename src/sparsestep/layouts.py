@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.masked import MaskedTensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import FLOATS, Touched, bad_index, check_positions
+from sparsestep.grads import FLOATS, Touched, bad_index
 
 Gradient = Tensor | Touched
 
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+_INTEGERS = {torch.int64, torch.int32}
 
 
 def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
@@ -182,35 +183,70 @@ def _from_compressed(grad: Tensor) -> Touched:
     entries, so their entries are simply one after the other.
     """
     by_row = grad.layout in _BY_ROW
-    starts = (grad.crow_indices() if by_row else grad.ccol_indices()).long()
-    others = (grad.col_indices() if by_row else grad.row_indices()).long()
+    starts = grad.crow_indices() if by_row else grad.ccol_indices()
+    others = grad.col_indices() if by_row else grad.row_indices()
     values = grad.values()
+    high, wide = _block_of(grad, starts, others, values)
     batch_dims = starts.dim() - 1
-    batches = math.prod(grad.shape[:batch_dims])
     rows, columns = grad.shape[batch_dims : batch_dims + 2]
-    high, wide = (1, 1)
-    if grad.layout in _BLOCKED:
-        high, wide = values.shape[batch_dims + 1 : batch_dims + 3]
+    high_blocks, wide_blocks = rows // high, columns // wide
     dense = math.prod(grad.shape[batch_dims + 2 :])
 
+    starts, others = starts.long(), others.long()
     entries = others.shape[-1]
-    groups = starts.shape[-1] - 1
     _check_starts(starts, entries)
-    sizes = (rows // high, columns // wide)
-    _check_index(batch_dims + int(by_row), others, sizes[1] if by_row else sizes[0])
-    numbers = torch.arange(groups, device=starts.device).repeat(batches)
-    grouped = numbers.repeat_interleave(starts.diff(dim=-1).reshape(-1))
+    _check_index(batch_dims + int(by_row), others, wide_blocks if by_row else high_blocks)
+    # The number of the compressed row or column of each entry, counted through all batches.
+    grouped = torch.repeat_interleave(starts.diff(dim=-1).reshape(-1))
     others = others.reshape(-1)
-    block_row, block_column = (grouped, others) if by_row else (others, grouped)
-    batch = torch.arange(batches, device=starts.device).repeat_interleave(entries)
-    first = (batch * rows + block_row * high) * sizes[1] + block_column
-    inside = torch.arange(high, device=starts.device) * sizes[1]
-    positions = (first[:, None] + inside).reshape(-1)
+    down = high * wide_blocks  # from a slot to the same one in the next row of blocks
+    if by_row:
+        first = grouped.mul_(down).add_(others)
+    else:
+        first = grouped.add_(others, alpha=down)
+        batches = math.prod(grad.shape[:batch_dims])
+        if batches > 1:
+            batch = torch.arange(batches, device=starts.device).repeat_interleave(entries)
+            first.add_(batch, alpha=(rows - 1) * wide_blocks)
+    positions = first
+    if high > 1:
+        inside = torch.arange(high, device=starts.device) * wide_blocks
+        positions = (first[:, None] + inside).reshape(-1)
     return Touched(
         positions,
         values.resolve_neg().reshape(positions.numel(), wide * dense),
-        batches * rows * sizes[1],
+        math.prod(grad.shape[: batch_dims + 1]) * wide_blocks,
         wide * dense,
+    )
+
+
+def _block_of(grad: Tensor, starts: Tensor, others: Tensor, values: Tensor) -> tuple[int, int]:
+    """How high and wide the blocks are; refuses indices and values that do not fit together."""
+    batch_dims, shape = starts.dim() - 1, grad.shape
+    blocked = grad.layout in _BLOCKED
+    block = values.shape[batch_dims + 1 : batch_dims + 3] if blocked else torch.Size([1, 1])
+    matrix = shape[batch_dims : batch_dims + 2]
+    fits = batch_dims >= 0 and len(matrix) == len(block) == 2
+    if fits and 0 not in block:
+        batch, dense = shape[:batch_dims], shape[batch_dims + 2 :]
+        groups = matrix[0] // block[0] if grad.layout in _BY_ROW else matrix[1] // block[1]
+        inner = block if blocked else ()
+        if (
+            matrix[0] % block[0] == 0
+            and matrix[1] % block[1] == 0
+            and starts.shape == (*batch, groups + 1)
+            and others.shape[:-1] == batch
+            and values.shape == (*others.shape, *inner, *dense)
+            and {starts.dtype, others.dtype} <= _INTEGERS
+        ):
+            return block[0], block[1]
+    raise InputError(
+        sentence(
+            f"the indices and values of a {grad.layout} gradient must fit its shape, "
+            f"{tuple(shape)}",
+            f"{starts.dtype} indices of shapes {tuple(starts.shape)} and {tuple(others.shape)}, "
+            f"values of shape {tuple(values.shape)}",
+        )
     )
 
 
@@ -251,41 +287,70 @@ def _from_masked(param: Tensor, grad: MaskedTensor) -> Touched:
 def _by_hand(param: Tensor, grad: Touched) -> Touched:
     """A Touched that a user has made: nothing about it is taken for granted."""
     positions, values, slots, block, source, held = grad
-    if not slots and not block and param.dim():
-        slots, block = param.shape[0], math.prod(param.shape[1:])
-    elif not slots and not block:
-        slots = block = 1
-    if slots * block != param.numel():
-        contract = f"slots x block must be the parameter's {param.numel()} elements"
-        raise InputError(sentence(contract, f"{slots} x {block}"))
-    if not isinstance(values, Tensor) or values.layout is not torch.strided:
-        raise InputError(sentence("the values of a Touched must be a strided tensor", type(values)))
+    if held is not None:
+        raise InputError(sentence("held is for the library's own use: it must be None", "a tensor"))
+    for name, tensor in (("values", values), ("positions", positions), ("source", source)):
+        _check_tensor(name, tensor, param, optional=name != "values")
     if values.dtype != param.dtype and not _may_mix(param.dtype, values.dtype):
         contract = f"the values for a {param.dtype} parameter must be of a like dtype"
         raise InputError(sentence(contract, values.dtype))
-    for name, tensor in (("values", values), ("positions", positions), ("source", source)):
-        if tensor is not None and tensor.device != param.device:
-            raise InputError(sentence(f"{name} must be on {param.device}", tensor.device))
+    rows = param.shape[0] if param.dim() else 1
+    if slots == block == 0:
+        slots, block = rows, math.prod(param.shape[1:])
+    whole = isinstance(slots, int) and isinstance(block, int) and slots >= 0 and block >= 0
+    if not whole or slots * block != param.numel():
+        contract = f"slots x block must be the parameter's {param.numel()} elements"
+        raise InputError(sentence(contract, f"{slots} x {block}"))
     if positions is None:
-        if values.shape != param.shape or source is not None:
-            contract = "without positions the values must have the parameter's shape"
+        if source is not None:
+            raise InputError(sentence("source must be None where positions are", "a tensor"))
+        if values.shape != param.shape:
+            contract = f"without positions the values must have shape {tuple(param.shape)}"
             raise InputError(sentence(contract, tuple(values.shape)))
         return Touched(None, values.resolve_neg(), 1, param.numel())
     positions = _integers("positions", positions)
-    rows = values.numel() // block if block else len(values)
     source = None if source is None else _integers("source", source)
-    entries = rows if source is None else source.numel()
-    if values.numel() != rows * block or positions.numel() != entries:
-        contract = f"{positions.numel()} positions need as many rows of {block} values"
+    blocks = values.numel() // block if block else math.prod(values.shape[:1])
+    entries = positions.numel()
+    if values.numel() != blocks * block or (source is None and blocks != entries):
+        contract = f"{entries} positions need as many rows of {block} values"
+        if source is not None:
+            contract = f"the values must be rows of {block}"
         raise InputError(sentence(contract, f"values of shape {tuple(values.shape)}"))
     if source is not None:
-        check_positions(source, rows)
-    if held is not None:
-        raise InputError(sentence("held is for the library's own use", "held"))
-    return Touched(positions, values.resolve_neg(), slots, block, source)
+        _check_source(source, blocks, entries)
+    found = Touched(positions, values.resolve_neg(), slots, block, source)
+    if param.numel() and slots % rows and rows % slots:
+        # Neither parts of rows nor made of rows, which is all that others have to reckon with.
+        return found.finer(math.lcm(slots, rows))
+    return found
+
+
+def _check_tensor(name: str, tensor: object, param: Tensor, *, optional: bool) -> None:
+    if tensor is None and optional:
+        return
+    if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
+        contract = f"the {name} of a Touched must be a strided tensor"
+        raise InputError(sentence(contract, type(tensor).__name__))
+    if tensor.layout is not torch.strided:
+        contract = f"the {name} of a Touched must be a strided tensor"
+        raise InputError(sentence(contract, f"layout {tensor.layout}"))
+    if tensor.device != param.device:
+        raise InputError(sentence(f"the {name} must be on {param.device}", tensor.device))
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype not in (torch.int64, torch.int32):
-        raise InputError(sentence(f"the {name} of a Touched must be integers", tensor.dtype))
+    if tensor.dtype not in _INTEGERS:
+        raise InputError(sentence(f"the {name} of a Touched must be int64 or int32", tensor.dtype))
     return tensor.long().reshape(-1).contiguous()
+
+
+def _check_source(source: Tensor, blocks: int, entries: int) -> None:
+    if source.numel() != entries:
+        contract = f"{entries} positions need as many numbers in source"
+        raise InputError(sentence(contract, source.numel()))
+    if entries:
+        low, high = (int(bound) for bound in source.aminmax())
+        if low < 0 or high >= blocks:
+            contract = f"source must number rows of values, in [0, {blocks})"
+            raise InputError(sentence(contract, low if low < 0 else high))

@@ -29,20 +29,47 @@ from torch.optim.optimizer import (
 from sparsestep import engines, masks, options
 from sparsestep import state as states
 from sparsestep.backward import StepInBackward
+from sparsestep.catch_up import Idling, refusal
 from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
-from sparsestep.step import Step
+from sparsestep.grads import check_positions
+from sparsestep.step import Step, rows_of
+from sparsestep.tracking import Tracking
 
 # Options that some optimizer has. A group that sets one which this optimizer does not have is
 # refused; other keys are the user's own notes, as with torch.
 _OPTIONS = frozenset(
     {
-        *("amsgrad", "bias_correction", "capturable", "centered", "dampening"),
+        *("alpha", "amsgrad", "beta", "betas", "bias_correction", "capturable", "centered"),
+        *("dampening", "eps", "l1", "l2"),
         *("decoupled_weight_decay", "differentiable", "engine", "foreach", "fused"),
         *("initial_accumulator_value", "lr_decay", "mask", "momentum", "nesterov", "semantics"),
         *("state_dtype", "stochastic_rounding", "weight_decay"),
     }
 )
+
+
+def _check_dense(rule: Rule, group: dict[str, Any], *, coupled: bool, left: float) -> None:
+    """Refuse what dense semantics has no closed form for."""
+    if rule.idle is None and options.read(group, "bias_correction") == "per_row":
+        contract = "with semantics='dense' every row has every step: bias_correction must be global"
+        raise InputError(sentence(contract, "'per_row'"))
+    if rule.idle is None:
+        raise InputError(refusal(rule.name))
+    if coupled:
+        contract = (
+            "semantics='dense' has no closed form for coupled weight decay, whose gradient never "
+            "is zero"
+        )
+        got = f"weight_decay={group['weight_decay']}"
+        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
+    if not left > 0:
+        contract = "with semantics='dense', lr * weight_decay must be less than 1"
+        raise InputError(sentence(contract, 1 - left))
+    for name in ("stochastic_rounding", "differentiable"):
+        if group.get(name):
+            contract = f"semantics='dense' does not go with {name}"
+            raise InputError(sentence(contract, f"{name}=True"))
 
 
 _CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
@@ -72,16 +99,26 @@ class RuleOptimizer(Optimizer):
     own_options: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, engine: str = "auto", **extras: Any
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        engine: str = "auto",
+        semantics: str = "masked",
+        **extras: Any,
     ) -> None:
         self._prepare()
         self.engine = engine
+        self.semantics = semantics
         unknown = sorted(extras.keys() - set(self.extras))
         if unknown:
             name = f"{type(self).__name__}.__init__()"
             raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
         with _speaking(type(self).__name__):
             engines.check_engine(engine)
+            if semantics not in ("masked", "dense"):
+                contract = "semantics must be one of masked, dense"
+                raise InputError(sentence(contract, repr(semantics)))
             self.check_options(defaults)
             options.check(extras)
         defaults = {**defaults, **options.given(extras)}
@@ -93,6 +130,7 @@ class RuleOptimizer(Optimizer):
         self._loading: StateDict | None = None
         self.rounds = 0  # how often step() or zero_grad() was called
         self._selections: dict[int, masks.Selection] = {}
+        self.idle: dict[int, Idling] = {}  # by id of the parameter
         self._settings: dict[int, tuple[Any, Settings]] = {}
         self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
 
@@ -138,7 +176,9 @@ class RuleOptimizer(Optimizer):
                 self.check_options(param_group)
                 options.check(param_group)
                 self.check_params(number, param_group)
-                by_row = self.rule_for(param_group).by_row
+                by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
+                if self.semantics == "dense":
+                    self._read_settings(number, param_group)  # refuses what has no such form
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
@@ -241,6 +281,8 @@ class RuleOptimizer(Optimizer):
         decoupled = decay and (
             self.always_decoupled or options.read(group, "decoupled_weight_decay")
         )
+        if self.semantics == "dense":
+            _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
         return Settings(
             rule,
             hyper,
@@ -270,7 +312,8 @@ class RuleOptimizer(Optimizer):
         known: list[masks.Selection | None] | None = settings.core.get("selections")
         if known is None or not isinstance(given, Tensor):  # a list may have other masks now
             params = group["params"]
-            masks.checked(given, params, by_row=settings.rule.by_row)
+            by_row = settings.rule.by_row or self.semantics == "dense"
+            masks.checked(given, params, by_row=by_row)
             known = [
                 None if mask is None else self._selection(param, mask)
                 for param, mask in zip(params, masks.listed(given, params), strict=True)
@@ -363,6 +406,70 @@ class RuleOptimizer(Optimizer):
         self.rounds += 1
         super().zero_grad(set_to_none)
 
+    # Dense semantics
+
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Bring rows up to date that ``semantics="dense"`` has left behind.
+
+        Args:
+            param: whose rows; all parameters' by default.
+            rows: which ones, integers of any shape, with repetitions; all by default.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 1))
+            >>> optimizer = sparsestep.SGD([weight], lr=1.0, momentum=0.5, semantics="dense")
+            >>> for row in (0, 1, 2):
+            ...     weight.grad = torch.sparse_coo_tensor(
+            ...         [[row]], [[1.0]], (3, 1), check_invariants=True
+            ...     )
+            ...     optimizer.step()
+            >>> weight.flatten().tolist()
+            [-1.0, -1.0, -1.0]
+            >>> optimizer.catch_up()
+            >>> weight.flatten().tolist()
+            [-1.75, -1.5, -1.0]
+        """
+        for group in self.param_groups:
+            for each in group["params"]:
+                if param is None or each is param:
+                    self._catch_up(group, each, rows)
+
+    def _catch_up(self, group: dict[str, Any], param: Tensor, rows: Tensor | None) -> None:
+        idling = self.idle.get(id(param))
+        kept = self.state.get(param, {})
+        if idling is None:
+            return
+        real = rows_of(param, [kept[spec.name] for spec in idling.rule.state])
+        if rows is None:
+            idling.bring_all(*real, engine=self.engine)
+            return
+        rows = rows.reshape(-1)
+        with _speaking(type(self).__name__):
+            check_positions(rows, len(idling.last))
+        if idling.among is not None:
+            allowed = torch.zeros(len(idling.last), dtype=torch.bool)
+            allowed[idling.among] = True
+            rows = rows[allowed[rows]]
+        idling.bring(*real, rows.long(), touch=False, engine=self.engine)
+
+    def track(self, model: torch.nn.Module) -> Tracking:
+        """Bring rows up to date before the embeddings of a model look them up.
+
+        Args:
+            model: its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer
+                has are watched; its ``state_dict()`` brings everything up to date first.
+
+        Returns:
+            A handle; its ``remove()`` undoes it.
+        """
+        return Tracking(self, model)
+
+    def state_dict(self) -> StateDict:
+        """As torch's: everything is current, so it is an ordinary checkpoint of the dense class."""
+        self.catch_up()
+        return super().state_dict()
+
     # Checkpoints and pickles
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -375,6 +482,7 @@ class RuleOptimizer(Optimizer):
         def capture(_: Optimizer, after_hooks: StateDict) -> None:
             self._loading = after_hooks
 
+        self.idle.clear()
         before = [dict(group) for group in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(capture)
         try:
@@ -388,7 +496,12 @@ class RuleOptimizer(Optimizer):
                     group.setdefault(name, old[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"engine": self.engine, "_option_names": self._option_names}
+        self.catch_up()
+        kept = {
+            "engine": self.engine,
+            "semantics": self.semantics,
+            "_option_names": self._option_names,
+        }
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -21,6 +21,9 @@ class Extras(TypedDict, total=False):
 
     Attributes:
         engine: ``"auto"``, ``"native"`` or ``"reference"``; the two agree to the last places.
+        semantics: what an entry means that a gradient does not hold. ``"masked"``: not updated.
+            ``"dense"``: its gradient is zero, so momentum and decoupled decay go on; the work is
+            done when the row is next needed. See ``track`` and ``catch_up``.
         mask: a bool tensor, one value for each row or one for each element: what is outside keeps
             its bits, whatever the gradient, decay or momentum. For one parameter; for several a
             list, with ``None`` for those without a mask. Mostly a key of a param group. Rules that
@@ -33,6 +36,7 @@ class Extras(TypedDict, total=False):
     """
 
     engine: str
+    semantics: str
     mask: Tensor | Sequence[Tensor | None] | None
     state_dtype: torch.dtype | None
     stochastic_rounding: bool

@@ -6,6 +6,7 @@ dense and torch has the formula, an engine everywhere else.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,10 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable
 
 from sparsestep import engines, masks, rounding
 from sparsestep import state as states
+from sparsestep.catch_up import Idling, constants
 from sparsestep.contract import Batch, Rule, Settings, State, Update
-from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.errors import InputError, StaleWarning, sentence
+from sparsestep.grads import COMPLEX, FLOATS, Touched, check_positions
 from sparsestep.layouts import Gradient, touched
 
 if TYPE_CHECKING:
@@ -48,12 +50,96 @@ class Planned:
     tensors: list[Tensor] | None
 
 
+@dataclass(slots=True)
+class Lagging:
+    """A parameter under dense semantics, before its step."""
+
+    planned: Planned
+    settings: Settings
+    selection: masks.Selection | None
+
+    def catch_up(self, optimizer: RuleOptimizer) -> None:
+        """Bring up to date what the step touches."""
+        planned, settings = self.planned, self.settings
+        param, key = planned.param, id(planned.param)
+        count = param.shape[0] if param.dim() else 1
+        idling = optimizer.idle.get(key)
+        if idling is None or len(idling.last) != count:
+            done = 0 if planned.kept is None else int(planned.kept.get("step", 0))
+            idling = Idling(settings, count, done, new=planned.kept is None)
+        real = rows_of(param, planned.tensors or [])
+        among = None if self.selection is None else self.selection.positions
+        if planned.tensors is None and idling.rule.state:
+            # Nothing is kept yet, so nothing was missed.
+            optimizer.idle[key] = idling
+            idling.among = among
+            self._stamp(idling, among)
+            return
+        changed = idling.constants != constants(settings) or idling.among is not among
+        if changed or idling.history.is_full or planned.gradient.positions is None:
+            idling.bring_all(*real, engine=optimizer.engine)
+        if idling.constants != constants(settings):
+            done, fresh = idling.history.now, idling.last < 0
+            idling = Idling(settings, count, done, new=False)
+            idling.last = torch.where(fresh, ~done, done).to(torch.int32)
+        idling.among = among
+        optimizer.idle[key] = idling
+        positions = planned.gradient.positions
+        if positions is None:
+            self._stamp(idling, among)
+            return
+        rows = positions.reshape(-1)
+        if self.selection is not None:
+            rows = rows[self.selection.mask[rows]]
+        if idling.bring(*real, rows, touch=True, engine=optimizer.engine):
+            _say_once_that_it_was_stale()
+
+    def _stamp(self, idling: Idling, among: Tensor | None) -> None:
+        """Mark as current after this step what the gradient touches."""
+        step = idling.history.now + 1
+        positions = self.planned.gradient.positions
+        if positions is not None:
+            idling.last[positions.reshape(-1)] = step
+        elif among is not None:
+            idling.last[among] = step
+        else:
+            idling.last.fill_(step)
+
+
+def rows_of(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A parameter and its state as real tensors whose first dim are the rows."""
+
+    def real(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return tensor if param.dim() else tensor.unsqueeze(0)
+
+    return real(param), [real(tensor) for tensor in state]
+
+
+_said: set[str] = set()
+
+
+def _say_once_that_it_was_stale() -> None:
+    if not _said:
+        _said.add("stale")
+        warnings.warn(
+            "sparsestep: rows got a gradient that were read before they were brought up to date "
+            "(semantics='dense'). Call optimizer.track(model) once, or "
+            "optimizer.catch_up(param, rows) before each look-up.",
+            StaleWarning,
+            stacklevel=6,  # the caller of optimizer.step()
+        )
+
+
 class Step:
     """The work of one step. ``repeats`` are parameters that were given more than once."""
 
     def __init__(self, optimizer: RuleOptimizer) -> None:
         self._optimizer = optimizer
         self._natively = engines.native_step(optimizer.engine)
+        self._dense_semantics = optimizer.semantics == "dense"
+        self._idle: list[Lagging] = []
         self._updates: list[Update] = []
         self._updated: list[Planned] = []
         self._dense: list[list[Planned]] = []
@@ -101,6 +187,8 @@ class Step:
             selection = None if selections is None else selections[index]
             try:
                 planned = self._planned(group, settings, param, grad)
+                if self._dense_semantics:
+                    self._lags(planned, settings, selection)
                 if selection is None and settings.uses_torch and _fits_torch(planned, settings):
                     dense.append(planned)
                 else:
@@ -121,7 +209,7 @@ class Step:
     ) -> Sequence[int]:
         """The numbers of the parameters that the core does not take at once."""
         params, optimizer = group["params"], self._optimizer
-        if self._natively is None or group.get("differentiable"):
+        if self._natively is None or group.get("differentiable") or self._dense_semantics:
             return range(len(params))
         chosen = None
         if selections is not None:
@@ -133,7 +221,9 @@ class Step:
     def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Gradient) -> Planned:
         """A parameter's gradient and state, checked."""
         rule = settings.rule
-        gradient = touched(param, grad, by_row=rule.by_row)
+        gradient = touched(param, grad, by_row=rule.by_row or self._dense_semantics)
+        if self._dense_semantics:
+            gradient = gradient._replace(held=None)  # what is not held is zero, and counts
         kept = self._optimizer.state.get(param)
         if not kept or (not rule.counts and any(kept.get(s.name) is None for s in rule.state)):
             planned = Planned(group, rule, param, grad, gradient, None, None)
@@ -179,8 +269,24 @@ class Step:
         self._updates.append(Update(settings, index, param, gradient, state, step, seed))
         self._updated.append(planned)
 
+    def _lags(
+        self, planned: Planned, settings: Settings, selection: masks.Selection | None
+    ) -> None:
+        """Note that its rows have to be brought up to date before they are updated."""
+        positions = planned.gradient.positions
+        if positions is not None:
+            check_positions(positions.reshape(-1), planned.gradient.slots)
+        self._idle.append(Lagging(planned, settings, selection))
+
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
+        for lagging in self._idle:
+            lagging.catch_up(self._optimizer)
+        self._run()
+        for lagging in self._idle:
+            self._optimizer.idle[id(lagging.planned.param)].advance(lagging.settings)
+
+    def _run(self) -> None:
         optimizer = self._optimizer
         others = [self._run_torch] if self._dense else []
         engines.run(self._updates, optimizer.engine, self._natively, others)

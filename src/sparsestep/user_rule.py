@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from sparsestep import checks
+from sparsestep import options as extras
 from sparsestep.contract import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer import RuleOptimizer
@@ -29,7 +31,8 @@ def rule(
     The function gets the touched values of the parameter, their gradient (duplicates summed) and
     the state, and returns the new parameter and state. Its keyword-only arguments are the
     optimizer's options; ``step``, where it asks for it, is the number of the parameter's update.
-    Values come as ``[slots, block]``. What it returns is checked before anything is written.
+    Values come as ``[slots, block]``, and are copies that it may change. What it returns is checked
+    before anything is written.
 
     Args:
         function: the formula ``(param, grad, *state, *row_state, **options)``.
@@ -56,79 +59,188 @@ def rule(
     """
     if function is None:
         return lambda function: rule(function, state=state, row_state=row_state, compile=compile)
-    kept = (
-        *(State(name, float(first)) for name, first in (state or {}).items()),
-        *(State(name, float(first), per_row=True) for name, first in (row_state or {}).items()),
-    )
-    _check(function, kept)
-    update = function
-    if compile:
-        update = _keeping_signature(torch.compile(function, **_compile_options(compile)), function)
-    made = Rule(function.__name__, update, kept)
-    options = {
-        name: argument.default
-        for name, argument in inspect.signature(function).parameters.items()
+    kept = (*_kept("state", state), *_kept("row_state", row_state, per_row=True))
+    signature = _checked_signature(function, kept)
+    made = Rule(function.__name__, _guarded(function, signature, compile), kept)
+    return _optimizer_class(function, made, signature)
+
+
+# What is checked when a function is decorated
+
+# Names that mean something to every optimizer, as keys of a param group or of the state.
+_RESERVED = frozenset(
+    {
+        *extras.DEFAULTS,
+        *("params", "param_names", "engine", "rounding_seed"),
+        *("capturable", "differentiable", "fused"),
+    }
+)
+
+
+def _kept(argument: str, given: Any, per_row: bool = False) -> list[State]:
+    contract = f"{argument} must map names to first values, as in {argument}={{'sum': 0.0}}"
+    if not isinstance(given, Mapping | None):
+        raise InputError(sentence(contract, repr(given)))
+    kept = []
+    for name, first in (given or {}).items():
+        if not isinstance(name, str) or not isinstance(first, int | float):
+            raise InputError(sentence(contract, repr(given)))
+        if name == "step":
+            contract = f"{argument} must not have the name of the step count"
+            remedy = "To get the count, take step as a keyword-only argument"
+            raise InputError(sentence(contract, repr(name), remedy))
+        kept.append(State(name, float(first), per_row=per_row))
+    return kept
+
+
+def _checked_signature(function: Formula, kept: tuple[State, ...]) -> inspect.Signature:
+    """The function must take what it will be called with."""
+    if not callable(function) or not hasattr(function, "__name__"):
+        remedy = "Its state goes into state= or row_state="
+        raise InputError(sentence("rule must be given a function", repr(function), remedy))
+    name = function.__name__
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        got = "a function that does not tell its arguments"
+        raise InputError(sentence(f"rule {name!r} must have a signature", got)) from None
+    arguments = signature.parameters.values()
+    places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    others = [a for a in arguments if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    wanted = ["param", "grad", *(spec.name for spec in kept)]
+    if len(places) != len(wanted) or places[2:] != wanted[2:] or others:
+        remedy = "Its state is named in state= or row_state=; its options come after a *"
+        contract = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
+        raise InputError(sentence(contract, signature, remedy))
+    taken = sorted(_RESERVED & _options(signature).keys())
+    if taken:
+        contract = f"rule {name!r} must not take what every optimizer has in another meaning"
+        raise InputError(sentence(contract, ", ".join(taken), "Rename it"))
+    return signature
+
+
+def _options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The keyword-only arguments that a param group provides."""
+    return {
+        name: argument
+        for name, argument in signature.parameters.items()
         if argument.kind is argument.KEYWORD_ONLY and name != "step"
     }
-    return _optimizer_class(function, made, options)
 
 
-def _compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any]:
-    return dict(compile) if isinstance(compile, Mapping) else {}
+# What is done around every call of the function
 
 
-def _keeping_signature(compiled: Formula, function: Formula) -> Formula:
-    def update(*values: Tensor, **options: Any) -> Any:
-        return compiled(*values, **options)
+def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
+    """The function on copies of its arguments, and its results in a form that can be written."""
+    name = function.__name__
 
-    update.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    def copying(*values: Tensor, **options: Any) -> Any:
+        # The values of a dense gradient are the parameter, gradient and state themselves. Inside
+        # what is compiled, the copies are free.
+        return function(*(value.clone() for value in values), **options)
+
+    called = copying
+    if not isinstance(compile, bool | Mapping):
+        contract = "compile must be True, False or a mapping of torch.compile's options"
+        raise InputError(sentence(contract, repr(compile)))
+    if compile is not False:
+        called = torch.compile(copying, **({} if compile is True else compile))
+
+    def update(*values: Tensor, **options: Any) -> list[Any]:
+        new = called(*values, **options)
+        if not isinstance(new, Tensor | tuple | list):
+            contract = f"rule {name!r} must return a tensor or a tuple of tensors"
+            raise InputError(sentence(contract, type(new).__name__))
+        results = [new] if isinstance(new, Tensor) else new
+        return [_writable(name, result, values[0]) for result in results]
+
+    update.__signature__ = signature  # type: ignore[attr-defined]
     return update
 
 
-def _check(function: Formula, kept: tuple[State, ...]) -> None:
-    """The function must take what it will be called with."""
-    arguments = inspect.signature(function).parameters.values()
-    places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    wanted = ["param", "grad", *(spec.name for spec in kept)]
-    if len(places) != len(wanted) or places[2:] != wanted[2:]:
-        name = getattr(function, "__name__", "rule")
-        contract = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
-        got = f"({', '.join(places)})"
-        raise InputError(sentence(contract, got, "Name its state in state= or row_state="))
+def _writable(name: str, value: Any, like: Tensor) -> Any:
+    """A result in the dtype of the arithmetic; whether it is a tensor at all is not looked at."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
+        contract = f"rule {name!r} must return real strided tensors on {like.device}"
+        got = f"{value.layout} of {value.dtype} on {value.device}"
+        raise InputError(sentence(contract, got))
+    return value.to(like.dtype)
 
+
+# The optimizer class
 
 # What every optimizer has, unless the formula has an option of that name itself.
 _COMMON: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
 
 
 def _optimizer_class(
-    function: Formula, made: Rule, options: Mapping[str, Any]
+    function: Formula, made: Rule, signature: inspect.Signature
 ) -> type[RuleOptimizer]:
-    required = [name for name, default in options.items() if default is inspect.Parameter.empty]
+    options = _options(signature)
+    values = {name: option.default for name, option in options.items()}
+    required = [name for name, value in values.items() if value is inspect.Parameter.empty]
     common = {name: value for name, value in _COMMON.items() if name not in options}
+    # Decoupled decay is by lr * weight_decay.
+    decays = ["decoupled_weight_decay"] if "weight_decay" in common and "lr" in options else []
 
     class UserRule(RuleOptimizer):
         __doc__ = function.__doc__
-        extras = (
-            *RuleOptimizer.extras,
-            *(["decoupled_weight_decay"] if "weight_decay" in common else []),
-        )
+        extras = (*RuleOptimizer.extras, *decays, *required)
         own_options = frozenset(options)
 
         def __init__(self, params: ParamsT, **given: Any) -> None:
-            missing = [name for name in required if name not in given]
-            if missing:
-                contract = f"{function.__name__} needs {', '.join(required)}"
-                raise InputError(sentence(contract, ", ".join(given) or "none of them"))
-            defaults = {**options, **common}
-            defaults.update({k: given.pop(k) for k in list(given) if k in defaults})
+            if given.get("engine") == "native":
+                contract = "the native engine takes rules that have a C++ twin"
+                got, remedy = f"rule {made.name!r}", "Use engine='auto'"
+                raise InputError(f"{made.name}: {sentence(contract, got, remedy)}")
+            defaults = {name: value for name, value in values.items() if name not in required}
+            defaults.update(common)
+            known = [name for name in given if name in values or name in common]
+            defaults.update({name: given.pop(name) for name in known})
             super().__init__(params, defaults, **given)
+
+        @staticmethod
+        def check_options(group: dict[str, Any]) -> None:
+            """Refuse what the engines cannot work with; the formula's own options are its own."""
+            if "weight_decay" in common:
+                checks.at_least_zero("weight_decay", group["weight_decay"])
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add a group of parameters, which has to have every option without a default."""
+            known = {**self.defaults, **param_group} if isinstance(param_group, dict) else values
+            missing = [name for name in required if name not in known]
+            if missing:
+                contract = f"{made.name} needs {', '.join(missing)}"
+                got = ", ".join(name for name in values if name in known) or "no options"
+                remedy = "Pass it by name, or give every param group its own"
+                raise InputError(sentence(contract, got, remedy))
+            super().add_param_group(param_group)
 
         @classmethod
         def rule_for(cls, group: dict[str, Any]) -> Rule:
             """The formula."""
             return made
 
-    UserRule.__name__ = UserRule.__qualname__ = function.__name__
+    UserRule.__name__ = function.__name__
+    UserRule.__qualname__ = function.__qualname__  # under which a pickle looks for it
     UserRule.__module__ = function.__module__
+    UserRule.__signature__ = _class_signature(options, common)  # type: ignore[attr-defined]
     return UserRule
+
+
+def _class_signature(
+    options: Mapping[str, inspect.Parameter], common: Mapping[str, Any]
+) -> inspect.Signature:
+    """What ``help`` shows."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *options.values(),
+            *(inspect.Parameter(name, kind, default=value) for name, value in common.items()),
+            inspect.Parameter("extras", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )

@@ -167,6 +167,13 @@ class Step:
             increment_version(written)
 
 
+def catch_up(
+    idling: Any, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
+) -> int | None:
+    """Bring rows up to date; ``None`` where the core has no way to do it."""
+    return None
+
+
 def _in_rows(touched: Touched) -> Touched:
     """Values as rows: a view where that is possible, else a copy."""
     values, block = touched.values, touched.block

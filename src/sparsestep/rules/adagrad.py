@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Batch, Rule, State
+from sparsestep.contract import Batch, Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import DecayExtras
 
@@ -32,7 +32,8 @@ def coefficients(*, step: int, lr: float, lr_decay: float, eps: float) -> tuple[
     return _step_size(step, lr, lr_decay), eps
 
 
-RULE = Rule("adagrad", update, (State("sum", "initial_accumulator_value"),), coefficients)
+_SUM = State("sum", "initial_accumulator_value")
+RULE = Rule("adagrad", update, (_SUM,), coefficients, idle=Idle())
 
 
 def _torch_kernel(batch: Batch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks, options
-from sparsestep.contract import Batch, Rule, State
+from sparsestep.contract import Batch, Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import AdamExtras
 from sparsestep.rules import bias
@@ -117,13 +118,25 @@ def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tu
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
 _MAX = (*_STATE, State("max_exp_avg_sq"))
 
+
+_IDLE = Idle(
+    along="quotient",
+    buffer="exp_avg",
+    square="exp_avg_sq",
+    fades={"exp_avg": 0, "exp_avg_sq": 1},
+    factors=lambda hyper: hyper["betas"],
+    size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
+)
+# The largest second moment does not fade.
+_IDLE_MAX = replace(_IDLE, square="max_exp_avg_sq")
+
 # By AMSGrad and by per-row bias correction.
 RULES = {
-    (False, False): Rule("adam", update, _STATE, coefficients),
+    (False, False): Rule("adam", update, _STATE, coefficients, idle=_IDLE),
     (False, True): Rule(
         "adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
     ),
-    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients),
+    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients, idle=_IDLE_MAX),
     (True, True): Rule(
         "amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), coefficients_per_row
     ),

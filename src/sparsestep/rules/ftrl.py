@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Rule, State
+from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import Extras
 
@@ -46,7 +46,7 @@ def coefficients(
 
 
 _STATE = (State("linear"), State("sum", "initial_accumulator_value"))
-RULE = Rule("ftrl", update, _STATE, coefficients)
+RULE = Rule("ftrl", update, _STATE, coefficients, idle=Idle(along="leader"))
 
 
 class Ftrl(RuleOptimizer):

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Rule, State
+from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import Extras
 
@@ -30,7 +30,14 @@ def coefficients(*, step: int, lr: float, betas: Pair) -> tuple[float, ...]:
     return lr, 1 - betas[0], 1 - betas[1]
 
 
-RULE = Rule("lion", update, (State("exp_avg"),), coefficients)
+_IDLE = Idle(
+    along="sign",
+    buffer="exp_avg",
+    fades={"exp_avg": 0},
+    factors=lambda hyper: (hyper["betas"][1], 1.0),
+    size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
+)
+RULE = Rule("lion", update, (State("exp_avg"),), coefficients, idle=_IDLE)
 
 
 class Lion(RuleOptimizer):

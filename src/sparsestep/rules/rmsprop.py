@@ -10,7 +10,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Batch, Rule, State
+from sparsestep.contract import Batch, Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import DecayExtras
 
@@ -102,16 +102,40 @@ def coefficients(
 
 _SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("grad_avg")
 
+
+def _idle(*states: State) -> Idle:
+    return Idle(
+        along="buffer" if _BUFFER in states else "nothing",
+        buffer="momentum_buffer",
+        fades={kept.name: 0 if kept is _BUFFER else 1 for kept in states},
+        factors=lambda hyper: (hyper["momentum"], hyper["alpha"]),
+        size=lambda step, hyper: (hyper["lr"], 1.0),
+    )
+
+
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): Rule("rmsprop", update, (_SQUARE,), coefficients),
-    (False, True): Rule("rmsprop_momentum", update_with_momentum, (_SQUARE, _BUFFER), coefficients),
-    (True, False): Rule("rmsprop_centered", update_centered, (_SQUARE, _MEAN), coefficients),
+    (False, False): Rule("rmsprop", update, (_SQUARE,), coefficients, idle=_idle(_SQUARE)),
+    (False, True): Rule(
+        "rmsprop_momentum",
+        update_with_momentum,
+        (_SQUARE, _BUFFER),
+        coefficients,
+        idle=_idle(_SQUARE, _BUFFER),
+    ),
+    (True, False): Rule(
+        "rmsprop_centered",
+        update_centered,
+        (_SQUARE, _MEAN),
+        coefficients,
+        idle=_idle(_SQUARE, _MEAN),
+    ),
     (True, True): Rule(
         "rmsprop_centered_momentum",
         update_centered_with_momentum,
         (_SQUARE, _BUFFER, _MEAN),
         coefficients,
+        idle=_idle(_SQUARE, _BUFFER, _MEAN),
     ),
 }
 

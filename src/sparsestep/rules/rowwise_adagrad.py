@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Rule, State
+from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import DecayExtras
 
@@ -28,7 +28,7 @@ def coefficients(*, step: int, lr: float, eps: float) -> tuple[float, ...]:
 
 
 _SUM = State("sum", "initial_accumulator_value", per_row=True)
-RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients)
+RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients, idle=Idle())
 
 
 class RowwiseAdagrad(RuleOptimizer):

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Rule, State
+from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import RowwiseAdamExtras
 from sparsestep.rules import bias
@@ -72,7 +72,15 @@ def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tu
 
 
 _STATE = (State("exp_avg"), State("exp_avg_sq", per_row=True))
-RULE = Rule("rowwise_adam", update, _STATE, coefficients)
+_IDLE = Idle(
+    along="quotient",
+    buffer="exp_avg",
+    square="exp_avg_sq",
+    fades={"exp_avg": 0, "exp_avg_sq": 1},
+    factors=lambda hyper: hyper["betas"],
+    size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
+)
+RULE = Rule("rowwise_adam", update, _STATE, coefficients, idle=_IDLE)
 PER_ROW = Rule(
     "rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
 )

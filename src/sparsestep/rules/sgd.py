@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Batch, Rule, State
+from sparsestep.contract import Batch, Idle, Rule, State
 from sparsestep.errors import InputError
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import DecayExtras
@@ -54,13 +55,25 @@ def coefficients_with_momentum(
     return lr, *buffer, *along
 
 
-RULE = Rule("sgd", update, (), coefficients, counts=False)
+def _idle_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
+    return hyper["lr"] * (hyper["momentum"] if hyper["nesterov"] else 1.0), 1.0
+
+
+_IDLE = Idle(
+    along="buffer",
+    buffer="momentum_buffer",
+    fades={"momentum_buffer": 0},
+    factors=lambda hyper: (hyper["momentum"], 1.0),
+    size=_idle_size,
+)
+RULE = Rule("sgd", update, (), coefficients, counts=False, idle=Idle())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
     (State("momentum_buffer"),),
     coefficients_with_momentum,
     counts=False,
+    idle=_IDLE,
 )
 
 

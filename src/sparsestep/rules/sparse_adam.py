@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
-from sparsestep.contract import Rule, State
+from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import AdamExtras
 from sparsestep.rules import bias
@@ -76,7 +77,22 @@ def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tu
 
 
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
-RULE = Rule("sparse_adam", update, _STATE, coefficients)
+
+
+def _idle_size(step: int, hyper: Mapping[str, Any]) -> Pair:
+    size, root = bias.by_step(step, hyper["lr"], hyper["betas"])
+    return size * root, 1.0
+
+
+_IDLE = Idle(
+    along="quotient",
+    buffer="exp_avg",
+    square="exp_avg_sq",
+    fades={"exp_avg": 0, "exp_avg_sq": 1},
+    factors=lambda hyper: hyper["betas"],
+    size=_idle_size,
+)
+RULE = Rule("sparse_adam", update, _STATE, coefficients, idle=_IDLE)
 PER_ROW = Rule(
     "sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
 )
