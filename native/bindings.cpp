@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
+#include <atomic>
 #include <optional>
 #include <vector>
 
@@ -54,6 +55,81 @@ void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
              [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
 }
 
+// Brings rows up to date; how many had missed something. Nothing where the tensors do not lie so
+// that the core can reach them. `numbers` and `tables` are in the order of CatchUpWork.
+nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb::tuple fades,
+                        nb::tuple integers_, nb::tuple numbers, nb::tuple tables, int threads,
+                        int instruction_set) {
+    const KernelTable& table = chosen(instruction_set).kernels;
+    const auto whole = [&](int i) { return nb::cast<int64_t>(integers_[size_t(i)]); };
+    const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
+    CatchUpWork work{};
+    work.rows = integers(rows);
+    work.last = static_cast<int32_t*>(address(last));
+    const int64_t slots = numel(last);
+    const int64_t count = rows.is_none() ? slots : numel(rows);
+    work.block = slots ? numel(tensors[0]) / slots : 0;
+    if (!count || !work.block) return nb::int_(0);
+    work.now = int32_t(whole(0));
+    work.base = int32_t(whole(1));
+    work.touch = whole(2) != 0;
+    work.states = int(whole(3));
+    work.slot_states = int(whole(4));
+    work.along = Along(whole(5));
+    work.buffer = int(whole(6));
+    work.square = int(whole(7));
+    work.converges = whole(8) != 0;
+    work.reach = whole(9);
+    work.follow = whole(10);
+    if (work.states > 3 || work.slot_states > max_slot_states ||
+        nb::len(tensors) != size_t(1 + work.states + work.slot_states)) {
+        throw nb::value_error("no such rule");
+    }
+    bool wide = false;
+    for (int t = 0; t <= work.states + work.slot_states; ++t) {
+        const bool per_slot = t > work.states;
+        const auto found = view(tensors[size_t(t)], slots, per_slot ? 1 : work.block);
+        if (!found) return nb::none();
+        wide |= found->dtype == Dtype::float64;
+        (t == 0     ? work.param
+         : per_slot ? work.slot_state[t - 1 - work.states]
+                    : work.state[t - 1]) = *found;
+        if (t) work.fade[t - 1] = nb::cast<int>(fades[size_t(t - 1)]);
+    }
+    work.first = number(0);
+    work.fading = number(1);
+    work.eps = number(2);
+    work.small = number(3);
+    work.rate = number(4);
+    work.beta = number(5);
+    work.l1 = number(6);
+    work.l2 = number(7);
+    const auto doubles = [&](int i) {
+        return static_cast<const double*>(address(tables[size_t(i)]));
+    };
+    work.growth = doubles(0);
+    work.sizes = doubles(1);
+    work.roots = doubles(2);
+    work.firsts = doubles(3);
+    work.seconds = doubles(4);
+    const double* sums = doubles(5);
+    const int64_t capacity = numel(tables[0]);
+    for (int i = 0; i < 4; ++i) work.sums[i] = sums + i * capacity;
+    const CatchUp run = wide ? table.catch_up_double : table.catch_up_float;
+    std::atomic<int64_t> stale{0};
+    {
+        nb::gil_scoped_release release;
+        constexpr int64_t piece = 512;
+        const int64_t pieces = (count + piece - 1) / piece;
+        const bool tiny = count * work.block < (1 << 14);
+        parallel(tiny ? 1 : threads, pieces, [&](int64_t p) {
+            const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
+            stale += run(work, p * piece, end);
+        });
+    }
+    return nb::int_(stale.load());
+}
+
 nb::dict rules() {
     nb::dict result;
     const KernelTable table = instruction_sets()[0].kernels;
@@ -95,6 +171,10 @@ NB_MODULE(_native, module) {
                nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
                nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
+    module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
+               nb::arg("last"), nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"),
+               nb::arg("tables"), nb::arg("threads"), nb::arg("instruction_set"),
+               "Bring rows up to date; how many had missed something, or None where it cannot.");
     module.def("rules", &rules,
                "name -> (index, states per element, states per slot, coefficients)");
     module.def("instruction_sets", &instruction_set_names,

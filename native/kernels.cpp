@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "apply.h"
+#include "catch_up.h"
 #include "limit.h"
 #include "rules/adagrad.h"
 #include "rules/adam.h"
@@ -56,7 +57,7 @@ constexpr RuleKernels rules[] = {
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules, int(sizeof(rules) / sizeof(rules[0]))};
+    return {rules, int(sizeof(rules) / sizeof(rules[0])), &catch_up<float>, &catch_up<double>};
 }
 
 }  // namespace sparsestep

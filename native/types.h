@@ -97,9 +97,39 @@ struct LimitWork {
 };
 constexpr int64_t max_limit_dim = 512;
 
+// Along what an idle row moves; see Idle in src/sparsestep/contract.py.
+enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };
+
+// Rows to be brought up to date; see src/sparsestep/catch_up.py.
+struct CatchUpWork {
+    const int64_t* rows;  // with repetitions; null: all of them
+    int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient
+    int32_t now;          // the step that rows are brought to
+    int32_t base;         // the step that every row has reached
+    bool touch;           // the rows are about to be updated by the next step
+    int64_t block;
+    View param;
+    View state[max_states];
+    View slot_state[max_slot_states];
+    int states, slot_states;
+    int fade[max_states + max_slot_states];  // 0: stays, 1 and 2: by which factor it fades
+    Along along;
+    int buffer, square;  // numbers of states, those per slot after those per element; -1: none
+    double first, fading, eps, small;
+    bool converges;
+    int64_t reach, follow;
+    // By step since base.
+    const double *growth, *sizes, *roots, *firsts, *seconds;
+    const double* sums[4];
+    double rate, beta, l1, l2;  // of FTRL
+};
+using CatchUp = int64_t (*)(const CatchUpWork& work, int64_t begin, int64_t end);
+
 struct KernelTable {
     const RuleKernels* rules;
     int count;
+    CatchUp catch_up_float;
+    CatchUp catch_up_double;
 };
 
 }  // namespace sparsestep

@@ -2,19 +2,22 @@
 
 An optimizer that is registered in ``sparsestep.rules.OPTIMIZERS`` is in the table, with its default
 options and with those of ``OPTIONS``. An engine is the reference engine or the native one with each
-instruction set that this machine has.
+instruction set that this machine has. ``EVERY`` also has rules that a user might write.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, wraps
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -67,6 +70,8 @@ class Variant:
     options: dict[str, Any]
 
     def __call__(self, params: Any, **more: Any) -> RuleOptimizer:
+        if more.get("engine") == "native" and not self.has_twin:
+            more["engine"] = "auto"
         return self.cls(params, **{**self.options, **more})
 
     def __str__(self) -> str:
@@ -76,17 +81,101 @@ class Variant:
     def rule(self) -> Rule:
         return self.cls.rule_for(self([torch.zeros(1)]).param_groups[0])
 
+    @cached_property
+    def has_twin(self) -> bool:
+        return self.rule.coefficients is not None
+
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
 
 STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]
 
+
+@sparsestep.rule(state={"momentum_buffer": 0.0})
+def sign_sgd(param, grad, momentum_buffer, *, lr=0.1, momentum=0.5):
+    """A step of the length lr, along the sign of the momentum."""
+    momentum_buffer = momentum * momentum_buffer + grad
+    return param - lr * momentum_buffer.sign(), momentum_buffer
+
+
+@sparsestep.rule(row_state={"accumulator": 0.0})
+def sm3_by_rows(param, grad, accumulator, *, lr=0.1, eps=1e-10):
+    """SM3 with rows as its only cover: one number for each row bounds the squares in it."""
+    bound = accumulator + grad.square()
+    return param - lr * grad / (bound.sqrt() + eps), bound.amax(dim=1, keepdim=True)
+
+
+# They have no native twin, so the native engine is "auto" for them.
+USER_RULES = [
+    Variant(sign_sgd, {}),
+    Variant(sign_sgd, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    Variant(sm3_by_rows, {}),
+    Variant(sm3_by_rows, {"weight_decay": 0.1}),
+]
+EVERY = [*VARIANTS, *USER_RULES]
+PLAIN = [Variant(cls, {}) for cls in (*OPTIMIZERS, sign_sgd, sm3_by_rows)]
+
 each_stateful = pytest.mark.parametrize("variant", STATEFUL, ids=lambda v: v.cls.__name__)
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+each_variant = pytest.mark.parametrize("variant", EVERY, ids=str)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def on_each_engine(variants: list[Variant]) -> pytest.MarkDecorator:
+    """Every variant with every engine that makes a difference to it."""
+    runs = [
+        (v, e) for e in ENGINES for v in variants if v.has_twin or e in (ENGINES[0], ENGINES[-1])
+    ]
+    ids = [f"{engine}-{variant}" for variant, engine in runs]
+    return pytest.mark.parametrize(("variant", "engine"), runs, ids=ids)
+
+
 dtypes = st.sampled_from(DTYPES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# Fewer examples for each of the many combinations; ``make fuzz`` has no such limit.
+IN_CI = settings.get_current_profile_name() == "ci"
+EXAMPLES = 16 if IN_CI else settings.default.max_examples
+
+
+def each_case(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+    """``given``, for a test that is run with many combinations of its other arguments.
+
+    To draw a case takes longer than to test it. In CI all combinations have the same cases, so they
+    are drawn once. Where a case fails, and where cases are random, it is ``given`` itself.
+    """
+    examples = settings(max_examples=EXAMPLES)
+
+    def decorate(test: Callable[..., None]) -> Any:
+        drawn: list[dict[str, Any]] = []
+        seeded = seed(test.__name__)
+        search = examples(given(**strategies)(test))
+
+        @seeded
+        @examples
+        @given(**strategies)
+        def draw(**case: Any) -> None:
+            drawn.append(case)
+
+        @wraps(test)
+        def run(**arguments: Any) -> None:
+            if not IN_CI:
+                search(**arguments)
+                return
+            if not drawn:
+                draw()
+            try:
+                for case in drawn:
+                    test(**arguments, **case)
+            except Exception:
+                seeded(search)(**arguments)  # finds it again, and makes it small
+                raise
+
+        others = [p for n, p in inspect.signature(test).parameters.items() if n not in strategies]
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 @contextmanager
@@ -114,9 +203,11 @@ class Gradient:
     coalesced: bool = False
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
+        """A copy, so that it shows if somebody writes into it."""
+        values = self.values.to(dtype, copy=True)
         if self.indices is None:
-            return self.values.to(dtype)
-        coo = torch.sparse_coo_tensor(self.indices, self.values.to(dtype), self.shape)
+            return values
+        coo = torch.sparse_coo_tensor(self.indices.clone(), values, self.shape)
         return coo.coalesce() if self.coalesced else coo
 
     def dense(self) -> Tensor:

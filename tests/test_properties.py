@@ -1,4 +1,7 @@
-"""What holds for every rule, gradient, dtype and engine. A rule is in the table once registered."""
+"""What holds for every rule, gradient, dtype and engine.
+
+A rule is in the table once registered; two rules that a user might write are there too.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsestep.optimizer import RuleOptimizer
 from tests.table import (
+    EVERY,
     INSTRUCTION_SETS,
+    PLAIN,
     Case,
     Variant,
     cases,
     dtypes,
-    each_engine,
-    each_optimizer,
+    each_case,
     each_variant,
+    on_each_engine,
     running_on,
     same_bits,
     snapshot,
@@ -27,9 +31,6 @@ from tests.table import (
     take_step,
     unchanged,
 )
-
-# Fewer for each of the many combinations here; ``make fuzz`` has no such limit.
-EXAMPLES = 16 if settings.get_current_profile_name() == "ci" else settings.default.max_examples
 
 # A few roundings of the arithmetic, which is done in at least float32.
 ROUNDINGS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
@@ -59,9 +60,9 @@ def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], 
     step = int(state.get("step", 1 if state else 0)) + 1
     inputs = [param.detach().double().reshape(rows), gradient.dense().reshape(rows), *kept]
 
-    def new(param: torch.Tensor, grad: torch.Tensor, *kept: torch.Tensor) -> tuple[Any, ...]:
+    def new(param: torch.Tensor, grad: torch.Tensor, *kept: torch.Tensor) -> list[torch.Tensor]:
         grad = settings.sign * grad + settings.l2 * param
-        return rule.update(param * settings.shrink, grad, *kept, step=step, **settings.hyper)
+        return rule.new_values([param * settings.shrink, *kept], grad, step, settings.hyper)
 
     exact = new(*inputs)
     # A few roundings of the larger of value and update ...
@@ -86,10 +87,8 @@ def close(ours: torch.Tensor, oracle: torch.Tensor, slack: torch.Tensor) -> bool
     return bool(((ours.double() - oracle).abs() <= (slack + stored) * 1.01).all())
 
 
-@each_variant
-@each_engine
-@given(case=cases(max_steps=4), dtype=dtypes)
-@settings(max_examples=EXAMPLES)
+@on_each_engine(EVERY)
+@each_case(case=cases(max_steps=4), dtype=dtypes)
 def test_a_step_is_the_rule_on_what_was_touched(
     variant: Variant, engine: str, dtype: torch.dtype, case: Case
 ):
@@ -126,8 +125,7 @@ def test_a_step_is_the_rule_on_what_was_touched(
 
 
 @each_variant
-@given(case=cases(max_steps=4), dtype=dtypes, threads=st.sampled_from([1, 2, 3, 8]))
-@settings(max_examples=EXAMPLES)
+@each_case(case=cases(max_steps=4), dtype=dtypes, threads=st.sampled_from([1, 2, 3, 8]))
 def test_bits_do_not_depend_on_threads_or_instruction_set(
     variant: Variant, dtype: torch.dtype, case: Case, threads: int
 ):
@@ -142,8 +140,7 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(
         assert all(map(same_bits, results[0], other))
 
 
-@each_variant
-@each_engine
+@on_each_engine(EVERY)
 def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
     """Large enough for buckets, several chunks, a long chain and every thread."""
     generator = torch.Generator().manual_seed(0)
@@ -165,15 +162,13 @@ def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, eng
         assert all(map(same_bits, results[0], other))
 
 
-@each_optimizer
-@each_engine
-@settings(max_examples=EXAMPLES)
-@given(case=cases(max_steps=2), bad=st.sampled_from([-1, 6, 2**31, 2**62, -(2**62)]))
+@on_each_engine(PLAIN)
+@each_case(case=cases(max_steps=2), bad=st.sampled_from([-1, 6, 2**31, 2**62, -(2**62)]))
 def test_a_bad_position_anywhere_changes_nothing(
-    optimizer: type[RuleOptimizer], engine: str, case: Case, bad: int
+    variant: Variant, engine: str, case: Case, bad: int
 ):
     with running_on(engine) as name:
-        _, opt = case.run(optimizer, torch.float32, engine=name)
+        _, opt = case.run(variant, torch.float32, engine=name)
         last = torch.nn.Parameter(torch.zeros(6, 2))
         opt.add_param_group({"params": [last]})
         before = snapshot(opt)
@@ -186,16 +181,12 @@ def test_a_bad_position_anywhere_changes_nothing(
     assert unchanged(opt, before)
 
 
-@each_optimizer
-@each_engine
-@settings(max_examples=EXAMPLES)
-@given(case=cases(max_steps=3), dtype=dtypes)
-def test_a_gradient_is_never_written(
-    optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype, case: Case
-):
+@on_each_engine(PLAIN)
+@each_case(case=cases(max_steps=3), dtype=dtypes)
+def test_a_gradient_is_never_written(variant: Variant, engine: str, dtype: torch.dtype, case: Case):
     params = [torch.nn.Parameter(p) for p in case.params(dtype)]
     with running_on(engine) as name:
-        opt = optimizer(case.groups(params), **case.options, engine=name)
+        opt = variant(case.groups(params), **case.options, engine=name)
         for gradients in case.steps:
             take_step(opt, params, gradients, dtype)
             for param, gradient in zip(params, gradients, strict=True):
@@ -206,8 +197,7 @@ def test_a_gradient_is_never_written(
 
 
 @each_variant
-@settings(max_examples=EXAMPLES)
-@given(case=cases())
+@each_case(case=cases())
 def test_pickle_and_deepcopy_go_on_with_the_same_bits(variant: Variant, case: Case):
     _, opt = case.run(variant, torch.float32)
     again_params, again = copy.deepcopy(([*opt.param_groups[0]["params"]], opt))

@@ -38,6 +38,17 @@ def limit(
     shares: tuple[int, ...],
     instruction_set: int,
 ) -> None: ...
+def catch_up(
+    tensors: tuple[Tensor, ...],
+    rows: Tensor | None,
+    last: Tensor,
+    fades: tuple[int, ...],
+    integers: tuple[int, ...],
+    numbers: tuple[float, ...],
+    tables: tuple[Tensor, ...],
+    threads: int,
+    instruction_set: int,
+) -> int | None: ...
 def rules() -> dict[str, tuple[int, int, int, int]]: ...
 def instruction_sets() -> list[tuple[str, bool]]: ...
 def team() -> str: ...

@@ -72,11 +72,11 @@ class StepInBackward:
                 param.grad = None
 
     def _one_too_many(self) -> str:
-        several = "a second" if self._backwards == 1 else f"one more than {self._backwards}"
+        one = "a second" if self._backwards == 1 else f"one after {self._backwards}"
         return sentence(
             f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
             "was used, so gradients of several backward calls cannot be accumulated",
-            f"{several} backward before step() or zero_grad()",
+            f"{one} before step() or zero_grad()",
             "Pass backwards=n to step once in n backward calls",
         )
 

@@ -34,7 +34,6 @@ _NEGLIGIBLE = 1e-18
 # How many past steps are kept; then every row is brought up to date and the history begins anew.
 _MOST_STEPS = 1 << 16
 _MOST_GROWTH = 1e150
-# The largest eps / sqrt(v) for which four terms of the series are enough.
 _SMALL = {torch.float64: 1e-4}
 _USUALLY_SMALL = 0.02
 _TERMS = 4
@@ -92,6 +91,16 @@ class History:
         steps = torch.arange(capacity, dtype=torch.float64)
         self.firsts = torch.tensor(self.first, dtype=torch.float64) ** steps
         self.seconds = torch.tensor(self.second, dtype=torch.float64) ** steps
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """What the core reads, in its order."""
+        return self.growth, self.sizes, self.roots, self.firsts, self.seconds, self.sums
+
+    @staticmethod
+    def small_for(dtype: torch.dtype) -> float:
+        """The largest eps / sqrt(v) for which four terms of the series are enough."""
+        return _SMALL.get(dtype, _USUALLY_SMALL)
 
     @property
     def now(self) -> int:
@@ -269,7 +278,7 @@ def _moved(
     if history.converges:
         missed = (n - since).clamp(max=history.reach).double()[:, None]
         ratio = history.eps / root
-        small = ratio * history.fade**-missed <= _SMALL.get(dtype, _USUALLY_SMALL)
+        small = ratio * history.fade**-missed <= history.small_for(dtype)
         y = -ratio
         move = buffer / root * (sums[0] + y * (sums[1] + y * (sums[2] + y * sums[3])))
         small = small.expand_as(buffer)

@@ -89,8 +89,8 @@ class Rule:
             keeps per element, then what it keeps per row.
         coefficients: ``(step=..., **hyperparameters)`` to the numbers that the native twin takes,
             or ``None`` for a rule without a native twin.
-        idle: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a rule
-            that cannot say.
+        idle: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a
+            rule that cannot say.
         counts: whether the number of a parameter's steps is part of its state, unlike in torch's
             SGD.
     """

@@ -71,7 +71,7 @@ def rule(
 _RESERVED = frozenset(
     {
         *extras.DEFAULTS,
-        *("params", "param_names", "engine", "rounding_seed"),
+        *("params", "param_names", "engine", "rounding_seed", "semantics"),
         *("capturable", "differentiable", "fused"),
     }
 )
@@ -140,6 +140,8 @@ def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> F
         # what is compiled, the copies are free.
         return function(*(value.clone() for value in values), **options)
 
+    # torch.compile counts by code object how often it may compile a function.
+    copying.__code__ = copying.__code__.replace(co_name=name)
     called = copying
     if not isinstance(compile, bool | Mapping):
         contract = "compile must be True, False or a mapping of torch.compile's options"

@@ -1,15 +1,21 @@
-"""What ``torch.distributed.optim.DistributedOptimizer`` can compile.
+"""What torch's map of functional optimizers has for ours.
 
-It turns the functional optimizer that it finds in torch's map into TorchScript, which a Python
-class around a C++ core cannot be. So it is given an object of one line, which hands over to Python.
+``DistributedOptimizer`` compiles what it finds there into TorchScript, which a Python class around
+a C++ core cannot be. Were ours not in the map, it would set ``param.grad`` and call ``step()``. But
+then it leaves ``param.grad`` where it is, and a parameter that the next batch does not use is
+updated with the gradient of the one before. So it gets a class of one line that it can compile and
+that hands over to Python.
 
-Without ``from __future__ import annotations``: TorchScript reads the annotations as objects.
+There is no ``from __future__ import annotations``: TorchScript needs them as types.
 """
 
+from contextlib import ExitStack
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep.by_hand import FunctionalOptimizer
 
@@ -21,14 +27,40 @@ def functional(
     _allow_empty_param_list: bool = False,
     **options: Any,
 ) -> Any:
-    """Make a functional optimizer for whoever asks.
+    """Make the functional optimizer that the caller can use.
 
-    Whoever has no parameters yet will pass each one to ``step_param``, in Python, and gets the
-    optimizer itself. Only ``DistributedOptimizer`` does not say ``_allow_empty_param_list``: it
-    has all its parameters, and compiles what it gets.
+    Whoever passes ``_allow_empty_param_list`` works in Python and gets the optimizer itself. Only
+    ``DistributedOptimizer`` does not: it has all its parameters from the beginning.
     """
     optimizer = cls(params, *args, _allow_empty_param_list=_allow_empty_param_list, **options)
-    return optimizer if _allow_empty_param_list else Scripted(_token_of(optimizer))
+    return optimizer if _allow_empty_param_list else Scripted(_token_of(Served(optimizer)))
+
+
+class Served:
+    """An optimizer of parameters that several trainers may have optimizers of.
+
+    Each trainer's ``DistributedOptimizer`` has its own here, with its own state. Updates of one
+    parameter wait for each other nevertheless, so that none is lost.
+    """
+
+    _guard = Lock()
+    _all_locks = WeakTensorKeyDictionary()
+
+    def __init__(self, optimizer: FunctionalOptimizer) -> None:
+        self._optimizer = optimizer
+        params = optimizer.param_group["params"]
+        with Served._guard:
+            self._locks = [Served._all_locks.setdefault(param, Lock()) for param in params]
+        # Everybody takes the locks in the same order.
+        self._order = sorted(range(len(params)), key=lambda index: id(params[index]))
+
+    def step(self, gradients: list[Tensor | None]) -> None:
+        """Update every parameter whose gradient is not ``None``."""
+        with ExitStack() as stack:
+            for index in self._order:
+                if gradients[index] is not None:
+                    stack.enter_context(self._locks[index])
+            self._optimizer.step(gradients)
 
 
 class Scripted:
@@ -42,17 +74,16 @@ class Scripted:
         _step(self.token, gradients)
 
 
-def _token_of(optimizer: FunctionalOptimizer) -> Tensor:
-    """Something that a compiled object may keep, and that keeps the optimizer.
+def _token_of(served: Served) -> Tensor:
+    """What a compiled object can keep, and what keeps the optimizer alive for as long.
 
-    A compiled object has no Python attributes, but tensors; and a tensor has its Python attributes
-    for as long as anybody has the tensor.
+    It cannot have Python objects but tensors, and a tensor keeps its Python attributes.
     """
     token = torch.empty(0)
-    token.optimizer = optimizer  # type: ignore[attr-defined]
+    token.served = served  # type: ignore[attr-defined]
     return token
 
 
 @torch.jit.ignore
 def _step(token: Tensor, gradients: list[Tensor | None]) -> None:
-    token.optimizer.step(gradients)  # type: ignore[attr-defined]
+    token.served.step(gradients)  # type: ignore[attr-defined]

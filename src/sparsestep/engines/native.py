@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.autograd.graph import increment_version
 from sparsestep.contract import Settings, Update
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
+
+if TYPE_CHECKING:
+    from sparsestep.catch_up import Idling
 
 try:
     import sparsestep._native as _native
@@ -167,11 +170,54 @@ class Step:
             increment_version(written)
 
 
+_ALONG = ("nothing", "buffer", "sign", "quotient", "leader")  # as in native/types.h
+
+
 def catch_up(
-    idling: Any, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
+    idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
 ) -> int | None:
-    """Bring rows up to date; ``None`` where the core has no way to do it."""
-    return None
+    """Bring rows up to date; how many had missed something. ``None`` where the core cannot."""
+    if core is None or not param.is_cpu:
+        return None
+    history, specs = idling.history, idling.rule.state
+    idle, hyper, names = history.idle, history.hyper, [kept.name for kept in specs]
+    elements = sum(not kept.per_row for kept in specs)
+    integers = (
+        history.now,
+        history.base,
+        int(touch),
+        elements,
+        len(specs) - elements,
+        _ALONG.index(idle.along),
+        names.index(idle.buffer) if idle.buffer in names else -1,
+        names.index(idle.square) if idle.square in names else -1,
+        int(history.converges),
+        history.reach,
+        history.follow,
+    )
+    lr = hyper.get("lr", 0.0)
+    numbers = (
+        history.first,
+        history.fade,
+        history.eps,
+        history.small_for(param.dtype),
+        1 / lr if lr else 0.0,
+        *(float(hyper.get(name, 0.0)) for name in ("beta", "l1", "l2")),
+    )
+    stale: int | None = core.catch_up(
+        (param, *state),
+        None if rows is None else rows.contiguous(),
+        idling.last,
+        tuple(idle.fades.get(name, -1) + 1 for name in names),
+        integers,
+        numbers,
+        history.tables,
+        torch.get_num_threads(),
+        _isa.index,
+    )
+    if stale is not None:
+        increment_version([param])
+    return stale
 
 
 def _in_rows(touched: Touched) -> Touched:

@@ -1,0 +1,193 @@
+// Dense semantics: what idle rows missed, done at once. The arithmetic, and the oracle of the
+// tests, are in src/sparsestep/catch_up.py.
+//
+// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+#pragma once
+
+#include "apply.h"
+#include "rules/math.h"
+#include "types.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T, class Rows>
+class CatchUpLoop {
+public:
+    CatchUpLoop(const CatchUpWork& work, const Job& job, const Piece& whole)
+        : work_(work),
+          param_(job.param, job, whole, 0),
+          rows_{Rows(work.states > 0 ? job.state[0] : job.param, job, whole, 0),
+                Rows(work.states > 1 ? job.state[1] : job.param, job, whole, 0),
+                Rows(work.states > 2 ? job.state[2] : job.param, job, whole, 0)} {}
+
+    // Returns how many rows had missed something.
+    int64_t run(int64_t begin, int64_t end) {
+        int64_t stale = 0;
+        for (int64_t i = begin; i < end; ++i) {
+            if (i + prefetch_distance < end) prefetch(row_of(i + prefetch_distance));
+            stale += bring(row_of(i));
+        }
+        return stale;
+    }
+
+private:
+    int64_t row_of(int64_t i) const { return work_.rows ? work_.rows[i] : i; }
+
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        const int32_t last = __atomic_load_n(work_.last + row, __ATOMIC_RELAXED);
+        if ((last < 0 ? ~last : last) >= work_.now) return;
+        param_.prefetch(row);
+        for (int s = 0; s < work_.states; ++s) rows_[s].prefetch(row);
+    }
+
+    // A row may come several times, and threads share the rows: whoever finds it behind does it.
+    int64_t bring(int64_t row) {
+        const int32_t stamp = work_.now + (work_.touch ? 1 : 0);
+        const int32_t seen = __atomic_load_n(work_.last + row, __ATOMIC_RELAXED);
+        const int32_t left = work_.touch || seen >= 0 ? stamp : ~stamp;
+        if (seen == left) return 0;
+        const int32_t last = __atomic_exchange_n(work_.last + row, left, __ATOMIC_RELAXED);
+        if (last == left) return 0;
+        const int64_t since = (last < 0 ? ~last : last) - work_.base;
+        const int64_t n = work_.now - work_.base;
+        if (since >= n) return 0;
+        catch_up(row, since, n);
+        return last >= 0 || work_.growth[since] != work_.growth[n];
+    }
+
+    void catch_up(int64_t row, int64_t since, int64_t n) {
+        const double grown = work_.growth[n];
+        const double decay = work_.growth[since] / grown - 1;
+        double sums[4];
+        for (int i = 0; i < 4; ++i) sums[i] = work_.sums[i][since] / grown;
+        if (work_.along == Along::sign) sums[0] = (work_.sums[0][n] - work_.sums[0][since]) / grown;
+        const double fades[] = {1, work_.firsts[n - since], work_.seconds[n - since]};
+        double row_square = 0;
+        for (int s = 0; s < work_.slot_states; ++s) {
+            double kept;
+            load_tile(work_.slot_state[s], row, 0, 1, &kept);
+            if (s == work_.square - work_.states) row_square = kept;
+            kept *= fades[work_.fade[work_.states + s]];
+            store_tile(work_.slot_state[s], row, 0, 1, &kept);
+        }
+        for (int64_t offset = 0; offset < work_.block; offset += tile_size) {
+            const int64_t rest = work_.block - offset;
+            const int64_t m = rest < tile_size ? rest : tile_size;
+            T* param = param_.load(row, offset, m, param_tile_);
+            T* state[3];
+            for (int s = 0; s < work_.states; ++s) {
+                state[s] = rows_[s].load(row, offset, m, state_tiles_[s]);
+            }
+            const bool in_tile = work_.square >= 0 && work_.square < work_.states;
+            move(param, work_.buffer >= 0 ? state[work_.buffer] : nullptr,
+                 in_tile ? state[work_.square] : nullptr, T(row_square), m, since, n, T(decay),
+                 sums, state);
+            param_.store(row, offset, m, param);
+            for (int s = 0; s < work_.states; ++s) {
+                if (!work_.fade[s]) continue;
+                scale(state[s], T(fades[work_.fade[s]]), m);
+                rows_[s].store(row, offset, m, state[s]);
+            }
+        }
+    }
+
+    static void scale(T* __restrict tile, T factor, int64_t m) {
+        for (int64_t j = 0; j < m; ++j) tile[j] *= factor;
+    }
+
+    void move(T* __restrict param, const T* __restrict buffer, const T* __restrict square,
+              T row_square, int64_t m, int64_t since, int64_t n, T decay, const double* sums,
+              T* const* state) {
+        const T s0 = T(sums[0]), s1 = T(sums[1]), s2 = T(sums[2]), s3 = T(sums[3]);
+        switch (work_.along) {
+            case Along::nothing:
+                for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay;
+                return;
+            case Along::sign:
+                for (int64_t j = 0; j < m; ++j) {
+                    param[j] += param[j] * decay - sign(buffer[j]) * s0;
+                }
+                return;
+            case Along::buffer: {
+                const T total = work_.converges ? s0 : T(follow(0, since, n));
+                for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - buffer[j] * total;
+                return;
+            }
+            case Along::leader: return lead(param, state[0], state[1], m);
+            case Along::quotient: break;
+        }
+        const int64_t missed = n - since < work_.reach ? n - since : work_.reach;
+        const T eps = T(work_.eps);
+        // A square that is smaller than this has to be followed step by step.
+        const double bound = work_.eps / (work_.small * power(work_.fading, double(missed)));
+        const T least = work_.converges ? T(bound * bound) : T(__builtin_inf());
+        int64_t followed = 0;
+        for (int64_t j = 0; j < m; ++j) {
+            const T v = square ? square[j] : row_square;
+            const bool series = v >= least && v > 0;
+            const T inverse = 1 / square_root(series ? v : T(1));
+            const T y = -eps * inverse;
+            const T move = buffer[j] * inverse * (s0 + y * (s1 + y * (s2 + y * s3)));
+            moves_[j] = series ? move : T(0);
+            followed += !series & (buffer[j] != 0);
+        }
+        if (followed) {
+            for (int64_t j = 0; j < m; ++j) {
+                const double v = square ? double(square[j]) : double(row_square);
+                if ((T(v) >= least && v > 0) || buffer[j] == 0) continue;
+                moves_[j] = T(double(buffer[j]) * follow(square_root(v), since, n));
+            }
+        }
+        for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - moves_[j];
+    }
+
+    // The sum of an entry's moves, for a buffer of one, step by step.
+    double follow(double root, int64_t since, int64_t n) const {
+        const int64_t most = since + work_.follow;
+        const int64_t end = n < most ? n : most;
+        const bool quotient = work_.along == Along::quotient;
+        double total = 0, fade = 1, first = 1;
+        for (int64_t step = since + 1; step <= end; ++step) {
+            fade *= work_.fading;
+            first *= work_.first;
+            const double weight = work_.sizes[step] * work_.growth[step] * first;
+            total += quotient ? weight / (root * fade / work_.roots[step] + work_.eps) : weight;
+        }
+        return total / work_.growth[n];
+    }
+
+    void lead(T* __restrict param, const T* __restrict linear, const T* __restrict sum,
+              int64_t m) const {
+        if (work_.rate == 0) return;
+        const T rate = T(work_.rate), beta = T(work_.beta), l1 = T(work_.l1), l2 = T(work_.l2);
+        for (int64_t j = 0; j < m; ++j) {
+            const T leader =
+                (sign(linear[j]) * l1 - linear[j]) / ((beta + square_root(sum[j])) * rate + l2);
+            param[j] = magnitude(linear[j]) <= l1 ? T(0) : leader;
+        }
+    }
+
+    const CatchUpWork& work_;
+    const Rows param_;
+    const Rows rows_[3];
+    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T state_tiles_[3][tile_size];
+    alignas(cache_line) T moves_[tile_size];
+};
+
+template <class T>
+int64_t catch_up(const CatchUpWork& work, int64_t begin, int64_t end) {
+    Job job{};
+    job.param = work.param;
+    job.block = work.block;
+    for (int s = 0; s < work.states; ++s) job.state[s] = work.state[s];
+    const Piece whole{0, 0, 0, work.block};
+    bool stored = is_stored_as<T>(work.param);
+    for (int s = 0; s < work.states; ++s) stored &= is_stored_as<T>(work.state[s]);
+    if (!stored) return CatchUpLoop<T, ConvertedRows<T>>(work, job, whole).run(begin, end);
+    return CatchUpLoop<T, StoredRows<T, 0>>(work, job, whole).run(begin, end);
+}
+
+}  // namespace
+}  // namespace sparsestep
