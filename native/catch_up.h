@@ -11,6 +11,15 @@
 namespace sparsestep {
 namespace {
 
+// What an average whose sign counts never becomes smaller than.
+inline double least_of(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::float16: return 0x1p-24;
+        case Dtype::float64: return 0x1p-1022;
+        default: return 0x1p-126;
+    }
+}
+
 template <class T, class Rows>
 class CatchUpLoop {
 public:
@@ -21,7 +30,7 @@ public:
                 Rows(work.states > 1 ? job.state[1] : job.param, job, whole, 0),
                 Rows(work.states > 2 ? job.state[2] : job.param, job, whole, 0)} {}
 
-    // Returns how many rows had missed something.
+    // Returns how many rows were not where they should have been.
     int64_t run(int64_t begin, int64_t end) {
         int64_t stale = 0;
         for (int64_t i = begin; i < end; ++i) {
@@ -52,16 +61,31 @@ private:
         const int64_t since = (last < 0 ? ~last : last) - work_.base;
         const int64_t n = work_.now - work_.base;
         if (since >= n) return 0;
-        catch_up(row, since, n);
-        return last >= 0 || work_.growth[since] != work_.growth[n];
+        const bool led = catch_up(row, since, n);
+        if (work_.along == Along::leader) return led;
+        return (last >= 0 && has_moved(since, n)) || work_.growth[since] != work_.growth[n];
     }
 
-    void catch_up(int64_t row, int64_t since, int64_t n) {
+    // Whether a buffer that is not zero has moved the parameter.
+    bool has_moved(int64_t since, int64_t n) const {
+        switch (work_.along) {
+            case Along::nothing: return false;
+            case Along::sign: return work_.sums[0][n] != work_.sums[0][since];
+            default: return !work_.converges || work_.sums[0][since] != 0;
+        }
+    }
+
+    // Returns whether FTRL's leader is another.
+    bool catch_up(int64_t row, int64_t since, int64_t n) {
         const double grown = work_.growth[n];
         const double decay = work_.growth[since] / grown - 1;
         double sums[4];
         for (int i = 0; i < 4; ++i) sums[i] = work_.sums[i][since] / grown;
-        if (work_.along == Along::sign) sums[0] = (work_.sums[0][n] - work_.sums[0][since]) / grown;
+        const bool signed_average = work_.along == Along::sign;
+        if (signed_average) {
+            const int64_t end = work_.first > 0 ? n : since + 1;  // then there is no sign left
+            sums[0] = (work_.sums[0][end] - work_.sums[0][since]) / grown;
+        }
         const double fades[] = {1, work_.firsts[n - since], work_.seconds[n - since]};
         double row_square = 0;
         for (int s = 0; s < work_.slot_states; ++s) {
@@ -71,6 +95,7 @@ private:
             kept *= fades[work_.fade[work_.states + s]];
             store_tile(work_.slot_state[s], row, 0, 1, &kept);
         }
+        bool led = false;
         for (int64_t offset = 0; offset < work_.block; offset += tile_size) {
             const int64_t rest = work_.block - offset;
             const int64_t m = rest < tile_size ? rest : tile_size;
@@ -80,39 +105,52 @@ private:
                 state[s] = rows_[s].load(row, offset, m, state_tiles_[s]);
             }
             const bool in_tile = work_.square >= 0 && work_.square < work_.states;
-            move(param, work_.buffer >= 0 ? state[work_.buffer] : nullptr,
-                 in_tile ? state[work_.square] : nullptr, T(row_square), m, since, n, T(decay),
-                 sums, state);
+            led |= move(param, work_.buffer >= 0 ? state[work_.buffer] : nullptr,
+                        in_tile ? state[work_.square] : nullptr, T(row_square), m, since, n,
+                        T(decay), sums, state);
             param_.store(row, offset, m, param);
             for (int s = 0; s < work_.states; ++s) {
                 if (!work_.fade[s]) continue;
-                scale(state[s], T(fades[work_.fade[s]]), m);
+                const T factor = T(fades[work_.fade[s]]);
+                if (signed_average && s == work_.buffer && work_.first > 0) {
+                    scale_signed(state[s], factor, T(least_of(work_.state[s].dtype)), m);
+                } else {
+                    scale(state[s], factor, m);
+                }
                 rows_[s].store(row, offset, m, state[s]);
             }
         }
+        return led;
     }
 
     static void scale(T* __restrict tile, T factor, int64_t m) {
         for (int64_t j = 0; j < m; ++j) tile[j] *= factor;
     }
 
-    void move(T* __restrict param, const T* __restrict buffer, const T* __restrict square,
+    static void scale_signed(T* __restrict tile, T factor, T least, int64_t m) {
+        for (int64_t j = 0; j < m; ++j) {
+            const T faded = tile[j] * factor;
+            tile[j] = magnitude(faded) < least ? sign(tile[j]) * least : faded;
+        }
+    }
+
+    bool move(T* __restrict param, const T* __restrict buffer, const T* __restrict square,
               T row_square, int64_t m, int64_t since, int64_t n, T decay, const double* sums,
               T* const* state) {
         const T s0 = T(sums[0]), s1 = T(sums[1]), s2 = T(sums[2]), s3 = T(sums[3]);
         switch (work_.along) {
             case Along::nothing:
                 for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay;
-                return;
+                return false;
             case Along::sign:
                 for (int64_t j = 0; j < m; ++j) {
                     param[j] += param[j] * decay - sign(buffer[j]) * s0;
                 }
-                return;
+                return false;
             case Along::buffer: {
                 const T total = work_.converges ? s0 : T(follow(0, since, n));
                 for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - buffer[j] * total;
-                return;
+                return false;
             }
             case Along::leader: return lead(param, state[0], state[1], m);
             case Along::quotient: break;
@@ -140,6 +178,7 @@ private:
             }
         }
         for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - moves_[j];
+        return false;
     }
 
     // The sum of an entry's moves, for a buffer of one, step by step.
@@ -157,15 +196,20 @@ private:
         return total / work_.growth[n];
     }
 
-    void lead(T* __restrict param, const T* __restrict linear, const T* __restrict sum,
+    // Returns whether it moves anything by more than a rounding, of bfloat16.
+    bool lead(T* __restrict param, const T* __restrict linear, const T* __restrict sum,
               int64_t m) const {
-        if (work_.rate == 0) return;
+        if (work_.rate == 0) return false;
         const T rate = T(work_.rate), beta = T(work_.beta), l1 = T(work_.l1), l2 = T(work_.l2);
+        bool moved = false;
         for (int64_t j = 0; j < m; ++j) {
-            const T leader =
-                (sign(linear[j]) * l1 - linear[j]) / ((beta + square_root(sum[j])) * rate + l2);
-            param[j] = magnitude(linear[j]) <= l1 ? T(0) : leader;
+            const T beyond = sign(linear[j]) * l1 - linear[j];
+            const T leader = beyond / ((beta + square_root(sum[j])) * rate + l2);
+            const T next = magnitude(linear[j]) <= l1 ? T(0) : leader;
+            moved |= magnitude(next - param[j]) > magnitude(next) / 256;
+            param[j] = next;
         }
+        return moved;
     }
 
     const CatchUpWork& work_;

@@ -6,6 +6,9 @@ A rule is in the table once registered; two rules that a user might write are th
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -92,6 +95,7 @@ def close(ours: torch.Tensor, oracle: torch.Tensor, slack: torch.Tensor) -> bool
 def test_a_step_is_the_rule_on_what_was_touched(
     variant: Variant, engine: str, dtype: torch.dtype, case: Case
 ):
+    torch.set_num_threads(1)  # what threads do is tested below; here they would only wait
     params = [torch.nn.Parameter(p) for p in case.params(dtype)]
     with running_on(engine) as name:
         opt = variant(case.groups(params), **case.options, engine=name)
@@ -140,14 +144,20 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(
         assert all(map(same_bits, results[0], other))
 
 
-@on_each_engine(EVERY)
-def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
+@cache
+def large_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Large enough for buckets, several chunks, a long chain and every thread."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(0, 5000, (1, 40_000), generator=generator)
     indices[0, torch.randint(0, 40_000, (15_000,), generator=generator)] = 4321
     values = torch.randn(40_000, 24, generator=generator)
     weight = torch.randn(5000, 24, generator=generator)
+    return indices, values, weight
+
+
+@on_each_engine(EVERY)
+def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
+    indices, values, weight = large_step()
     results = []
     with running_on(engine) as name:
         for threads in (1, 2, 3, 8):
@@ -196,11 +206,18 @@ def test_a_gradient_is_never_written(variant: Variant, engine: str, dtype: torch
                     assert same_bits(param.grad.to_dense(), fresh.to_dense())
 
 
+def through_a_pickle(whole: Any) -> Any:
+    return pickle.loads(pickle.dumps(whole))
+
+
 @each_variant
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_pickle])
 @each_case(case=cases())
-def test_pickle_and_deepcopy_go_on_with_the_same_bits(variant: Variant, case: Case):
+def test_pickle_and_deepcopy_go_on_with_the_same_bits(
+    variant: Variant, copied: Callable[[Any], Any], case: Case
+):
     _, opt = case.run(variant, torch.float32)
-    again_params, again = copy.deepcopy(([*opt.param_groups[0]["params"]], opt))
+    again_params, again = copied(([*opt.param_groups[0]["params"]], opt))
     gradient = torch.ones_like(opt.param_groups[0]["params"][0])
     for some, one in ((opt.param_groups[0]["params"], opt), (again_params, again)):
         for group in one.param_groups:

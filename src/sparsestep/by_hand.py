@@ -141,6 +141,7 @@ class FunctionalOptimizer:
                 if names is not None:
                     del names[index:]
                 self._optimizer.settled.discard(id(param))
+                self._optimizer.idle.pop(id(param), None)
                 raise
             self._locks[id(param)] = Lock()
             self._places[id(param)] = index

@@ -37,6 +37,8 @@ _MOST_GROWTH = 1e150
 _SMALL = {torch.float64: 1e-4}
 _USUALLY_SMALL = 0.02
 _TERMS = 4
+# What an average whose sign counts never becomes smaller than; usually the smallest normal number.
+_LEAST = {torch.float16: 2.0**-24}
 
 
 class History:
@@ -67,9 +69,9 @@ class History:
 
     def _find_reach(self) -> None:
         """How many steps back a move still matters, and whether the series may be used."""
-        terms = _TERMS if self.idle.along == "quotient" else 1
-        fade = self.fade or 1e-300
-        ratios = [self.first / fade ** (i + 1) if terms > 1 else self.first for i in range(terms)]
+        ratios = [self.first]
+        if self.idle.along == "quotient":
+            ratios = [_quotient(self.first, self.fade ** (i + 1)) for i in range(_TERMS)]
         self.reach = max(_reach(ratio) for ratio in ratios)
         self.converges = self.reach < _MOST_STEPS
         # Followed step by step, an entry is done when its first term's ratio has died out.
@@ -138,6 +140,11 @@ class History:
         self.steps = n
 
 
+def _quotient(first: float, fade: float) -> float:
+    """How the terms of a sum shrink; a square that is gone at once leaves nothing to divide by."""
+    return first / fade if fade else math.inf if first else 0.0
+
+
 def _reach(ratio: float) -> int:
     if ratio <= 0.0:
         return 1
@@ -181,7 +188,7 @@ class Idling:
         touch: bool,
         engine: str = "auto",
     ) -> int:
-        """Make rows current; returns how many of them had missed something.
+        """Make rows current; returns how many of them were not: of whose parameter.
 
         Args:
             param: the parameter, real.
@@ -190,14 +197,27 @@ class Idling:
             touch: they are about to be updated by the step after ``now``.
             engine: as for a step.
         """
+        self._check(param, state)
+        rows = None if rows is None else rows.reshape(-1).long()
         if engine != "reference" and native.core is not None:
             stale = native.catch_up(self, param, state, rows, touch)
             if stale is not None:
                 return stale
         return _bring(self, param, state, rows, touch)
 
+    def _check(self, param: Tensor, state: list[Tensor]) -> None:
+        """Refuse what is not of the shape that the rows were counted in."""
+        rows = len(self.last)
+        wanted = [param.shape[:1] if kept.per_row else param.shape for kept in self.rule.state]
+        if len(param) != rows or [tensor.shape for tensor in state] != wanted:
+            contract = f"a parameter with rows that are behind must keep its shape, {rows} rows"
+            got = f"{tuple(param.shape)} with state {[tuple(t.shape) for t in state]}"
+            raise InputError(sentence(contract, got, "Make a new optimizer for it"))
+
     def bring_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> None:
         """Make every row current, of those that may move at all; forget the past."""
+        if not self.history.steps:
+            return
         self.bring(param, state, self.among, touch=False, engine=engine)
         now = self.history.now
         self.last = torch.where(self.last < 0, ~now, now).to(torch.int32)
@@ -226,32 +246,54 @@ def _bring(
 ) -> int:
     """In torch, in float64: the oracle of the native kernel."""
     history, last = idling.history, idling.last
-    rows = torch.arange(len(last)) if rows is None else rows.reshape(-1).unique()
+    rows = torch.arange(len(last)) if rows is None else rows.unique()
     old = last[rows].long()
     fresh = old < 0
     since = torch.where(fresh, ~old, old) - history.base
-    n = history.steps
-    behind = since < n
+    behind = since < history.steps
     stamp = history.now + 1 if touch else history.now
     last[rows] = torch.where(fresh & ~torch.tensor(touch), ~stamp, stamp).to(torch.int32)
-    decayed = history.growth[since.clamp(max=n)] != history.growth[n]
-    stale = int((behind & (~fresh | decayed)).sum())
-    rows, since = rows[behind], since[behind]
+    rows, since, fresh = rows[behind], since[behind], fresh[behind]
     if not len(rows) or not param.numel():
-        return stale
+        return 0
     wide = [t[rows].double().reshape(len(rows), -1) for t in (param, *state)]
     named = dict(zip((s.name for s in idling.rule.state), wide[1:], strict=True))
     moved = _moved(history, wide[0], named, since, param.dtype)
-    for tensor, new in zip((param, *state), (moved, *_faded(history, named, since)), strict=True):
+    faded = _faded(history, named, since, [tensor.dtype for tensor in state])
+    for tensor, new in zip((param, *state), (moved, *faded), strict=True):
         tensor[rows] = new.to(tensor.dtype).reshape(tensor[rows].shape)
-    return stale
+    return int(_is_stale(history, wide[0], moved, since, fresh).sum())
 
 
-def _faded(history: History, state: dict[str, Tensor], since: Tensor) -> list[Tensor]:
+def _is_stale(
+    history: History, before: Tensor, after: Tensor, since: Tensor, fresh: Tensor
+) -> Tensor:
+    """Which rows were not where they should have been."""
+    n, along = history.steps, history.idle.along
+    if along == "leader":  # more than a rounding, of bfloat16
+        return ((after - before).abs() > after.abs() / 256).any(dim=1)
+    decayed = history.growth[since] != history.growth[n]
+    if along == "nothing":
+        return decayed
+    if along != "sign" and not history.converges:  # there is no sum that would tell
+        return decayed | ~fresh
+    sums = history.sums[0]
+    return decayed | ~fresh & (sums[since] != (sums[n] if along == "sign" else 0.0))
+
+
+def _faded(
+    history: History, state: dict[str, Tensor], since: Tensor, dtypes: list[torch.dtype]
+) -> list[Tensor]:
     missed = history.steps - since
     factors = (history.firsts[missed][:, None], history.seconds[missed][:, None])
-    fades = history.idle.fades
-    return [t * factors[fades[name]] if name in fades else t for name, t in state.items()]
+    idle, result = history.idle, []
+    for (name, old), dtype in zip(state.items(), dtypes, strict=True):
+        new = old * factors[idle.fades[name]] if name in idle.fades else old
+        if idle.along == "sign" and name == idle.buffer and history.first:
+            least = _LEAST.get(dtype, torch.finfo(dtype).smallest_normal)
+            new = torch.where(new.abs() < least, old.sign() * least, new)
+        result.append(new)
+    return result
 
 
 def _moved(
@@ -265,7 +307,8 @@ def _moved(
         return param * left
     buffer = state[idle.buffer]
     if idle.along == "sign":
-        drift = (history.sums[0, n] - history.sums[0, since]) / history.growth[n]
+        end = n if history.first else since + 1  # from where on there is no sign left
+        drift = (history.sums[0, end] - history.sums[0, since]) / history.growth[n]
         return param * left - buffer.sign() * drift[:, None]
     sums = (history.sums[:, since] / history.growth[n])[..., None]
     if idle.along == "buffer" and history.converges:

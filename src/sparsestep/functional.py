@@ -182,7 +182,12 @@ def sparse_adam_(
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = sparse_adam_rules.RULE, [exp_avg, exp_avg_sq]
-    apply_("sparse_adam_", rule, param, grad, state, step, hyper, weight_decay=0.0, **common)
+    apply_(
+        *("sparse_adam_", rule, param, grad, state, step, hyper),
+        weight_decay=0.0,
+        decoupled_weight_decay=False,
+        **common,
+    )
 
 
 def adam_(
@@ -378,4 +383,9 @@ def ftrl_(
     """One step of :class:`sparsestep.Ftrl`."""
     hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
     state = [linear, sum]
-    apply_("ftrl_", ftrl.RULE, param, grad, state, step, hyper, weight_decay=0.0, **common)
+    apply_(
+        *("ftrl_", ftrl.RULE, param, grad, state, step, hyper),
+        weight_decay=0.0,
+        decoupled_weight_decay=False,
+        **common,
+    )

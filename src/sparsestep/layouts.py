@@ -185,7 +185,7 @@ def _from_compressed(grad: Tensor) -> Touched:
     by_row = grad.layout in _BY_ROW
     starts = grad.crow_indices() if by_row else grad.ccol_indices()
     others = grad.col_indices() if by_row else grad.row_indices()
-    values = grad.values()
+    values = grad.values().detach()  # as a view of a sparse tensor it could not be seen as real
     high, wide = _block_of(grad, starts, others, values)
     batch_dims = starts.dim() - 1
     rows, columns = grad.shape[batch_dims : batch_dims + 2]

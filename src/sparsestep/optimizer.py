@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any, ClassVar, overload
 
 import torch
@@ -29,10 +27,11 @@ from torch.optim.optimizer import (
 from sparsestep import engines, masks, options
 from sparsestep import state as states
 from sparsestep.backward import StepInBackward
-from sparsestep.catch_up import Idling, refusal
+from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import check_positions
+from sparsestep.groups import Groups
 from sparsestep.step import Step, rows_of
 from sparsestep.tracking import Tracking
 
@@ -47,32 +46,6 @@ _OPTIONS = frozenset(
         *("state_dtype", "stochastic_rounding", "weight_decay"),
     }
 )
-
-
-def _check_dense(rule: Rule, group: dict[str, Any], *, coupled: bool, left: float) -> None:
-    """Refuse what dense semantics has no closed form for."""
-    if rule.idle is None and options.read(group, "bias_correction") == "per_row":
-        contract = "with semantics='dense' every row has every step: bias_correction must be global"
-        raise InputError(sentence(contract, "'per_row'"))
-    if rule.idle is None:
-        raise InputError(refusal(rule.name))
-    if coupled:
-        contract = (
-            "semantics='dense' has no closed form for coupled weight decay, whose gradient never "
-            "is zero"
-        )
-        got = f"weight_decay={group['weight_decay']}"
-        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
-    if not left > 0:
-        contract = "with semantics='dense', lr * weight_decay must be less than 1"
-        raise InputError(sentence(contract, 1 - left))
-    for name in ("stochastic_rounding", "differentiable"):
-        if group.get(name):
-            contract = f"semantics='dense' does not go with {name}"
-            raise InputError(sentence(contract, f"{name}=True"))
-
-
-_CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
 
 
 @contextmanager
@@ -129,9 +102,8 @@ class RuleOptimizer(Optimizer):
         """What is neither pickled nor copied."""
         self._loading: StateDict | None = None
         self.rounds = 0  # how often step() or zero_grad() was called
-        self._selections: dict[int, masks.Selection] = {}
+        self.groups = Groups(self)
         self.idle: dict[int, Idling] = {}  # by id of the parameter
-        self._settings: dict[int, tuple[Any, Settings]] = {}
         self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
 
     @staticmethod
@@ -178,7 +150,7 @@ class RuleOptimizer(Optimizer):
                 self.check_params(number, param_group)
                 by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":
-                    self._read_settings(number, param_group)  # refuses what has no such form
+                    self.groups.read(number, param_group)  # refuses what has no such form
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
@@ -258,77 +230,13 @@ class RuleOptimizer(Optimizer):
 
     def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
         """What a param group says about its updates, now."""
-        values = tuple(group.values())
-        known = self._settings.get(number)
-        if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
-            return known[1]
-        settings = self._read_settings(number, group)
-        # What can change without being replaced has to be read every time.
-        changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
-        if all(isinstance(value, _CONSTANT) for value in changeable):
-            self._settings[number] = (values, settings)
-        return settings
+        return self.groups.settings_of(number, group)
 
-    def _read_settings(self, number: int, group: dict[str, Any]) -> Settings:
-        rule = self.rule_for(group)
-        hyper = {name: group[name] for name in rule.hyperparameters}
-        lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
-        if "lr" in hyper:
-            hyper["lr"] = lr
-        decay = 0.0 if "weight_decay" in self.own_options else group.get("weight_decay", 0.0)
-        if decay:
-            decay = options.number(decay)
-        decoupled = decay and (
-            self.always_decoupled or options.read(group, "decoupled_weight_decay")
-        )
-        if self.semantics == "dense":
-            _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
-        return Settings(
-            rule,
-            hyper,
-            -1.0 if group.get("maximize") and "maximize" not in self.own_options else 1.0,
-            0.0 if decoupled else decay,
-            1 - lr * decay if decoupled else 1.0,
-            group.get("state_dtype"),
-            group.setdefault("rounding_seed", torch.initial_seed())
-            if group.get("stochastic_rounding")
-            else None,
-            partial(self._who, number),
-            self.uses_torch(group),
-        )
-
-    def _who(self, group: int, index: int) -> str:
+    def name_of(self, group: int, index: int) -> str:
+        """How messages name a parameter."""
         names = self.param_groups[group].get("param_names")
         name = f" ({names[index]})" if names else ""
         return f"{type(self).__name__}: param {index} of group {group}{name}"
-
-    def selections_of(
-        self, group: dict[str, Any], settings: Settings
-    ) -> list[masks.Selection | None] | None:
-        """What the masks of a group select, looked at anew only when something has changed."""
-        given = group.get("mask")
-        if given is None:
-            return None
-        known: list[masks.Selection | None] | None = settings.core.get("selections")
-        if known is None or not isinstance(given, Tensor):  # a list may have other masks now
-            params = group["params"]
-            by_row = settings.rule.by_row or self.semantics == "dense"
-            masks.checked(given, params, by_row=by_row)
-            known = [
-                None if mask is None else self._selection(param, mask)
-                for param, mask in zip(params, masks.listed(given, params), strict=True)
-            ]
-            settings.core["selections"] = known
-        for selection in known:
-            if selection is not None:
-                selection.update()
-        return known
-
-    def _selection(self, param: Tensor, mask: Tensor) -> masks.Selection:
-        found = self._selections.get(id(param))
-        if found is None or found.mask is not mask:
-            found = self._selections[id(param)] = masks.Selection(mask, param.shape)
-        return found
 
     def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
         """A step count as torch's class keeps it."""

@@ -163,9 +163,9 @@ class Step:
             grads: gradients passed by hand, one for each parameter that is meant.
         """
         optimizer, params = self._optimizer, group["params"]
-        settings = optimizer.settings_of(number, group)
+        settings = optimizer.groups.settings_of(number, group)
         try:
-            selections = optimizer.selections_of(group, settings)
+            selections = optimizer.groups.selections_of(group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         dense: list[Planned] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -11,23 +12,37 @@ if TYPE_CHECKING:
 
 
 class Tracking:
-    """The handle of ``optimizer.track(model)``; ``remove()`` undoes it."""
+    """The handle of ``optimizer.track(model)``; ``remove()`` undoes it.
 
-    def __init__(self, optimizer: RuleOptimizer, model: nn.Module) -> None:
+    A copy of the model is current but not watched: its weights are not this optimizer's.
+    """
+
+    def __init__(self, optimizer: RuleOptimizer | None, model: nn.Module) -> None:
         self._optimizer = optimizer
+        self._handles: list[Any] = []
+        if optimizer is None:
+            return
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._handles: list[Any] = [model.register_state_dict_pre_hook(self._before_saving)]
+        self._watch_as_a_whole(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in known:
-                self._handles.append(
-                    module.register_forward_pre_hook(self._before_reading, with_kwargs=True)
-                )
+                hook = module.register_forward_pre_hook(self._before_reading, with_kwargs=True)
+                self._handles.append(hook)
+                if module is not model:  # it may be saved and loaded alone
+                    self._watch_as_a_whole(module)
+
+    def _watch_as_a_whole(self, module: nn.Module) -> None:
+        # What is loaded stands as it is: what was missed before must not be made up for after.
+        self._handles += [
+            module.register_state_dict_pre_hook(self._catch_up),
+            module.register_load_state_dict_pre_hook(self._catch_up),
+        ]
 
     def _before_reading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         ids = args[0] if args else kwargs.get("input")
-        if isinstance(ids, Tensor):
+        if self._optimizer is not None and isinstance(ids, Tensor):
             weight = module.weight
             assert isinstance(weight, Tensor)
             # What is no row is left to the module, which says so.
@@ -38,11 +53,35 @@ class Tracking:
                     return
                 self._optimizer.catch_up(weight, inside)
 
-    def _before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._optimizer.catch_up()
+    def _catch_up(self, module: nn.Module, *_: Any) -> None:
+        if self._optimizer is None:
+            return
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            self._optimizer.catch_up(module.weight)
+        else:
+            self._optimizer.catch_up()
 
     def remove(self) -> None:
         """Watch no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tracking:
+        if self._optimizer is not None:
+            self._optimizer.catch_up()
+            for group in self._optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) in memo:  # copied before it was current
+                        memo[id(param)].copy_(param)
+        return _untracked()
+
+    def __reduce__(self) -> Any:
+        if self._optimizer is not None:
+            self._optimizer.catch_up()
+        return _untracked, ()
+
+
+def _untracked() -> Tracking:
+    return Tracking(None, nn.Module())

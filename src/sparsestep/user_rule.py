@@ -198,10 +198,11 @@ def _optimizer_class(
                 contract = "the native engine takes rules that have a C++ twin"
                 got, remedy = f"rule {made.name!r}", "Use engine='auto'"
                 raise InputError(f"{made.name}: {sentence(contract, got, remedy)}")
-            defaults = {name: value for name, value in values.items() if name not in required}
-            defaults.update(common)
-            known = [name for name in given if name in values or name in common]
-            defaults.update({name: given.pop(name) for name in known})
+            defaults = {
+                name: given.pop(name, value)
+                for name, value in {**values, **common}.items()
+                if name in given or name not in required
+            }
             super().__init__(params, defaults, **given)
 
         @staticmethod

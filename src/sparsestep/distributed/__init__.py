@@ -1,6 +1,6 @@
-"""The optimizers within ``torch.distributed``: in its functional ones, in DDP, and over RPC.
+"""The optimizers within ``torch.distributed``: over RPC, in DDP, wherever it wants functional ones.
 
-Importing it costs nothing; :func:`register` imports what it needs of torch.
+Importing this costs nothing; :func:`register` imports what it needs of torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make the optimizers known to ``torch.distributed``.
-
-    Then these take them like torch's own classes, which stay as they are:
+    """Make the optimizers known to ``torch.distributed``, which then takes them like torch's own.
 
     - ``torch.distributed.optim.utils.as_functional_optim`` makes the functional optimizer of the
       same name.
     - ``torch.distributed.optim.DistributedOptimizer`` trains parameters of other processes over
-      RPC, with gradients of any layout. It has to be registered only where that is created, and
-      before; the other processes need sparsestep installed.
-    - ``DistributedDataParallel._register_fused_optim`` updates parameters while others are still
-      being reduced. Unlike torch's optimizers these also update those with sparse gradients.
+      RPC, with gradients of any layout. Call this first, in the process that creates it.
+    - ``DistributedDataParallel._register_fused_optim`` updates parameters while the gradients of
+      others are being reduced; sparse gradients too, which it passes over with torch's optimizers.
+
+    Torch's own optimizers stay as they are. Ordinary use, as within ``DistributedDataParallel`` or
+    ``ZeroRedundancyOptimizer``, does not need this.
 
     May be called more than once.
 

@@ -48,18 +48,17 @@ class Served:
 
     def __init__(self, optimizer: FunctionalOptimizer) -> None:
         self._optimizer = optimizer
-        params = optimizer.param_group["params"]
+        self._params = optimizer.param_group["params"]
         with Served._guard:
-            self._locks = [Served._all_locks.setdefault(param, Lock()) for param in params]
-        # Everybody takes the locks in the same order.
-        self._order = sorted(range(len(params)), key=lambda index: id(params[index]))
+            self._locks = {id(p): Served._all_locks.setdefault(p, Lock()) for p in self._params}
 
     def step(self, gradients: list[Tensor | None]) -> None:
         """Update every parameter whose gradient is not ``None``."""
+        pairs = zip(self._params, gradients, strict=False)
         with ExitStack() as stack:
-            for index in self._order:
-                if gradients[index] is not None:
-                    stack.enter_context(self._locks[index])
+            # Everybody takes the locks in the same order.
+            for key in sorted({id(param) for param, grad in pairs if grad is not None}):
+                stack.enter_context(self._locks[key])
             self._optimizer.step(gradients)
 
 

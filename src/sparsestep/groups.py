@@ -1,0 +1,129 @@
+"""How an optimizer reads its param groups.
+
+A user may change any option between two steps, so groups are read in every step; but mostly nothing
+has changed, and then what was read the last time is used again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparsestep import masks, options
+from sparsestep.catch_up import refusal
+from sparsestep.contract import Rule, Settings
+from sparsestep.errors import InputError, sentence
+
+if TYPE_CHECKING:
+    from sparsestep.optimizer import RuleOptimizer
+
+Group = dict[str, Any]
+
+# What cannot change without being replaced.
+_CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
+
+
+class Groups:
+    """An optimizer's param groups, as its steps see them."""
+
+    def __init__(self, optimizer: RuleOptimizer) -> None:
+        self._optimizer = optimizer
+        self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+        self._selections: dict[int, masks.Selection] = {}
+
+    def settings_of(self, number: int, group: Group) -> Settings:
+        """What a param group says about its updates, now."""
+        values = tuple(group.values())
+        known = self._settings.get(number)
+        if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
+            return known[1]
+        settings = self.read(number, group)
+        changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
+        if all(isinstance(value, _CONSTANT) for value in changeable):
+            self._settings[number] = (values, settings)
+        return settings
+
+    def read(self, number: int, group: Group) -> Settings:
+        """Read it, whatever is known already; raises where dense semantics has no such form."""
+        optimizer = self._optimizer
+        rule = optimizer.rule_for(group)
+        hyper = {name: group[name] for name in rule.hyperparameters}
+        lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
+        if "lr" in hyper:
+            hyper["lr"] = lr
+        decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
+        if decay:
+            decay = options.number(decay)
+        decoupled = decay and (
+            optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
+        )
+        if optimizer.semantics == "dense":
+            _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
+        return Settings(
+            rule,
+            hyper,
+            -1.0 if group.get("maximize") and "maximize" not in optimizer.own_options else 1.0,
+            0.0 if decoupled else decay,
+            1 - lr * decay if decoupled else 1.0,
+            group.get("state_dtype"),
+            group.setdefault("rounding_seed", torch.initial_seed())
+            if group.get("stochastic_rounding")
+            else None,
+            partial(optimizer.name_of, number),
+            optimizer.uses_torch(group),
+        )
+
+    def selections_of(
+        self, group: Group, settings: Settings
+    ) -> list[masks.Selection | None] | None:
+        """What the masks of a group select, looked at anew only when something has changed."""
+        given = group.get("mask")
+        if given is None:
+            return None
+        known: list[masks.Selection | None] | None = settings.core.get("selections")
+        if known is None or not isinstance(given, Tensor):  # a list may have other masks now
+            params = group["params"]
+            by_row = settings.rule.by_row or self._optimizer.semantics == "dense"
+            masks.checked(given, params, by_row=by_row)
+            known = [
+                None if mask is None else self._selection(param, mask)
+                for param, mask in zip(params, masks.listed(given, params), strict=True)
+            ]
+            settings.core["selections"] = known
+        for selection in known:
+            if selection is not None:
+                selection.update()
+        return known
+
+    def _selection(self, param: Tensor, mask: Tensor) -> masks.Selection:
+        found = self._selections.get(id(param))
+        if found is None or found.mask is not mask:
+            found = self._selections[id(param)] = masks.Selection(mask, param.shape)
+        return found
+
+
+def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
+    """Refuse what dense semantics has no closed form for."""
+    if rule.idle is None and options.read(group, "bias_correction") == "per_row":
+        contract = "with semantics='dense' every row has every step: bias_correction must be global"
+        raise InputError(sentence(contract, "'per_row'"))
+    if rule.idle is None:
+        raise InputError(refusal(rule.name))
+    if coupled:
+        contract = (
+            "semantics='dense' has no closed form for coupled weight decay, whose gradient never "
+            "is zero"
+        )
+        got = f"weight_decay={group['weight_decay']}"
+        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
+    if not left > 0:
+        contract = "with semantics='dense', lr * weight_decay must be less than 1"
+        raise InputError(sentence(contract, 1 - left))
+    for name in ("stochastic_rounding", "differentiable"):
+        if group.get(name):
+            contract = f"semantics='dense' does not go with {name}"
+            raise InputError(sentence(contract, f"{name}=True"))

@@ -1,0 +1,69 @@
+"""Two processes on this machine, which meet through a file and leave what they found in another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 90.0
+
+Results = dict[str, Any]
+
+
+def run_pair(module: str, folder: Path) -> list[Results]:
+    """What the worker of that module returned in each of the two processes."""
+    command = [sys.executable, "-W", "error", "-m", module]
+    loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
+    names = {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback} if loopback else {}
+    env = {**os.environ, **names, "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"log{rank}" for rank in (0, 1)]
+    workers = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                worker = subprocess.Popen(
+                    [*command, str(rank), str(folder)], cwd=ROOT, env=env, stdout=out, stderr=out
+                )
+            workers.append(worker)
+        _wait(workers)
+    finally:
+        for worker in workers:
+            worker.kill()  # nothing, if it has ended
+            worker.wait()
+    codes = [worker.returncode for worker in workers]
+    if codes != [0, 0]:
+        said = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+        pytest.fail(f"the two processes ended with {codes}\n{said}", pytrace=False)
+    return [torch.load(folder / f"results{rank}") for rank in (0, 1)]
+
+
+def _wait(workers: list[subprocess.Popen[bytes]]) -> None:
+    """Until both have ended, or one has failed, which the other might wait for, or too long."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        codes = [worker.poll() for worker in workers]
+        if None not in codes or any(codes):
+            return
+        time.sleep(0.05)
+
+
+def main(work: Callable[[int, str], Results]) -> None:
+    """Be one of the two: ``work`` gets the rank and the address to meet at."""
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    # Torch's parts warn each other of TorchScript, and of process groups without a frontend.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\b")
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+    results = work(rank, (folder / "meeting").as_uri())
+    torch.save(results, folder / f"results{rank}")
