@@ -1,0 +1,153 @@
+"""Cost follows storage: Adam on a sparse weight of 4,096 x 4,096 against torch's dense Adam.
+
+Two layouts of its gradient: CSR with 1 % of the elements, scattered, and BSR with 5 % of the blocks
+of 16 x 16. Ours takes them as they are; torch's fused Adam takes the same gradients made dense, for
+it has no other way. Afterwards nothing may have moved that was never held, and the growth of the
+peak of resident memory in one step is read, in a process of its own (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gradients import SETS
+from torch import Tensor
+from torch.nn import Parameter
+from turns import Stepping, add_rounds, medians
+
+from sparsestep import functional
+from sparsestep.cli.options import whole_number
+
+SIZE, BLOCK = 4_096, 16
+SHARES = {"CSR": 0.01, "BSR": 0.05}
+LR = 1e-3
+
+
+def gradient(layout: str, size: int) -> Tensor:
+    """Random places, random values."""
+    if layout == "CSR":
+        held = torch.rand(size, size) < SHARES[layout]
+        return torch.randn(size, size).mul_(held).to_sparse_csr()
+    blocks = size // BLOCK
+    held = torch.rand(blocks, 1, blocks, 1) < SHARES[layout]
+    values = torch.randn(blocks, BLOCK, blocks, BLOCK).mul_(held)
+    return values.view(size, size).to_sparse_bsr((BLOCK, BLOCK))
+
+
+@dataclass
+class ByHand:
+    """Our Adam as a function: weight, gradient and state are passed in.
+
+    Attributes:
+        weight: what is trained.
+        sets: its gradients.
+    """
+
+    weight: Tensor
+    sets: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        self._mean, self._square = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
+        self._grad = self.sets[0]
+        self._count = 0
+
+    def before(self, number: int, /) -> None:
+        """Take the gradient of a set."""
+        self._grad = self.sets[number]
+        self._count += 1
+
+    def step(self) -> None:
+        """The step."""
+        state = (self._mean, self._square)
+        functional.adam_(self.weight, self._grad, *state, step=self._count, lr=LR)
+
+
+def compare(layout: str, size: int, rounds: int) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(size, size)
+    sets = [gradient(layout, size) for _ in range(SETS)]
+    whole = [[grad.to_dense()] for grad in sets]
+    dense = Parameter(start.clone())
+    theirs = Stepping(torch.optim.Adam([dense], lr=LR, fused=True), [dense], whole)
+    ours = ByHand(start.clone(), sets)
+    torch_ms, our_ms = medians([theirs, ours], rounds)
+    print(
+        f"{layout}, {SHARES[layout]:.0%} of {size:,} x {size:,}: {torch_ms / our_ms:.1f} x torch's "
+        f"dense fused Adam: {our_ms:.2f} ms, torch {torch_ms:.2f} ms"
+    )
+    never = torch.stack([grad == 0 for [grad] in whole]).all(dim=0)
+    # As integers: equal bits, not equal numbers.
+    moved = ours.weight.view(torch.int32) != start.view(torch.int32)
+    assert moved.any(), "nothing has moved"
+    assert not (moved & never).any(), "elements have moved that no gradient held"
+
+
+def kilobytes(field: str) -> int:
+    """A field of this process's status."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field))
+
+
+def extra_bytes(layout: str, size: int) -> int:
+    """By how much the peak of resident memory grows in a step; for a process of its own."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+
+    def case(size: int) -> tuple[Tensor, ...]:
+        mean, square = (torch.ones(size, size) for _ in range(2))
+        return torch.ones(size, size), gradient(layout, size), mean, square
+
+    functional.adam_(*case(16 * BLOCK), step=1)  # loads code, starts threads
+    given = case(size)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is no reserve to take from
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak counts anew
+    before = kilobytes("VmRSS")
+    functional.adam_(*given, step=1)
+    return (kilobytes("VmHWM") - before) * 1024
+
+
+def show_memory(layout: str, size: int) -> None:
+    code = f"import layouts; print(layouts.extra_bytes({layout!r}, {size}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    extra, weight = int(done.stdout), 4 * size * size
+    print(
+        f"{layout}: a step takes {extra / weight:.2f} of the weight's memory on top: "
+        f"{extra / 1e6:.1f} MB, the weight has {weight / 1e6:.1f} MB"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rounds(parser, 100)
+    parser.add_argument(
+        "--size",
+        type=whole_number(BLOCK, 1 << 15),
+        default=SIZE,
+        metavar="N",
+        help=f"rows and columns of the weight, a multiple of {BLOCK} (default: {SIZE:,})",
+    )
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "Sparse ... tensor support is in beta")
+    for layout in SHARES:
+        compare(layout, options.size, options.rounds)
+    if sys.platform.startswith("linux"):
+        for layout in SHARES:
+            show_memory(layout, options.size)
+
+
+if __name__ == "__main__":
+    main()

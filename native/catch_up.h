@@ -111,9 +111,9 @@ private:
             param_.store(row, offset, m, param);
             for (int s = 0; s < work_.states; ++s) {
                 if (!work_.fade[s]) continue;
-                const T factor = T(fades[work_.fade[s]]);
+                const double factor = fades[work_.fade[s]];
                 if (signed_average && s == work_.buffer && work_.first > 0) {
-                    scale_signed(state[s], factor, T(least_of(work_.state[s].dtype)), m);
+                    scale_signed(state[s], T(factor), T(least_of(work_.state[s].dtype)), m);
                 } else {
                     scale(state[s], factor, m);
                 }
@@ -123,8 +123,15 @@ private:
         return led;
     }
 
-    static void scale(T* __restrict tile, T factor, int64_t m) {
-        for (int64_t j = 0; j < m; ++j) tile[j] *= factor;
+    // Close to one, the difference to one has the more exact digits.
+    static void scale(T* __restrict tile, double factor, int64_t m) {
+        if (factor > 0.5) {
+            const T more = T(factor - 1);
+            for (int64_t j = 0; j < m; ++j) tile[j] += tile[j] * more;
+        } else {
+            const T whole = T(factor);
+            for (int64_t j = 0; j < m; ++j) tile[j] *= whole;
+        }
     }
 
     static void scale_signed(T* __restrict tile, T factor, T least, int64_t m) {
@@ -152,7 +159,10 @@ private:
                 for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - buffer[j] * total;
                 return false;
             }
-            case Along::leader: return lead(param, state[0], state[1], m);
+            case Along::leader: {
+                const bool rested = work_.sums[0][n] == work_.sums[0][since];
+                return !rested && lead(param, state[0], state[1], m);
+            }
             case Along::quotient: break;
         }
         const int64_t missed = n - since < work_.reach ? n - since : work_.reach;

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 # There are many combinations, and each example goes through all layouts.
-EXAMPLES = 6 if settings.get_current_profile_name() == "ci" else settings.default.max_examples
+EXAMPLES = 5 if settings.get_current_profile_name() == "ci" else settings.default.max_examples
 
 BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
 
@@ -716,6 +716,36 @@ def test_a_mask_lets_a_part_of_any_layout_through(variant: Variant, engine: str)
                 assert own is None
                 run = Run(variant, name, randn((6, 8))).step(grad, mask)
                 assert run.like(first), layout
+
+
+# Dense semantics beside layouts
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(sparsestep.AdamW, {"lr": 0.1}),
+        Variant(sparsestep.SGD, {"lr": 0.1, "momentum": 0.5}),
+        Variant(sparsestep.RowwiseAdam, {"lr": 0.1}),
+    ],
+    ids=str,
+)
+@each_kind
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+def test_what_is_not_held_is_zero_where_that_is_asked_for(variant: Variant, engine: str):
+    """In any layout, the numbers of the gradient that has zeros there."""
+    steps = [Entries.random((6, 8), (2, 2), 0.3, seed) for seed in range(4)]
+    with running_on(engine) as name:
+        dense = Run(variant, name, randn((6, 8)))
+        for entries in steps:
+            dense.step(torch.where(entries.held, entries.values, 0.0))
+        stored = [entries.stored(torch.float32, by_row=True) for entries in steps]
+        for layout in stored[0]:
+            run = Run(variant, name, randn((6, 8)), {"semantics": "dense"})
+            for each in stored:
+                run.step(*each[layout])
+            run.optimizer.catch_up()
+            assert torch.allclose(run.param, dense.param, rtol=1e-5, atol=1e-6), layout
 
 
 # Gradients that torch lets one assign

@@ -1,6 +1,6 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
-from sparsestep import functional
+from sparsestep import distributed, functional
 from sparsestep.by_hand import (
     FunctionalAdagrad,
     FunctionalAdam,
@@ -59,6 +59,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "distributed",
     "functional",
     "rule",
 ]

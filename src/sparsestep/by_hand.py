@@ -165,6 +165,12 @@ class FunctionalOptimizer:
                 stack.enter_context(self._locks[key])
             yield
 
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Bring rows up to date that ``semantics="dense"`` has left behind."""
+        meant = self.param_group["params"] if param is None else [param]
+        with self._alone_with([each for each in meant if id(each) in self._places]):
+            self._optimizer.catch_up(param, rows)
+
     def state_dict(self) -> StateDict:
         """The state as the optimizer of the same name has it."""
         with self._adding, self._alone_with(self.param_group["params"]):

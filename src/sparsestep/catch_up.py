@@ -127,7 +127,7 @@ class History:
             self._reserve(2 * len(self.growth))
         growth = float(self.growth[n - 1]) / shrink
         self.growth[n], self.sizes[n], self.roots[n] = growth, size, root
-        if self.idle.along == "sign":
+        if self.idle.along in ("sign", "leader"):
             self.sums[0, n] = self.sums[0, n - 1] + size * growth
         elif self.idle.along in ("buffer", "quotient") and self.converges:
             begin = max(0, n - self.reach)
@@ -177,6 +177,8 @@ class Idling:
         if settings.hyper.get("lr"):  # FTRL rests where the latest rate put it
             self.history.hyper = dict(settings.hyper)
         size, root = self.rule.idle.size(self.history.now + 1, settings.hyper)
+        if self.rule.idle.along == "leader":  # counts the steps in which it did not rest
+            size = 1.0 if settings.hyper["lr"] else 0.0
         self.history.advance(size, root, settings.shrink)
 
     def bring(
@@ -302,7 +304,8 @@ def _moved(
     idle, n = history.idle, history.steps
     left = (history.growth[since] / history.growth[n])[:, None]
     if idle.along == "leader":
-        return _leader(history, param, state)
+        rested = history.sums[0, n] == history.sums[0, since]
+        return torch.where(rested[:, None], param, _leader(history, param, state))
     if idle.along == "nothing":
         return param * left
     buffer = state[idle.buffer]

@@ -30,7 +30,6 @@ from sparsestep.backward import StepInBackward
 from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import check_positions
 from sparsestep.groups import Groups
 from sparsestep.step import Step, rows_of
 from sparsestep.tracking import Tracking
@@ -55,6 +54,19 @@ def _speaking(who: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{who}: {error}") from None
+
+
+def _row_numbers(rows: Tensor, count: int) -> Tensor:
+    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(sentence("catch_up takes rows as a tensor of integers", got))
+    rows = rows.reshape(-1).long()
+    if rows.numel():
+        low, high = (int(bound) for bound in rows.aminmax())
+        if low < 0 or high >= count:
+            outside = low if low < 0 else high
+            raise InputError(sentence(f"rows to catch up must be in [0, {count})", outside))
+    return rows
 
 
 class RuleOptimizer(Optimizer):
@@ -352,14 +364,13 @@ class RuleOptimizer(Optimizer):
         if rows is None:
             idling.bring_all(*real, engine=self.engine)
             return
-        rows = rows.reshape(-1)
         with _speaking(type(self).__name__):
-            check_positions(rows, len(idling.last))
+            rows = _row_numbers(rows, len(idling.last))
         if idling.among is not None:
             allowed = torch.zeros(len(idling.last), dtype=torch.bool)
             allowed[idling.among] = True
             rows = rows[allowed[rows]]
-        idling.bring(*real, rows.long(), touch=False, engine=self.engine)
+        idling.bring(*real, rows, touch=False, engine=self.engine)
 
     def track(self, model: torch.nn.Module) -> Tracking:
         """Bring rows up to date before the embeddings of a model look them up.

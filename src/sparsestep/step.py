@@ -163,8 +163,8 @@ class Step:
             grads: gradients passed by hand, one for each parameter that is meant.
         """
         optimizer, params = self._optimizer, group["params"]
-        settings = optimizer.groups.settings_of(number, group)
         try:
+            settings = optimizer.groups.settings_of(number, group)
             selections = optimizer.groups.selections_of(group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None

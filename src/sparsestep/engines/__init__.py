@@ -87,10 +87,10 @@ _said: set[str] = set()
 
 
 def _say_once_that_it_is_slow(update: Update) -> None:
+    if update.settings.rule.coefficients is None:
+        return  # a user's own rule: it was never to run elsewhere
     if native.core is None:
         reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
-    elif update.settings.rule.coefficients is None:
-        return  # a user's own rule: it was never to run elsewhere
     elif update.param.is_cpu and update.touched.positions is not None:
         reason = _why_not_native(update)
     else:
@@ -101,5 +101,5 @@ def _say_once_that_it_is_slow(update: Update) -> None:
             f"sparsestep: the reference engine is used, about ten times slower than the native "
             f"one: {reason}",
             SlowWarning,
-            stacklevel=6,  # the caller of optimizer.step()
+            stacklevel=7,  # the caller of optimizer.step()
         )

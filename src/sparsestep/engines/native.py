@@ -215,7 +215,7 @@ def catch_up(
         torch.get_num_threads(),
         _isa.index,
     )
-    if stale is not None:
+    if stale or idle.along == "leader":  # FTRL writes rows that have nothing to miss
         increment_version([param])
     return stale
 

@@ -68,10 +68,12 @@ def compute(update: Update) -> Result:
     if settings.shrink != 1.0:
         param = param * settings.shrink
     new = settings.rule.new_values([param, *state], grad, update.step, settings.hyper)
-    if touched.held is not None:
-        # Only what is held moves; what is kept per row moves anyway.
+    held = touched.held
+    if held is not None:
+        # Only what is held moves; what is kept per row moves anyway. Positions are in order here.
+        held = held if touched.source is None else held[touched.source]
         new = [
-            torch.where(touched.held, value, before) if value.shape == touched.held.shape else value
+            torch.where(held, value, before) if value.shape == held.shape else value
             for value, before in zip(new, old, strict=True)
         ]
     return Result(update, slots, new)
@@ -139,11 +141,17 @@ def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> None:
 
 
 def _index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
-    """Slots as indices of the leading dims, so that any strides can be read and written."""
+    """Slots as indices of the leading dims, so that any strides can be read and written.
+
+    A slot that is no whole number of dims, like a run of columns, is indexed by its elements.
+    """
     leading = tensor.dim()
     rest = 1
     while rest < block:
         leading -= 1
         rest *= tensor.shape[leading]
+    if rest != block:
+        inside = torch.arange(block, device=slots.device)
+        return torch.unravel_index(slots[:, None] * block + inside, tensor.shape)
     # No leading dim: the one slot is the whole tensor, and an empty index selects it.
     return torch.unravel_index(slots, tensor.shape[:leading]) if leading else ()
