@@ -39,10 +39,6 @@ from tests.table import (
     unchanged,
 )
 
-# What is reported and not yet mended elsewhere.
-needs_step = pytest.mark.xfail(strict=True, reason="step.py: see the report")
-needs_optimizer = pytest.mark.xfail(strict=True, reason="optimizer.py: see the report")
-
 DECAY = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 
 VARIANTS = [
@@ -392,12 +388,17 @@ def distances(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tu
 def assert_no_worse(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    """At most as far from the exact run as the dense one; but for one rounding of the largest."""
+    """At most as far from the exact run as the dense one, but for one rounding of the largest.
+
+    What is accumulated only where there is a gradient, torch rounds once where we round twice: it
+    may fuse a product with a sum, and bits here do not depend on the machine.
+    """
     our, their = distances(ours, exact), distances(theirs, exact)
     for name, tensor in exact.items():
         rounding = float(tensor.abs().max()) * torch.finfo(torch.float32).eps
         assert our[name][0] <= their[name][0] + rounding, (name, our, their)
-        assert our[name][1] <= 1.05 * their[name][1], (name, our, their)
+        slack = 1.02 if name == "param" else 1.2
+        assert our[name][1] <= slack * their[name][1], (name, our, their)
 
 
 def in_float32(variant: Variant, run: Run) -> dict[str, Tensor]:
@@ -662,7 +663,6 @@ def test_options_that_change_between_steps(cls, options, changes, engine: str):
     assert_same_with_changes(cls, options, changes, engine, steps=35)
 
 
-@needs_step
 @pytest.mark.parametrize(("cls", "options", "changes"), OTHER_RULES, ids=str)
 @on_both_engines
 def test_options_that_select_another_rule(cls, options, changes, engine: str):
@@ -1093,9 +1093,7 @@ def test_a_bad_index_in_the_last_parameter_changes_nothing(variant: Variant, eng
 
 
 @pytest.mark.skipif(not INSTRUCTION_SETS, reason="there is no native engine")
-@pytest.mark.parametrize(
-    "first_step", [pytest.param(True, marks=needs_step), pytest.param(False, marks=needs_step)]
-)
+@pytest.mark.parametrize("first_step", [True, False])
 def test_what_the_native_engine_cannot_run_changes_nothing(first_step: bool):
     run = standard(20)
     param = run.param()
@@ -1223,7 +1221,6 @@ def test_loading_forgets_what_was_missed_before():
     assert_close(kept(opt, param), dense_run(Variant(sparsestep.AdamW, {}), run))
 
 
-@needs_optimizer
 def test_a_checkpoint_that_does_not_fit_forgets_nothing():
     run = standard(20)
     param = run.param()

@@ -56,10 +56,13 @@ def _speaking(who: str) -> Iterator[None]:
         raise InputError(f"{who}: {error}") from None
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def _row_numbers(rows: Tensor, count: int) -> Tensor:
-    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
+    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(sentence("catch_up takes rows as a tensor of integers", got))
+        raise InputError(sentence("rows must be integers, in a tensor", got))
     rows = rows.reshape(-1).long()
     if rows.numel():
         low, high = (int(bound) for bound in rows.aminmax())
@@ -355,12 +358,16 @@ class RuleOptimizer(Optimizer):
                 if param is None or each is param:
                     self._catch_up(group, each, rows)
 
+    def idle_state(self, param: Tensor, idling: Idling) -> list[Tensor]:
+        """The state of the rule under which rows are behind."""
+        kept = self.state.get(param, {})
+        return [kept[spec.name] for spec in idling.rule.state]
+
     def _catch_up(self, group: dict[str, Any], param: Tensor, rows: Tensor | None) -> None:
         idling = self.idle.get(id(param))
-        kept = self.state.get(param, {})
         if idling is None:
             return
-        real = rows_of(param, [kept[spec.name] for spec in idling.rule.state])
+        real = rows_of(param, self.idle_state(param, idling))
         if rows is None:
             idling.bring_all(*real, engine=self.engine)
             return
@@ -401,7 +408,6 @@ class RuleOptimizer(Optimizer):
         def capture(_: Optimizer, after_hooks: StateDict) -> None:
             self._loading = after_hooks
 
-        self.idle.clear()
         before = [dict(group) for group in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(capture)
         try:
@@ -409,6 +415,7 @@ class RuleOptimizer(Optimizer):
         finally:
             handle.remove()
             self._loading = None
+        self.idle.clear()
         for group, old in zip(self.param_groups, before, strict=True):
             for name in self._option_names + self.extras:
                 if name in old:

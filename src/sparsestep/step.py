@@ -63,27 +63,34 @@ class Lagging:
         planned, settings = self.planned, self.settings
         param, key = planned.param, id(planned.param)
         count = param.shape[0] if param.dim() else 1
+        among = None if self.selection is None else self.selection.positions
         idling = optimizer.idle.get(key)
-        if idling is None or len(idling.last) != count:
+        if idling is not None and len(idling.last) != count:
+            idling = None  # the parameter was replaced
+        if idling is not None:
+            # What was missed is made up for by the rule that was missed, with its own state.
+            missed = rows_of(param, optimizer.idle_state(param, idling))
+            other = idling.constants != constants(settings)
+            if (
+                other
+                or idling.among is not among
+                or idling.history.is_full
+                or planned.gradient.positions is None
+            ):
+                idling.bring_all(*missed, engine=optimizer.engine)
+            if other:
+                done, fresh = idling.history.now, idling.last < 0
+                idling = Idling(settings, count, done, new=False)
+                idling.last = torch.where(fresh, ~done, done).to(torch.int32)
+        else:
             done = 0 if planned.kept is None else int(planned.kept.get("step", 0))
             idling = Idling(settings, count, done, new=planned.kept is None)
-        real = rows_of(param, planned.tensors or [])
-        among = None if self.selection is None else self.selection.positions
-        if planned.tensors is None and idling.rule.state:
-            # Nothing is kept yet, so nothing was missed.
-            optimizer.idle[key] = idling
-            idling.among = among
-            self._stamp(idling, among)
-            return
-        changed = idling.constants != constants(settings) or idling.among is not among
-        if changed or idling.history.is_full or planned.gradient.positions is None:
-            idling.bring_all(*real, engine=optimizer.engine)
-        if idling.constants != constants(settings):
-            done, fresh = idling.history.now, idling.last < 0
-            idling = Idling(settings, count, done, new=False)
-            idling.last = torch.where(fresh, ~done, done).to(torch.int32)
         idling.among = among
         optimizer.idle[key] = idling
+        if planned.tensors is None and idling.rule.state:
+            self._stamp(idling, among)  # nothing is kept yet, so nothing was missed
+            return
+        real = rows_of(param, planned.tensors or [])
         positions = planned.gradient.positions
         if positions is None:
             self._stamp(idling, among)
@@ -128,7 +135,7 @@ def _say_once_that_it_was_stale() -> None:
             "(semantics='dense'). Call optimizer.track(model) once, or "
             "optimizer.catch_up(param, rows) before each look-up.",
             StaleWarning,
-            stacklevel=6,  # the caller of optimizer.step()
+            stacklevel=8,  # the caller of optimizer.step()
         )
 
 
@@ -280,16 +287,12 @@ class Step:
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
-        for lagging in self._idle:
-            lagging.catch_up(self._optimizer)
-        self._run()
-        for lagging in self._idle:
-            self._optimizer.idle[id(lagging.planned.param)].advance(lagging.settings)
-
-    def _run(self) -> None:
         optimizer = self._optimizer
         others = [self._run_torch] if self._dense else []
-        engines.run(self._updates, optimizer.engine, self._natively, others)
+        before = [self._catch_up] if self._idle else []
+        engines.run(self._updates, optimizer.engine, self._natively, others, before)
+        for lagging in self._idle:
+            optimizer.idle[id(lagging.planned.param)].advance(lagging.settings)
         for planned, update in zip(self._updated, self._updates, strict=True):
             kept = planned.kept
             if kept is None:  # the first step: only now does the parameter have a state
@@ -304,6 +307,10 @@ class Step:
                 kept["step"] = update.step
             elif update.seed is not None:  # a state that came without a count
                 kept["step"] = optimizer.new_count(planned.group, planned.param, update.step)
+
+    def _catch_up(self) -> None:
+        for lagging in self._idle:
+            lagging.catch_up(self._optimizer)
 
     def _run_torch(self) -> None:
         optimizer = self._optimizer

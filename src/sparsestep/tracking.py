@@ -10,6 +10,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
 
+_INTEGERS = (torch.int64, torch.int32)  # what embeddings take
+
 
 class Tracking:
     """The handle of ``optimizer.track(model)``; ``remove()`` undoes it.
@@ -42,10 +44,10 @@ class Tracking:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         ids = args[0] if args else kwargs.get("input")
-        if self._optimizer is not None and isinstance(ids, Tensor):
+        # What is no row is left to the module, which says so.
+        if self._optimizer is not None and isinstance(ids, Tensor) and ids.dtype in _INTEGERS:
             weight = module.weight
             assert isinstance(weight, Tensor)
-            # What is no row is left to the module, which says so.
             inside = ids.reshape(-1)
             if inside.numel():
                 low, high = inside.aminmax()

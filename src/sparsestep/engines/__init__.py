@@ -39,6 +39,7 @@ def run(
     engine: str,
     natively: native.Step | None = None,
     others: Sequence[Callable[[], None]] = (),
+    before: Sequence[Callable[[], None]] = (),
 ) -> None:
     """Apply all updates, or raise and apply none.
 
@@ -50,8 +51,10 @@ def run(
         engine: one of ``ENGINES``.
         natively: what ``native_step`` gave, with whatever it has taken already.
         others: called once nothing can fail any more: what torch's own kernels do.
+        before: called once every engine has taken its updates: what brings rows up to date. Then
+            positions must have been checked.
     """
-    results = []
+    others_than_native = []
     for update in updates:
         if natively is not None and natively.add(update):
             continue
@@ -59,6 +62,11 @@ def run(
             raise update.refuse(_why_not_native(update))
         if engine == "auto":
             _say_once_that_it_is_slow(update)
+        others_than_native.append(update)
+    for bring_up_to_date in before:
+        bring_up_to_date()
+    results = []
+    for update in others_than_native:
         try:
             results.append(reference.compute(update))
         except InputError as error:
@@ -101,5 +109,5 @@ def _say_once_that_it_is_slow(update: Update) -> None:
             f"sparsestep: the reference engine is used, about ten times slower than the native "
             f"one: {reason}",
             SlowWarning,
-            stacklevel=7,  # the caller of optimizer.step()
+            stacklevel=6,  # the caller of optimizer.step()
         )
