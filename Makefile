@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from turns import add_rounds, medians
 import sparsestep
 from sparsestep.cli.options import whole_number
 
-TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 8
+TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 32_768, 8
 
 
 class Updating:

@@ -41,9 +41,15 @@ KINDS = [
 each_kind = pytest.mark.parametrize("variant", KINDS, ids=str)
 
 
+_settings: dict[tuple[str, float], Settings] = {}
+
+
 def settings_of(variant: Variant, lr: float) -> Settings:
-    opt = variant([torch.zeros(1, 1)], lr=lr, semantics="dense")
-    return opt.settings_of(0, opt.param_groups[0])
+    key = (str(variant), lr)
+    if key not in _settings:
+        opt = variant([torch.zeros(1, 1)], lr=lr, semantics="dense")
+        _settings[key] = opt.settings_of(0, opt.param_groups[0])
+    return _settings[key]
 
 
 def rates(steps: int, seed: int = 0) -> list[float]:
@@ -272,7 +278,7 @@ def test_a_row_that_missed_some_steps(variant: Variant, engine: str, missed: int
     assert idling.last.tolist() == [3 + missed] * 8 + [~(3 + missed)]
 
 
-LONG = [KINDS[1], KINDS[2], KINDS[6], KINDS[8], KINDS[10], KINDS[12], KINDS[13], KINDS[15]]
+LONG = [KINDS[1], KINDS[2], KINDS[6], KINDS[8], KINDS[10], KINDS[13], KINDS[15]]
 
 
 @pytest.mark.parametrize("variant", LONG, ids=str)
@@ -280,7 +286,6 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
     """In one go and in two, in two precisions, on both engines."""
     palette = rates(50)
     lrs = [palette[n * n % 47] for n in range(10_000)]
-    known = {lr: settings_of(variant, lr) for lr in palette}
     idling, param, state = lagging(variant, (4, 3), torch.float64)
     exact = one_by_one(idling, variant, lrs, param, state)
     engines = INSTRUCTION_SETS[-1:]
@@ -293,7 +298,7 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
                 own = (param.to(dtype, copy=True), [t.to(dtype, copy=True) for t in state])
                 runs.append((idling_like(idling), *own, engine, halfway))
     for number, lr in enumerate(lrs):
-        idling.advance(known[lr])
+        idling.advance(settings_of(variant, lr))
         if number == 5000:
             bring_each(idling, [run for run in runs if run[-1]])
     bring_each(idling, runs)

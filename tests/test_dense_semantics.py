@@ -442,7 +442,7 @@ def test_float32_is_nearer_to_the_exact_run_than_dense_steps_are(variant: Varian
 @on_both_engines
 def test_half_precision_with_float32_state(variant: Variant, dtype: torch.dtype, engine: str):
     """What is missed is added up before it is rounded: nearer than step by step."""
-    run = Run(60, peak=0.05)
+    run = Run(40, peak=0.05)
     run.weight = run.weight.to(dtype).double()
     exact = dense_run(variant, run)
     theirs, ours = run.param(dtype), run.param(dtype)
@@ -459,6 +459,30 @@ def test_half_precision_with_float32_state(variant: Variant, dtype: torch.dtype,
     our, their = distances(ours_kept, exact)["param"], distances(theirs_kept, exact)["param"]
     rounding = float(exact["param"].abs().max()) * torch.finfo(dtype).eps
     assert our[0] <= their[0] + rounding
+    assert our[1] <= 1.05 * their[1]
+
+
+# A sign that a rounding of bfloat16 has turned, Lion follows for long.
+@pytest.mark.parametrize("variant", [v for v in KINDS if v.cls is not sparsestep.Lion], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float64], ids=str)
+@on_both_engines
+def test_state_of_another_precision(variant: Variant, state_dtype: torch.dtype, engine: str):
+    run = Run(40, peak=0.05)
+    run.weight = run.weight.float().double()
+    exact = dense_run(variant, run)
+    ours, theirs = run.param(torch.float32), run.param(torch.float32)
+    dense = variant([theirs], lr=0.1, state_dtype=state_dtype)
+    run.train(dense, theirs)
+    with running_on(engine) as name:
+        opt = variant([ours], lr=0.1, semantics="dense", engine=name, state_dtype=state_dtype)
+        run.train(opt, ours)
+        opt.catch_up()
+    assert opt.state[ours][variant.rule.state[0].name].dtype == state_dtype
+    our, their = (
+        distances({"param": p.detach()}, {"param": exact["param"]})["param"] for p in (ours, theirs)
+    )
+    rounding = float(exact["param"].abs().max()) * torch.finfo(torch.float32).eps
+    assert our[0] <= 1.05 * their[0] + rounding
     assert our[1] <= 1.05 * their[1]
 
 
@@ -525,7 +549,6 @@ FUNCTIONAL = [
 @on_both_engines
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR) tensor support is in beta")
-@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
 def test_what_a_layout_does_not_hold_of_a_row_is_zero(
     layout: Any, cls: Any, options: dict[str, Any], engine: str
 ):
@@ -538,10 +561,11 @@ def test_what_a_layout_does_not_hold_of_a_row_is_zero(
         for _ in range(10):
             grad = torch.randn(8, 3, generator=generator, dtype=torch.float64)
             grad *= torch.rand(8, 3, generator=generator) < 0.15
+            opt.catch_up(ours)  # blocks hold more rows than those that are not zero
             opt.step([layout(grad)])
             theirs.grad = grad
             dense.step()
-        opt.state_dict()  # brings all up to date
+        opt.catch_up()
     assert_close(kept(opt, ours), kept(dense, theirs))
 
 
@@ -875,7 +899,7 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(variant: Variant):
 
 @each_variant
 def test_the_engines_agree_to_a_few_roundings(variant: Variant):
-    run = standard(40)
+    run = standard(20)
     results = []
     for engine in ON_BOTH:
         param = run.param(torch.float32)
@@ -1167,17 +1191,17 @@ def test_training_goes_on_in_the_other_class(name: str, options: dict[str, Any],
 @each_variant
 @on_both_engines
 def test_a_run_that_was_killed_is_resumed_with_the_same_bits(variant: Variant, engine: str):
-    run = standard(40)
+    run = standard(20)
     param = run.param(torch.float32)
     with running_on(engine) as name:
         opt = variant([param], lr=0.1, semantics="dense", engine=name)
-        run.train(opt, param, range(20))
+        run.train(opt, param, range(10))
         saved = through_a_file({"opt": opt.state_dict(), "param": param.detach()})
-        run.train(opt, param, range(20, 40))
+        run.train(opt, param, range(10, 20))
         resumed = torch.nn.Parameter(saved["param"])
         again = variant([resumed], lr=0.5, semantics="dense", engine=name)
         again.load_state_dict(saved["opt"])
-        run.train(again, resumed, range(20, 40))
+        run.train(again, resumed, range(10, 20))
         again.catch_up()
         opt.catch_up()
     for key, tensor in kept(opt, param).items():

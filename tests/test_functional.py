@@ -572,7 +572,7 @@ def test_options_that_the_class_refuses_too(function: Function):
         (F.lion_, {"decoupled_weight_decay": False}),
         (F.adam_, {"amsgrad": True}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_options_that_a_rule_does_not_have(call: Callable[..., None], options: dict[str, Any]):
     function = next(f for f in BASIC if f.call is call)
