@@ -122,6 +122,7 @@ public:
           negate_(job.negate),
           l2_(T(job.l2)),
           shrink_(T(job.shrink)),
+          scale_(job.scale),
           values_(job.values, job, piece, -1),
           param_(job.param, job, piece, 0),
           state_(make_state(job, piece, sequence())) {}
@@ -181,8 +182,12 @@ private:
     SPARSESTEP_INLINE const T* gradient(int64_t entry, int64_t offset, int64_t n, const T* param) {
         const T* row = values_.load(row_of(entry), offset, n, sum_);
         const Link second = next(entry);
-        if (second == chain_end && !negate_ && l2_ == 0) return row;
-        if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
+        if (scale_.data) {
+            multiply(entry, row, sum_, n);
+        } else {
+            if (second == chain_end && !negate_ && l2_ == 0) return row;
+            if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
+        }
         Link ahead = second;
         for (int k = 0; k < prefetch_distance && ahead != chain_end; ++k) {
             values_.prefetch(row_of(ahead));
@@ -193,7 +198,12 @@ private:
                 values_.prefetch(row_of(ahead));
                 ahead = next(ahead);
             }
-            add(sum_, values_.load(row_of(at), offset, n, addend_), n);
+            const T* addend = values_.load(row_of(at), offset, n, addend_);
+            if (scale_.data) {
+                multiply(at, addend, addend_, n);
+                addend = addend_;
+            }
+            add(sum_, addend, n);
         }
         if (negate_) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
@@ -202,6 +212,15 @@ private:
             for (int64_t j = 0; j < n; ++j) sum_[j] += l2_ * param[j];
         }
         return sum_;
+    }
+
+    // A row times its factor. A product is rounded to the precision of the values: it is then what
+    // it would be, had the rows been written out.
+    void multiply(int64_t entry, const T* row, T* product, int64_t n) const {
+        T factor;
+        load_tile(scale_, entry, 0, 1, &factor);
+        for (int64_t j = 0; j < n; ++j) product[j] = factor * row[j];
+        if (job_.values.dtype != dtype_of<T>) round_tile(job_.values.dtype, n, product);
     }
 
     SPARSESTEP_INLINE static void add(T* __restrict sum, const T* __restrict row, int64_t n) {
@@ -315,6 +334,7 @@ private:
     const Link* const links_;
     const bool negate_;
     const T l2_, shrink_;
+    const View scale_;
     const Rows values_, param_;
     const State state_;
     alignas(cache_line) T sum_[tile_size];

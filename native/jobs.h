@@ -88,7 +88,7 @@ public:
         if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
         const RuleKernels& rule = kernels_.rules[rule_index];
         if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
-            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 6) {
+            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 7) {
             throw nb::value_error("a rule was given the wrong number of states or coefficients");
         }
         Job job{};
@@ -97,7 +97,7 @@ public:
         job.slots = nb::cast<int64_t>(touched[2]);
         job.block = nb::cast<int64_t>(touched[3]);
         job.source = integers(touched[4]);
-        job.held = touched[5].is_none() ? nullptr : static_cast<const bool*>(address(touched[5]));
+        job.held = touched[6].is_none() ? nullptr : static_cast<const bool*>(address(touched[6]));
         job.whole = touched[0].is_none();
         job.entries = job.whole ? job.slots : numel(touched[0]);
         job.stochastic = seed.has_value();
@@ -111,6 +111,7 @@ public:
         const bool by_number = job.source && job.block > 0;
         const int64_t rows = by_number ? numel(touched[1]) / job.block : job.entries;
         if (!read(touched[1], rows, job.block, job.values)) return false;
+        if (!touched[5].is_none() && !read(touched[5], job.entries, 1, job.scale)) return false;
         if (!read(param, job.slots, job.block, job.param)) return false;
         for (int s = 0; s < rule.states; ++s) {
             if (!read(states[size_t(s)], job.slots, job.block, job.state[s])) return false;

@@ -187,6 +187,15 @@ __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_
     });
 }
 
+// Rounds a tile to what the dtype can hold.
+template <class T>
+__attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
+    with_dtype(View{nullptr, dtype, 0, 0}, [&](auto* none) {
+        using Convert = Convert<std::remove_pointer_t<decltype(none)>, T>;
+        for (int64_t i = 0; i < n; ++i) tile[i] = Convert::load(Convert::store(tile[i]));
+    });
+}
+
 // The same, rounding at random; `element` is the number of the first within the tensor.
 template <class T>
 __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,

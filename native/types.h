@@ -46,6 +46,7 @@ struct Job {
     bool whole;                // every slot comes once, in order; no positions
     const int64_t* positions;  // a slot for each entry
     const int64_t* source;     // the row of values that each entry takes; null: row i
+    View scale;                // a factor for each entry; no data: none
     const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
     const Link* links;         // null: no slot comes twice
     int64_t entries;

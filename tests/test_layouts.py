@@ -228,6 +228,11 @@ class Entries:
         pool = torch.full((len(places) + 3, 1), torch.nan, dtype=values.dtype)
         pool[among, 0] = values
         yield "touched source", Touched(places, pool.to(dtype), numel, 1, among)
+        # Values that have still to be multiplied, by factors for which nothing is rounded.
+        factors = torch.tensor([4.0, -0.5])[torch.arange(len(places)) % 2]
+        later = pool.clone()
+        later[among, 0] /= factors
+        yield "touched scale", Touched(places, later.to(dtype), numel, 1, among, factors)
         # Runs as wide as the blocks, with strides.
         wide = self.unit[1]
         runs = self.held.reshape(-1, wide)[:, 0].nonzero().squeeze(1)
@@ -937,6 +942,22 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "source without positions": (
         by_hand_with(None, torch.ones(4, 6), source=ids(0)),
         "source must be None where positions are",
+    ),
+    "scale too short": (
+        by_hand_with(ids(0, 1), ONES, scale=torch.ones(1)),
+        "2 positions need as many numbers in scale. Got 1",
+    ),
+    "scale of integers": (
+        by_hand_with(ids(0, 1), ONES, scale=ids(1, 1)),
+        "the scale of a Touched must be of a float dtype. Got torch.int64",
+    ),
+    "scale without positions": (
+        by_hand_with(None, torch.ones(4, 6), scale=torch.ones(4)),
+        "scale must be None where positions are",
+    ),
+    "scale that is no tensor": (
+        by_hand_with(ids(0, 1), ONES, scale=2.0),
+        "the scale of a Touched must be a strided tensor. Got float",
     ),
     "more positions than values": (
         by_hand_with(ids(0, 1, 2), ONES),

@@ -199,7 +199,8 @@ void test_whole_parameter() {
 }
 
 void test_rows_of_values_by_number() {
-    // Every entry takes the row that it would have, from values in another order.
+    // Every entry takes the row that it would have, from values in another order; then from values
+    // that have still to be multiplied, by factors for which nothing is rounded.
     Problem<float> problem(500, 24, random_positions(3000, 500, 10), 10);
     Problem<float> expected = problem;
     expected.solve_plainly();
@@ -216,6 +217,20 @@ void test_rows_of_values_by_number() {
         job.source = source.data();
         step(&job, 1, 2);
         check(ours == expected, std::string("values by number with ") + set.name);
+    });
+    std::vector<float> scale;
+    for (size_t i = 0; i < source.size(); ++i) {
+        scale.push_back(i % 3 == 0 ? 4.0f : -0.5f);
+        for (size_t j = 0; j < 24; ++j) shuffled[size_t(source[i]) * 24 + j] /= scale[i];
+    }
+    for_each_set([&](const InstructionSet& set) {
+        Problem<float> ours = problem;
+        ours.values = shuffled;
+        Job job = ours.job(set);
+        job.source = source.data();
+        job.scale = {scale.data(), Dtype::float32, 1, 1};
+        step(&job, 1, 2);
+        check(ours == expected, std::string("scaled values with ") + set.name);
     });
 }
 

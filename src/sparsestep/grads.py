@@ -44,6 +44,8 @@ class Touched(NamedTuple):
         block: how many elements a slot has.
         source: int64, contiguous, ``[n]``: the row of ``values`` that each entry takes, where that
             is not the entry's own number. So a part of a gradient is chosen without copying it.
+        scale: contiguous, ``[n]``, real, of the precision of ``values``: what each entry's row is
+            multiplied with before it is summed. The products are rounded to that precision.
         held: bool, contiguous, ``[rows of values, block]``: which elements of a slot are touched,
             where that is not all of them. Only for rules that need rows and are given less.
     """
@@ -53,6 +55,7 @@ class Touched(NamedTuple):
     slots: int = 0
     block: int = 0
     source: Tensor | None = None
+    scale: Tensor | None = None
     held: Tensor | None = None
 
     def as_real(self) -> Touched:
@@ -60,6 +63,24 @@ class Touched(NamedTuple):
         values = torch.view_as_real(self.values.resolve_conj())
         held = None if self.held is None else self.held.repeat_interleave(2, dim=1)
         return self._replace(values=values, block=2 * self.block, held=held)
+
+    def expanded(self) -> Touched:
+        """The same gradient with a row of values of its own for each entry, as a copy.
+
+        Example:
+            >>> grad = Touched(torch.tensor([1, 2]), torch.ones(1, 4), 5, 4, torch.tensor([0, 0]))
+            >>> grad.expanded().values.shape
+            torch.Size([2, 4])
+        """
+        if self.source is None and self.scale is None:
+            return self
+        rows = self.values.numel() // self.block if self.block else len(self.values)
+        values = self.values.reshape(rows, self.block)
+        if self.source is not None:
+            values = values[self.source]
+        if self.scale is not None:
+            values = values * self.scale[:, None]
+        return self._replace(values=values, source=None, scale=None)
 
     def finer(self, slots: int) -> Touched:
         """The same gradient over smaller slots; no value is copied.
@@ -76,8 +97,13 @@ class Touched(NamedTuple):
         source = None
         if self.source is not None:
             source = (self.source.reshape(-1, 1) * per + inside).reshape(-1)
+        scale = None if self.scale is None else self.scale.repeat_interleave(per)
         return self._replace(
-            positions=positions, slots=slots, block=self.block // per if per else 0, source=source
+            positions=positions,
+            slots=slots,
+            block=self.block // per if per else 0,
+            source=source,
+            scale=scale,
         )
 
     def coarser(self, slots: int) -> Touched:
@@ -93,8 +119,9 @@ class Touched(NamedTuple):
             >>> t.values[t.held].tolist()
             [1.0, 2.0]
         """
+        if self.source is not None or self.scale is not None:
+            return self.expanded().coarser(slots)
         assert self.positions is not None
-        assert self.source is None
         positions = self.positions.reshape(-1)
         check_positions(positions, self.slots)
         per = self.slots // slots if slots else 1

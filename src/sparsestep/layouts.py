@@ -115,9 +115,6 @@ def _in_rows(param: Tensor, found: Touched) -> Touched:
         return Touched(found.positions.reshape(-1)[:0], found.values.reshape(-1)[:0], rows, 0)
     if found.slots < rows:
         return found.finer(rows)
-    if found.source is not None:
-        values = found.values.reshape(-1, found.block)[found.source]
-        found = found._replace(values=values, source=None)
     return found.coarser(rows)
 
 
@@ -286,11 +283,12 @@ def _from_masked(param: Tensor, grad: MaskedTensor) -> Touched:
 
 def _by_hand(param: Tensor, grad: Touched) -> Touched:
     """A Touched that a user has made: nothing about it is taken for granted."""
-    positions, values, slots, block, source, held = grad
+    positions, values, slots, block, source, scale, held = grad
     if held is not None:
         raise InputError(sentence("held is for the library's own use: it must be None", "a tensor"))
-    for name, tensor in (("values", values), ("positions", positions), ("source", source)):
-        _check_tensor(name, tensor, param, optional=name != "values")
+    _check_tensor("values", values, param, optional=False)
+    for name, tensor in (("positions", positions), ("source", source), ("scale", scale)):
+        _check_tensor(name, tensor, param, optional=True)
     if values.dtype != param.dtype and not _may_mix(param.dtype, values.dtype):
         contract = f"the values for a {param.dtype} parameter must be of a like dtype"
         raise InputError(sentence(contract, values.dtype))
@@ -302,8 +300,10 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
         contract = f"slots x block must be the parameter's {param.numel()} elements"
         raise InputError(sentence(contract, f"{slots} x {block}"))
     if positions is None:
-        if source is not None:
-            raise InputError(sentence("source must be None where positions are", "a tensor"))
+        for name, tensor in (("source", source), ("scale", scale)):
+            if tensor is not None:
+                contract = f"{name} must be None where positions are"
+                raise InputError(sentence(contract, "a tensor"))
         if values.shape != param.shape:
             contract = f"without positions the values must have shape {tuple(param.shape)}"
             raise InputError(sentence(contract, tuple(values.shape)))
@@ -319,7 +319,9 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
         raise InputError(sentence(contract, f"values of shape {tuple(values.shape)}"))
     if source is not None:
         _check_source(source, blocks, entries)
-    found = Touched(positions, values.resolve_neg(), slots, block, source)
+    if scale is not None:
+        scale = _factors(scale, values, entries)
+    found = Touched(positions, values.resolve_neg(), slots, block, source, scale)
     if param.numel() and slots % rows and rows % slots:
         # Neither parts of rows nor made of rows, which is all that others have to reckon with.
         return found.finer(math.lcm(slots, rows))
@@ -354,3 +356,12 @@ def _check_source(source: Tensor, blocks: int, entries: int) -> None:
         if low < 0 or high >= blocks:
             contract = f"source must number rows of values, in [0, {blocks})"
             raise InputError(sentence(contract, low if low < 0 else high))
+
+
+def _factors(scale: Tensor, values: Tensor, entries: int) -> Tensor:
+    if scale.numel() != entries:
+        contract = f"{entries} positions need as many numbers in scale"
+        raise InputError(sentence(contract, scale.numel()))
+    if scale.dtype not in FLOATS:
+        raise InputError(sentence("the scale of a Touched must be of a float dtype", scale.dtype))
+    return scale.detach().resolve_neg().reshape(-1).to(values.dtype.to_real()).contiguous()

@@ -102,16 +102,23 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
         return Touched(selection.positions, touched.values, slots, block, selection.positions)
     positions = touched.positions.reshape(-1)
     check_positions(positions, touched.slots)
-    source = touched.source
+    source, scale = touched.source, touched.scale
     if slots <= touched.slots:  # the mask is as coarse as the gradient, or coarser
         per = touched.slots // slots if slots else 1
         kept = mask[positions.div(per, rounding_mode="floor")].nonzero().squeeze(1)
         return touched._replace(
-            positions=positions[kept], source=kept if source is None else source[kept]
+            positions=positions[kept],
+            source=kept if source is None else source[kept],
+            scale=None if scale is None else scale[kept],
         )
     per = slots // touched.slots
     entries, columns = mask.view(touched.slots, per)[positions].nonzero(as_tuple=True)
     rows = entries if source is None else source[entries]
     return Touched(
-        positions[entries] * per + columns, touched.values, slots, block, rows * per + columns
+        positions[entries] * per + columns,
+        touched.values,
+        slots,
+        block,
+        source=rows * per + columns,
+        scale=None if scale is None else scale[entries],
     )

@@ -97,10 +97,7 @@ def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
     _check_positions(positions, touched.slots)
     if not touched.block:
         return positions, values.reshape(-1)[:0]
-    rows = values.numel() // touched.block
-    values = values.reshape(rows, touched.block)
-    if touched.source is not None:
-        values = values[touched.source]
+    values = touched.expanded().values.reshape(positions.numel(), touched.block)
     values = values.to(_arithmetic_dtype([values]))
     slots, where, counts = torch.unique(positions, return_inverse=True, return_counts=True)
     if len(slots) == len(positions):
