@@ -1,30 +1,33 @@
-"""Does `step_param` from eight Python threads use both cores? Against one thread, on the same work.
+"""Do updates from several Python threads run side by side? Against one thread, on the same work.
 
-Eight tables with a gradient each, updated a few times over: by one thread one after the other, then
-by eight threads with a table each. Torch is told to use one thread, so each update is serial and
-all that runs side by side are the calls.
+Eight tables, each updated a few times with `step_param`: by one thread, then by eight with a table
+each. Torch is told to use one thread, so each update is serial and all that can overlap are the
+calls. Beside them, what the machine has to give: two processes, which share no lock of Python's,
+doing all of it each. The tables are small enough for the cache, for memory is not the question.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import torch
-from gradients import SETS, uniform
+from gradients import uniform
 from torch import Tensor
 from turns import add_rounds, medians
 
 import sparsestep
+from sparsestep.cli.bench.harness import Racer
 from sparsestep.cli.options import whole_number
 
-TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 32_768, 8
+TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 8
 
 
 class Updating:
-    """Updates all tables, ``TIMES`` times each, on so many threads."""
+    """Updates all tables, several times each, on so many threads."""
 
     def __init__(self, threads: int, sets: Sequence[Sequence[Tensor]]) -> None:
         self._sets = sets
@@ -50,6 +53,49 @@ class Updating:
             self._optimizer.step_param(self._params[table], self._grads[table])
 
 
+class Besides:
+    """Two processes that do everything, both at once."""
+
+    def __init__(self, lookups: int, sets: Sequence[Sequence[Tensor]]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._own = Updating(1, sets)
+        self._child, end = context.Pipe()
+        # Ends with the parent: then there is nobody left to ask it.
+        context.Process(target=serve, args=(end, lookups), daemon=True).start()
+        self._child.recv()
+
+    def before(self, number: int, /) -> None:
+        """Both take the gradients of a set."""
+        self._own.before(number)
+        self._number = number
+
+    def step(self) -> None:
+        """All updates, twice."""
+        self._child.send(self._number)
+        self._own.step()
+        self._child.recv()
+
+
+def serve(parent: Connection, lookups: int) -> None:
+    torch.set_num_threads(1)
+    updating = Updating(1, gradients(lookups))
+    parent.send(None)
+    while True:
+        try:
+            number = parent.recv()
+        except EOFError:  # the parent is done
+            return
+        updating.before(number)
+        updating.step()
+        parent.send(None)
+
+
+def gradients(lookups: int) -> list[list[Tensor]]:
+    """Sets of gradients, one for each table."""
+    tables = [uniform(ROWS, DIM, lookups) for _ in range(TABLES)]
+    return [list(one_set) for one_set in zip(*tables, strict=True)]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 60)
@@ -57,29 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lookups", type=lookups, default=LOOKUPS, help=f"(default: {LOOKUPS:,})")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    grads = uniform(ROWS, DIM, options.lookups * TABLES)
-    sets = [[part.clone() for part in _parts(grad, options.lookups)] for grad in grads]
-    assert len(sets) == SETS
-    alone, together = medians([Updating(1, sets), Updating(TABLES, sets)], options.rounds)
-    updates = TABLES * TIMES
-    print(
-        f"{TABLES} threads / 1 thread: {alone / together:.2f} times the updates per second "
-        f"({os.cpu_count()} cores)"
-    )
-    print(
-        f"{TABLES} tables of {ROWS:,} x {DIM}, {options.lookups:,} lookups each: an update takes "
-        f"{alone / updates:.2f} ms; {1000 * updates / alone:,.0f} and "
-        f"{1000 * updates / together:,.0f} updates per second"
-    )
-
-
-def _parts(grad: Tensor, lookups: int) -> list[Tensor]:
-    """A gradient for each table."""
-    indices, values = grad._indices().split(lookups, dim=1), grad._values().split(lookups)
-    return [
-        torch.sparse_coo_tensor(i, v, grad.shape, check_invariants=False)
-        for i, v in zip(indices, values, strict=True)
+    sets = gradients(options.lookups)
+    racers: list[Racer] = [
+        Updating(1, sets),
+        Updating(TABLES, sets),
+        Besides(options.lookups, sets),
     ]
+    alone, threads, processes = medians(racers, options.rounds)
+    print(f"{TABLES} threads / 1 thread: {alone / threads:.2f} times the updates per second")
+    print(f"2 processes / 1 process: {2 * alone / processes:.2f}")
+    print(
+        f"{TABLES} tables of {ROWS:,} x {DIM}, {options.lookups:,} lookups each; an update takes "
+        f"{alone / (TABLES * TIMES):.2f} ms"
+    )
 
 
 if __name__ == "__main__":

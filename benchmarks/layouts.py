@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from turns import Stepping, add_rounds, medians
 
+import sparsestep
 from sparsestep import functional
 from sparsestep.cli.options import whole_number
 
@@ -44,7 +45,7 @@ def gradient(layout: str, size: int) -> Tensor:
 
 @dataclass
 class ByHand:
-    """Our Adam as a function: weight, gradient and state are passed in.
+    """Our Adam with gradients passed by hand.
 
     Attributes:
         weight: what is trained.
@@ -55,19 +56,16 @@ class ByHand:
     sets: Sequence[Tensor]
 
     def __post_init__(self) -> None:
-        self._mean, self._square = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
+        self._optimizer = sparsestep.FunctionalAdam([self.weight], LR)
         self._grad = self.sets[0]
-        self._count = 0
 
     def before(self, number: int, /) -> None:
         """Take the gradient of a set."""
         self._grad = self.sets[number]
-        self._count += 1
 
     def step(self) -> None:
         """The step."""
-        state = (self._mean, self._square)
-        functional.adam_(self.weight, self._grad, *state, step=self._count, lr=LR)
+        self._optimizer.step([self._grad])
 
 
 def compare(layout: str, size: int, rounds: int) -> None:

@@ -18,8 +18,10 @@ namespace {
 
 constexpr int64_t cache_line = 64;
 
-// How many entries ahead rows are asked for: long enough to hide a trip to memory.
+// How many entries ahead rows are asked for: long enough to hide a trip to memory. Rows of a single
+// cache line are done with so soon that it takes more of them.
 constexpr int64_t prefetch_distance = 16;
+constexpr int64_t prefetch_distance_narrow = 64;
 
 // How many further entries of a chain are asked for together with its first; a longer one is asked
 // for while it is summed.
@@ -59,7 +61,8 @@ struct StoredRows {
     // way, and asking for ownership at once (a prefetch for writing) would go there too.
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const char* at = data + row * row_bytes;
-        const int64_t count = fixed ? fixed * int64_t(sizeof(T)) / cache_line : lines;
+        constexpr int64_t fixed_lines = (fixed * int64_t(sizeof(T)) + cache_line - 1) / cache_line;
+        const int64_t count = fixed ? fixed_lines : lines;
         for (int64_t line = 0; line < count; ++line) {
             __builtin_prefetch(at + line * cache_line, 0, 2);
         }
@@ -130,9 +133,11 @@ public:
     void run() {
         const bool heavy = piece_.end == heavy_piece;
         const int64_t end = heavy ? piece_.begin + 1 : piece_.end;
+        const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
+        const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
         int64_t ahead = piece_.begin;
         for (int64_t entry = piece_.begin; entry < end; ++entry) {
-            const int64_t until = entry + prefetch_distance;
+            const int64_t until = entry + distance;
             for (; ahead < end && ahead <= until; ++ahead) prefetch_slot(ahead);
             if (heavy || !is_taken(entry)) update_slot(entry, slot_of(entry), sequence());
         }
@@ -359,6 +364,7 @@ void apply(const Job& job, const Piece& piece) {
         switch (piece.last_column - piece.first_column) {
             case 16: return apply_stored<Rule, T, 16>(job, piece);
 #ifndef SPARSESTEP_FEW_KERNELS
+            case 1: return apply_stored<Rule, T, 1>(job, piece);  // elements of their own
             case 32: return apply_stored<Rule, T, 32>(job, piece);
             case 64: return apply_stored<Rule, T, 64>(job, piece);
             case 128: return apply_stored<Rule, T, 128>(job, piece);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "compressed.h"
 #include "dispatch.h"
 #include "jobs.h"
 #include "team.h"
@@ -55,8 +56,9 @@ void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
              [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
 }
 
-// Brings rows up to date; how many had missed something. Nothing where the tensors do not lie so
-// that the core can reach them. `numbers` and `tables` are in the order of CatchUpWork.
+// Brings rows up to date; how many were not where they should have been. Nothing where the tensors
+// do not lie so that the core can reach them. `numbers` and `tables` are in the order of
+// CatchUpWork.
 nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb::tuple fades,
                         nb::tuple integers_, nb::tuple numbers, nb::tuple tables, int threads,
                         int instruction_set) {
@@ -119,15 +121,31 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     std::atomic<int64_t> stale{0};
     {
         nb::gil_scoped_release release;
-        constexpr int64_t piece = 512;
-        const int64_t pieces = (count + piece - 1) / piece;
-        const bool tiny = count * work.block < (1 << 14);
-        parallel(tiny ? 1 : threads, pieces, [&](int64_t p) {
-            const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
-            stale += run(work, p * piece, end);
-        });
+        if (count * work.block < (1 << 14)) threads = 1;
+        if (work.rows) {
+            parallel(threads, threads,
+                     [&](int64_t t) { stale += run(work, {0, count, t, threads}); });
+        } else {
+            constexpr int64_t piece = 4096;
+            parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
+                const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
+                stale += run(work, {p * piece, end, 0, 1});
+            });
+        }
     }
     return nb::int_(stale.load());
+}
+
+// See slots_of; all tensors int64, contiguous, on the CPU.
+bool run_slots_of(nb::object starts, nb::object others, int64_t high, int64_t wide,
+                  nb::object positions, nb::object source, int threads) {
+    const int64_t groups = numel(starts) - 1, entries = numel(others);
+    if (groups < 0 || numel(positions) != entries * high) throw nb::value_error("no such slots");
+    const Compressed from{integers(starts), integers(others), groups, entries, high, wide};
+    int64_t* const to = static_cast<int64_t*>(address(positions));
+    int64_t* const rows = source.is_none() ? nullptr : static_cast<int64_t*>(address(source));
+    nb::gil_scoped_release release;
+    return slots_of(from, to, rows, threads);
 }
 
 nb::dict rules() {
@@ -171,10 +189,15 @@ NB_MODULE(_native, module) {
                nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
                nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
-    module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
-               nb::arg("last"), nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"),
-               nb::arg("tables"), nb::arg("threads"), nb::arg("instruction_set"),
-               "Bring rows up to date; how many had missed something, or None where it cannot.");
+    module.def(
+        "catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(), nb::arg("last"),
+        nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"), nb::arg("tables"),
+        nb::arg("threads"), nb::arg("instruction_set"),
+        "Bring rows up to date; of how many the parameter was not where it should have been, "
+        "or None where it cannot.");
+    module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"), nb::arg("high"),
+               nb::arg("wide"), nb::arg("positions"), nb::arg("source").none(), nb::arg("threads"),
+               "Write out the slots of a compressed gradient; false where it is not valid.");
     module.def("rules", &rules,
                "name -> (index, states per element, states per slot, coefficients)");
     module.def("instruction_sets", &instruction_set_names,

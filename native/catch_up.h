@@ -31,33 +31,53 @@ public:
                 Rows(work.states > 2 ? job.state[2] : job.param, job, whole, 0)} {}
 
     // Returns how many rows were not where they should have been.
-    int64_t run(int64_t begin, int64_t end) {
+    int64_t run(const CatchUpShare& share) {
+        int64_t stale = 0, count = 0;
+        for (int64_t i = share.begin; i < share.end; ++i) {
+            own_[count] = work_.rows ? work_.rows[i] : i;
+            count += share.parts == 1 || owner(own_[count], share.parts) == share.part;
+            if (count == most_own) {
+                stale += bring(count);
+                count = 0;
+            }
+        }
+        return stale + bring(count);
+    }
+
+private:
+    static constexpr int64_t most_own = 1024;
+
+    // A row may come several times, so rows have owners. Those whose last steps share a cache line
+    // have the same.
+    static int64_t owner(int64_t row, int64_t parts) {
+        const uint64_t line = uint64_t(row) / (cache_line / sizeof(int32_t));
+        return int64_t((((line * 0x9e3779b97f4a7c15u) >> 32) * uint64_t(parts)) >> 32);
+    }
+
+    int64_t bring(int64_t count) {
         int64_t stale = 0;
-        for (int64_t i = begin; i < end; ++i) {
-            if (i + prefetch_distance < end) prefetch(row_of(i + prefetch_distance));
-            stale += bring(row_of(i));
+        for (int64_t i = 0; i < count; ++i) {
+            // First the step that a row has reached, later what depends on it.
+            if (i + 2 * prefetch_distance < count) {
+                __builtin_prefetch(work_.last + own_[i + 2 * prefetch_distance], 0, 2);
+            }
+            if (i + prefetch_distance < count) prefetch(own_[i + prefetch_distance]);
+            stale += bring_row(own_[i]);
         }
         return stale;
     }
 
-private:
-    int64_t row_of(int64_t i) const { return work_.rows ? work_.rows[i] : i; }
-
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        const int32_t last = __atomic_load_n(work_.last + row, __ATOMIC_RELAXED);
+        const int32_t last = work_.last[row];
         if ((last < 0 ? ~last : last) >= work_.now) return;
         param_.prefetch(row);
         for (int s = 0; s < work_.states; ++s) rows_[s].prefetch(row);
     }
 
-    // A row may come several times, and threads share the rows: whoever finds it behind does it.
-    int64_t bring(int64_t row) {
+    int64_t bring_row(int64_t row) {
         const int32_t stamp = work_.now + (work_.touch ? 1 : 0);
-        const int32_t seen = __atomic_load_n(work_.last + row, __ATOMIC_RELAXED);
-        const int32_t left = work_.touch || seen >= 0 ? stamp : ~stamp;
-        if (seen == left) return 0;
-        const int32_t last = __atomic_exchange_n(work_.last + row, left, __ATOMIC_RELAXED);
-        if (last == left) return 0;
+        const int32_t last = work_.last[row];
+        work_.last[row] = work_.touch || last >= 0 ? stamp : ~stamp;
         const int64_t since = (last < 0 ? ~last : last) - work_.base;
         const int64_t n = work_.now - work_.base;
         if (since >= n) return 0;
@@ -168,9 +188,10 @@ private:
         const int64_t missed = n - since < work_.reach ? n - since : work_.reach;
         const T eps = T(work_.eps);
         // A square that is smaller than this has to be followed step by step.
-        const double bound = work_.eps / (work_.small * power(work_.fading, double(missed)));
-        const T least = work_.converges ? T(bound * bound) : T(__builtin_inf());
-        int64_t followed = 0;
+        const double faded = work_.fading == 1 ? 1 : work_.seconds[missed];
+        const double bound = work_.eps / work_.small;
+        const T least = work_.converges ? T(bound * bound / faded) : T(__builtin_inf());
+        std::conditional_t<sizeof(T) == 4, int32_t, int64_t> followed = 0;  // as wide as T
         for (int64_t j = 0; j < m; ++j) {
             const T v = square ? square[j] : row_square;
             const bool series = v >= least && v > 0;
@@ -228,10 +249,11 @@ private:
     alignas(cache_line) T param_tile_[tile_size];
     alignas(cache_line) T state_tiles_[3][tile_size];
     alignas(cache_line) T moves_[tile_size];
+    int64_t own_[most_own + 1];
 };
 
 template <class T>
-int64_t catch_up(const CatchUpWork& work, int64_t begin, int64_t end) {
+int64_t catch_up(const CatchUpWork& work, const CatchUpShare& share) {
     Job job{};
     job.param = work.param;
     job.block = work.block;
@@ -239,8 +261,8 @@ int64_t catch_up(const CatchUpWork& work, int64_t begin, int64_t end) {
     const Piece whole{0, 0, 0, work.block};
     bool stored = is_stored_as<T>(work.param);
     for (int s = 0; s < work.states; ++s) stored &= is_stored_as<T>(work.state[s]);
-    if (!stored) return CatchUpLoop<T, ConvertedRows<T>>(work, job, whole).run(begin, end);
-    return CatchUpLoop<T, StoredRows<T, 0>>(work, job, whole).run(begin, end);
+    if (!stored) return CatchUpLoop<T, ConvertedRows<T>>(work, job, whole).run(share);
+    return CatchUpLoop<T, StoredRows<T, 0>>(work, job, whole).run(share);
 }
 
 }  // namespace

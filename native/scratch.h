@@ -1,4 +1,4 @@
-// Working memory of a step. One block is kept from step to step, because asking the system anew
+// Working memory of a step. A few blocks are kept from step to step, because asking the system anew
 // each time would fault every page in again; very large ones are given back.
 #pragma once
 

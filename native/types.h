@@ -124,7 +124,13 @@ struct CatchUpWork {
     const double* sums[4];
     double rate, beta, l1, l2;  // of FTRL
 };
-using CatchUp = int64_t (*)(const CatchUpWork& work, int64_t begin, int64_t end);
+
+// Of the rows [begin, end), those that one of several parts owns.
+struct CatchUpShare {
+    int64_t begin, end;
+    int64_t part, parts;
+};
+using CatchUp = int64_t (*)(const CatchUpWork& work, const CatchUpShare& share);
 
 struct KernelTable {
     const RuleKernels* rules;

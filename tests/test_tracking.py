@@ -462,6 +462,67 @@ def test_reading_without_gradients(mode: Any, engine: str):
     assert losses[0] == pytest.approx(losses[1], rel=1e-11)
 
 
+# Backward, which must find the weights that forward has read
+
+
+class WeightedBags(nn.Module):
+    """Reads a table twice, with weights that need a gradient: for that, backward reads it again."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 3, mode="sum", sparse=sparse)
+        self.weights = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, t: int) -> Tensor:
+        return self.read(ids_of(t, 2, 2), ids_of(t, 2, 2).flip(0))
+
+    def read(self, *both: Tensor) -> Tensor:
+        bags = [
+            self.table(ids, per_sample_weights=weights.view(2, 2))
+            for ids, weights in zip(both, self.weights, strict=True)
+        ]
+        return (bags[0] * bags[1]).sin().sum()
+
+
+@each_engine
+@pytest.mark.parametrize("optimizer", [sparsestep.AdamW, sparsestep.SGD, sparsestep.Lion])
+def test_rows_that_are_read_again_are_left_alone(engine: str, optimizer: Any):
+    """They are current, so autograd must not be told that they have changed."""
+    with running_on(engine) as name:
+        ours, opt = made(WeightedBags, True, optimizer, engine=name)
+        theirs, dense = made(WeightedBags, False, optimizer)
+        opt.track(ours)
+        losses = [finish(one, its, range(12)) for one, its in ((ours, opt), (theirs, dense))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+
+
+@each_engine
+def test_rows_that_miss_nothing_are_not_changed(engine: str):
+    """Without decay, rows that never had a gradient: nothing but the bookkeeping is written."""
+    with running_on(engine) as name:
+        model, opt = made(OneTable, True, sparsestep.Adam, engine=name)
+        opt.track(model)
+        finish(model, opt, range(5))
+        version = model.table.weight._version
+        model.table(torch.tensor([18, 19]))
+        assert model.table.weight._version == version
+
+
+@each_engine
+def test_other_rows_in_the_same_forward_are_to_be_caught_up_before_it(engine: str):
+    with running_on(engine) as name:
+        model, opt = made(WeightedBags, True, engine=name)
+        opt.track(model)
+        finish(model, opt, range(8))
+        both = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5], [6, 7]])
+        loss = model.read(*both)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        finish(model, opt, range(8, 10))
+        opt.catch_up(model.table.weight, torch.cat(both))
+        model.read(*both).backward()
+
+
 # What is said where nobody watches
 
 

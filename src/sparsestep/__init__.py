@@ -1,6 +1,6 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
-from sparsestep import distributed, functional
+from sparsestep import distributed, functional, nn
 from sparsestep.by_hand import (
     FunctionalAdagrad,
     FunctionalAdam,
@@ -61,5 +61,6 @@ __all__ = [
     "clip_grad_value_",
     "distributed",
     "functional",
+    "nn",
     "rule",
 ]

@@ -19,6 +19,7 @@ other rules are special cases: a geometric series, a constant drift, or nothing 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,13 @@ _LEAST = {torch.float16: 2.0**-24}
 class History:
     """What the steps since ``base`` would have done to an idle row, whatever its last step.
 
+    All of it lies in the CPU's memory, wherever the parameter is: Python writes a few numbers per
+    step, and what is read is a few numbers per row.
+
     Attributes:
         base: the step that every row has reached.
         steps: how many steps were taken since.
+        grown: the latest ``growth``.
         growth: 1 / (what decay has left since base), for each step.
         sizes: the size of each step's move.
         roots: what the square root is divided by in each step.
@@ -57,14 +62,14 @@ class History:
         self.idle = idle
         self.base = base
         self.steps = 0
+        self.grown = 1.0
         self.first, self.second = idle.factors(hyper)
         self.eps = float(hyper.get("eps", 0.0))
         fades = idle.fades.get(idle.square) == 1
         self.fade = math.sqrt(self.second) if fades else 1.0
         self.hyper = hyper
         self._find_reach()
-        self.growth, self.sizes, self.roots = torch.ones(3, 1, dtype=torch.float64).unbind()
-        self.sums = torch.zeros(_TERMS, 1, dtype=torch.float64)
+        self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
         self._reserve(256)
 
     def _find_reach(self) -> None:
@@ -77,22 +82,20 @@ class History:
         # Followed step by step, an entry is done when its first term's ratio has died out.
         self.follow = _reach(ratios[0])
         reach = self.reach if self.converges else 1
-        powers = torch.arange(reach, 0, -1, dtype=torch.float64)
-        self._ratios = torch.stack([torch.tensor(r, dtype=torch.float64) ** powers for r in ratios])
+        self._ratios = torch.stack([_powers(ratio, reach + 1)[1:].flip(0) for ratio in ratios])
+        self._weight = array("d", [0.0]) * len(ratios)
+        self._weights = _shared(self._weight).unsqueeze(1)
 
     def _reserve(self, capacity: int) -> None:
-        def grown(old: Tensor, *shape: int, fill: float = 0.0) -> Tensor:
-            new = torch.full(shape, fill, dtype=torch.float64)
-            new[..., : old.shape[-1]] = old
-            return new
-
-        self.growth = grown(self.growth, capacity, fill=1.0)
-        self.sizes = grown(self.sizes, capacity)
-        self.roots = grown(self.roots, capacity, fill=1.0)
-        self.sums = grown(self.sums, _TERMS, capacity)
-        steps = torch.arange(capacity, dtype=torch.float64)
-        self.firsts = torch.tensor(self.first, dtype=torch.float64) ** steps
-        self.seconds = torch.tensor(self.second, dtype=torch.float64) ** steps
+        # Written as an array, which is much cheaper than one number at a time into a tensor.
+        numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
+        tables = _shared(numbers).view(-1, capacity)
+        tables[:, : self._tables.shape[1]] = self._tables
+        self.capacity, self._numbers, self._tables = capacity, numbers, tables
+        self.growth, self.sizes, self.roots = tables[:3].unbind()
+        self.sums = tables[3:]
+        self._summed = self.sums[: len(self._weight)]
+        self.firsts, self.seconds = (_powers(f, capacity) for f in (self.first, self.second))
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -112,32 +115,47 @@ class History:
     @property
     def is_full(self) -> bool:
         """Whether every row has to be brought up to date before the next step."""
-        return self.steps + 2 >= _MOST_STEPS or float(self.growth[self.steps]) > _MOST_GROWTH
+        return self.steps + 2 >= _MOST_STEPS or self.grown > _MOST_GROWTH
 
     def begin_anew(self) -> None:
         """Forget the past; every row has reached ``now``."""
-        self.base, self.steps = self.now, 0
-        self.growth[0] = 1.0
-        self.sums.zero_()
+        self.sums[:, : self.steps + 1] = 0.0
+        self.base, self.steps, self.grown = self.now, 0, 1.0
 
     def advance(self, size: float, root: float, shrink: float) -> None:
         """Take note of a step."""
         n = self.steps + 1
-        if n >= len(self.growth):
-            self._reserve(2 * len(self.growth))
-        growth = float(self.growth[n - 1]) / shrink
-        self.growth[n], self.sizes[n], self.roots[n] = growth, size, root
-        if self.idle.along in ("sign", "leader"):
-            self.sums[0, n] = self.sums[0, n - 1] + size * growth
-        elif self.idle.along in ("buffer", "quotient") and self.converges:
-            begin = max(0, n - self.reach)
-            ratios = self._ratios[:, self.reach - (n - begin) :]
-            weights = [[size * growth * root ** (i + 1)] for i in range(len(ratios))]
-            if len(ratios) == 1:  # no denominator
-                weights = [[size * growth]]
-            part = self.sums[: len(ratios), begin:n]
-            part.addcmul_(ratios, torch.tensor(weights, dtype=torch.float64))
+        if n >= self.capacity:
+            self._reserve(2 * self.capacity)
+        numbers, capacity = self._numbers, self.capacity
+        self.grown /= shrink
+        numbers[n], numbers[capacity + n], numbers[2 * capacity + n] = self.grown, size, root
+        along, move = self.idle.along, size * self.grown
+        if along == "sign" or along == "leader":
+            numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
+        elif along != "nothing" and self.converges:
+            self._add(n, move, root if along == "quotient" else 1.0)
         self.steps = n
+
+    def _add(self, n: int, move: float, root: float) -> None:
+        """Add the n-th step's move to the sums of those before it, as far as it matters."""
+        ratios, reach = self._ratios, self.reach
+        for term in range(len(self._weight)):
+            move *= root
+            self._weight[term] = move
+        if n < reach:
+            ratios, reach = ratios[:, reach - n :], n
+        self._summed.narrow(1, n - reach, reach).addcmul_(ratios, self._weights)
+
+
+def _shared(numbers: array[float]) -> Tensor:
+    """A tensor in the memory of an array."""
+    return torch.frombuffer(numbers, dtype=torch.float64)
+
+
+def _powers(factor: float, count: int) -> Tensor:
+    exponents = torch.arange(count, dtype=torch.float64, device="cpu")
+    return torch.full((), factor, dtype=torch.float64, device="cpu") ** exponents
 
 
 def _quotient(first: float, fade: float) -> float:
@@ -157,8 +175,11 @@ class Idling:
     """A parameter whose idle rows are behind.
 
     Attributes:
+        rows: how many there are.
         last: for each row the step up to which it is current; ``~step`` for a row that has never
-            had a gradient, so that momentum it does not have is not missed.
+            had a gradient, so that momentum it does not have is not missed. In the CPU's memory,
+            like the history.
+        among: the rows that a mask lets move; ``None`` for all.
     """
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
@@ -166,20 +187,52 @@ class Idling:
         if rule.idle is None:
             raise InputError(refusal(rule.name))
         self.rule = rule
+        self.rows = rows
         self.constants = constants(settings)
+        self._latest: Settings | None = settings
         self.history = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
-        self.among: Tensor | None = None  # the rows that a mask lets move; None: all
-        self.last = torch.full((rows,), ~done if new else done, dtype=torch.int32)
+        self.among: Tensor | None = None
+        self._movable: tuple[Tensor, Tensor] | None = None
+        stamp = ~done if new else done
+        self.last = torch.full((rows,), stamp, dtype=torch.int32, device="cpu")
 
     def advance(self, settings: Settings) -> None:
         """Take note of a step that was just done, with these settings."""
-        assert self.rule.idle is not None
-        if settings.hyper.get("lr"):  # FTRL rests where the latest rate put it
-            self.history.hyper = dict(settings.hyper)
-        size, root = self.rule.idle.size(self.history.now + 1, settings.hyper)
-        if self.rule.idle.along == "leader":  # counts the steps in which it did not rest
-            size = 1.0 if settings.hyper["lr"] else 0.0
+        idle, hyper = self.history.idle, settings.hyper
+        if hyper.get("lr"):  # FTRL rests where the latest rate put it
+            self.history.hyper = hyper
+        size, root = idle.size(self.history.now + 1, hyper)
+        if idle.along == "leader":  # counts the steps in which it did not rest
+            size = 1.0 if hyper["lr"] else 0.0
         self.history.advance(size, root, settings.shrink)
+
+    def is_under(self, settings: Settings) -> bool:
+        """Whether rows that are behind may go on under these settings."""
+        if settings is not self._latest:
+            self._latest = settings if self.constants == constants(settings) else None
+        return self._latest is not None
+
+    def state_in(self, kept: Mapping[str, Any] | None) -> list[Tensor] | None:
+        """The state of the rule under which rows are behind.
+
+        Args:
+            kept: what the optimizer keeps for the parameter.
+
+        Returns:
+            ``None`` where it is gone: whoever clears it wants the parameter to begin anew.
+        """
+        found = [kept.get(spec.name) if kept else None for spec in self.rule.state]
+        tensors = [tensor for tensor in found if tensor is not None]
+        return tensors if len(tensors) == len(found) else None
+
+    def that_may_move(self, rows: Tensor) -> Tensor:
+        """Those of the rows that the mask of the latest step lets move."""
+        if self.among is None:
+            return rows
+        if self._movable is None or self._movable[0] is not self.among:
+            chosen = torch.zeros(self.rows, dtype=torch.bool, device=self.among.device)
+            self._movable = self.among, chosen.index_fill_(0, self.among, True)
+        return rows[self._movable[1][rows]]
 
     def bring(
         self,
@@ -194,12 +247,11 @@ class Idling:
 
         Args:
             param: the parameter, real.
-            state: its state tensors, real.
-            rows: which ones, with repetitions; ``None`` for all.
+            state: its state tensors, real, of the shape that ``check`` wants.
+            rows: which ones, with repetitions, none of them outside; ``None`` for all.
             touch: they are about to be updated by the step after ``now``.
             engine: as for a step.
         """
-        self._check(param, state)
         rows = None if rows is None else rows.reshape(-1).long()
         if engine != "reference" and native.core is not None:
             stale = native.catch_up(self, param, state, rows, touch)
@@ -207,23 +259,37 @@ class Idling:
                 return stale
         return _bring(self, param, state, rows, touch)
 
-    def _check(self, param: Tensor, state: list[Tensor]) -> None:
+    def check(self, param: Tensor, state: list[Tensor]) -> None:
         """Refuse what is not of the shape that the rows were counted in."""
-        rows = len(self.last)
-        wanted = [param.shape[:1] if kept.per_row else param.shape for kept in self.rule.state]
-        if len(param) != rows or [tensor.shape for tensor in state] != wanted:
-            contract = f"a parameter with rows that are behind must keep its shape, {rows} rows"
-            got = f"{tuple(param.shape)} with state {[tuple(t.shape) for t in state]}"
+        shape = param.shape
+        wanted = [shape[:1] if kept.per_row else shape for kept in self.rule.state]
+        if shape[0] != self.rows or [tensor.shape for tensor in state] != wanted:
+            contract = (
+                f"a parameter with rows that are behind must keep its shape, {self.rows} rows"
+            )
+            got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
             raise InputError(sentence(contract, got, "Make a new optimizer for it"))
 
     def bring_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> None:
         """Make every row current, of those that may move at all; forget the past."""
         if not self.history.steps:
             return
+        self.check(param, state)
         self.bring(param, state, self.among, touch=False, engine=engine)
-        now = self.history.now
-        self.last = torch.where(self.last < 0, ~now, now).to(torch.int32)
         self.history.begin_anew()
+        self.stamp_all(self.history.now, fresh=self.last < 0)
+
+    def stamp_all(self, step: int, *, fresh: Tensor) -> None:
+        """Mark every row as current after a step; ``fresh`` are those without a gradient so far."""
+        self.last.copy_(torch.where(fresh, ~step, step))  # in place: it outlives inference mode
+
+    def stamp(self, rows: Tensor | None) -> None:
+        """Mark rows as current after the step that is about to touch them; ``None`` for all."""
+        step = self.history.now + 1
+        if rows is None:
+            self.last.fill_(step)
+        else:
+            self.last[rows.cpu()] = step
 
 
 def constants(settings: Settings) -> tuple[Any, ...]:
@@ -246,25 +312,33 @@ def refusal(name: str) -> str:
 def _bring(
     idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
 ) -> int:
-    """In torch, in float64: the oracle of the native kernel."""
+    """In torch, in float64: the oracle of the native kernel.
+
+    What is known of a row is looked up on the CPU, then moved to where its entries are.
+    """
     history, last = idling.history, idling.last
-    rows = torch.arange(len(last)) if rows is None else rows.unique()
+    rows = torch.arange(idling.rows, device="cpu") if rows is None else rows.cpu().unique()
     old = last[rows].long()
     fresh = old < 0
     since = torch.where(fresh, ~old, old) - history.base
     behind = since < history.steps
     stamp = history.now + 1 if touch else history.now
-    last[rows] = torch.where(fresh & ~torch.tensor(touch), ~stamp, stamp).to(torch.int32)
+    last[rows] = torch.where(fresh, stamp if touch else ~stamp, stamp).to(torch.int32)
     rows, since, fresh = rows[behind], since[behind], fresh[behind]
-    if not len(rows) or not param.numel():
+    if not rows.numel() or not param.numel():
         return 0
-    wide = [t[rows].double().reshape(len(rows), -1) for t in (param, *state)]
+    there = rows.to(param.device)
+    wide = [t[there].double().reshape(len(there), -1) for t in (param, *state)]
     named = dict(zip((s.name for s in idling.rule.state), wide[1:], strict=True))
     moved = _moved(history, wide[0], named, since, param.dtype)
     faded = _faded(history, named, since, [tensor.dtype for tensor in state])
-    for tensor, new in zip((param, *state), (moved, *faded), strict=True):
-        tensor[rows] = new.to(tensor.dtype).reshape(tensor[rows].shape)
-    return int(_is_stale(history, wide[0], moved, since, fresh).sum())
+    stale = int(_is_stale(history, wide[0], moved, since, fresh).sum())
+    written = list(zip(state, faded, strict=True))
+    if stale or history.idle.along == "leader":  # else autograd is told of a change in vain
+        written.append((param, moved))
+    for tensor, new in written:
+        tensor[there] = new.to(tensor.dtype).reshape(tensor[there].shape)
+    return stale
 
 
 def _is_stale(
@@ -283,14 +357,19 @@ def _is_stale(
     return decayed | ~fresh & (sums[since] != (sums[n] if along == "sign" else 0.0))
 
 
+def _column(of_rows: Tensor, entries: Tensor) -> Tensor:
+    """Numbers of rows beside their entries."""
+    return of_rows.to(entries.device)[..., None]
+
+
 def _faded(
     history: History, state: dict[str, Tensor], since: Tensor, dtypes: list[torch.dtype]
 ) -> list[Tensor]:
     missed = history.steps - since
-    factors = (history.firsts[missed][:, None], history.seconds[missed][:, None])
+    factors = history.firsts[missed], history.seconds[missed]
     idle, result = history.idle, []
     for (name, old), dtype in zip(state.items(), dtypes, strict=True):
-        new = old * factors[idle.fades[name]] if name in idle.fades else old
+        new = old * _column(factors[idle.fades[name]], old) if name in idle.fades else old
         if idle.along == "sign" and name == idle.buffer and history.first:
             least = _LEAST.get(dtype, torch.finfo(dtype).smallest_normal)
             new = torch.where(new.abs() < least, old.sign() * least, new)
@@ -301,19 +380,19 @@ def _faded(
 def _moved(
     history: History, param: Tensor, state: dict[str, Tensor], since: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    idle, n = history.idle, history.steps
-    left = (history.growth[since] / history.growth[n])[:, None]
+    idle, n, grown = history.idle, history.steps, history.grown
+    left = _column(history.growth[since] / grown, param)
     if idle.along == "leader":
         rested = history.sums[0, n] == history.sums[0, since]
-        return torch.where(rested[:, None], param, _leader(history, param, state))
+        return torch.where(_column(rested, param), param, _leader(history, param, state))
     if idle.along == "nothing":
         return param * left
     buffer = state[idle.buffer]
     if idle.along == "sign":
         end = n if history.first else since + 1  # from where on there is no sign left
-        drift = (history.sums[0, end] - history.sums[0, since]) / history.growth[n]
-        return param * left - buffer.sign() * drift[:, None]
-    sums = (history.sums[:, since] / history.growth[n])[..., None]
+        drift = (history.sums[0, end] - history.sums[0, since]) / grown
+        return param * left - buffer.sign() * _column(drift, param)
+    sums = _column(history.sums[:, since] / grown, param)
     if idle.along == "buffer" and history.converges:
         return param * left - buffer * sums[0]
     if idle.along == "buffer":
@@ -322,7 +401,7 @@ def _moved(
     small = torch.zeros_like(buffer, dtype=torch.bool)
     move = torch.zeros_like(buffer)
     if history.converges:
-        missed = (n - since).clamp(max=history.reach).double()[:, None]
+        missed = _column((n - since).clamp(max=history.reach).double(), param)
         ratio = history.eps / root
         small = ratio * history.fade**-missed <= history.small_for(dtype)
         y = -ratio
@@ -337,16 +416,18 @@ def _followed(history: History, root: Tensor, since: Tensor, where: Tensor | Non
     """The sum of the moves of each entry, for a buffer of one, term by term."""
     n, quotient = history.steps, history.idle.along == "quotient"
     total = torch.zeros_like(root)
-    rows = torch.arange(len(since)) if where is None else where.any(dim=1).nonzero().squeeze(1)
-    for k in range(1, int(min(history.follow, n - int(since[rows].min()))) + 1 if len(rows) else 0):
-        step = since[rows] + k
+    where = torch.ones_like(root, dtype=torch.bool) if where is None else where
+    rows = where.any(dim=1).nonzero().squeeze(1)
+    since = since[rows.cpu()]
+    for k in range(1, min(history.follow, n - int(since.min())) + 1 if since.numel() else 0):
+        step = since + k
         on = step <= n
         step = step.clamp(max=n)
-        size = history.sizes[step] * history.growth[step] / history.growth[n]
-        weight = torch.where(on, size * history.firsts[k], 0.0)[:, None]
+        size = history.sizes[step] * history.growth[step] / history.grown
+        weight = _column(torch.where(on, size * history.firsts[k], 0.0), root)
         if quotient:
-            divisor = root[rows] * history.fade**k / history.roots[step][:, None] + history.eps
-            total[rows] += weight / divisor
+            roots = _column(history.roots[step], root)
+            total[rows] += weight / (root[rows] * history.fade**k / roots + history.eps)
         else:
             total[rows] += weight
     return total

@@ -10,17 +10,19 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.masked import MaskedTensor
 from torch.nn import utils
 
+from sparsestep.compact import Compact
 from sparsestep.engines.reference import summed
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
+from sparsestep.sums import sums
 
 
 @torch.no_grad()
@@ -78,9 +80,11 @@ def clip_grad_norm_(
         )
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
     # In this order: what shares its memory is read before anything is written.
-    in_place, apart = [], dict[Tensor, Tensor]()
+    in_place, apart, compacts = [], dict[Tensor, Tensor](), []
     for grad in sparse:
-        if _alone(grad):
+        if _is_compact(grad):
+            compacts.append(grad)
+        elif _alone(grad):
             in_place.append(grad)
         else:
             apart[grad] = apart.get(grad, grad._values()) * factor.to(grad.device)
@@ -88,6 +92,8 @@ def clip_grad_norm_(
     _multiply([*dense, *(grad._values() for grad in in_place)], factor, foreach)
     for grad, values in apart.items():
         grad.data = _coo(grad, grad._indices(), values, grad.is_coalesced())
+    for grad in compacts:
+        grad.mul_(factor.to(grad.device))  # gives it new rows
     return shown
 
 
@@ -128,6 +134,9 @@ def clip_grad_value_(
         if not grad.is_sparse:
             continue
         _check_clampable(each, bound)
+        if _is_compact(grad):
+            apart[grad] = _clamped_compact(each, bound)
+            continue
         merged = _clamped_sums(each, bound)
         if merged is not None:
             apart[grad] = merged
@@ -215,10 +224,57 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
 
 def _elements(held: _Held, norm_type: float) -> Tensor:
     """What has the norm of the dense form of a sparse gradient."""
-    _, values = _summed(held)
-    if 0 < norm_type < math.inf or values.numel() == held.grad.numel():
+    if _is_compact(held.grad):
+        values, count = _compact_elements(held, norm_type)
+    else:
+        _, values = _summed(held)
+        count = values.numel()
+    if 0 < norm_type < math.inf or count == held.grad.numel():
         return values
     return torch.cat([values.flatten(), values.new_zeros(1)])  # one for all that are not held
+
+
+def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
+    return isinstance(grad, Compact) and not grad.is_settled
+
+
+def _compact_sums(held: _Held) -> Iterator[tuple[Tensor, Tensor]]:
+    """The slots of a compact gradient and the sum of each, in chunks."""
+    assert isinstance(held.grad, Compact)
+    try:
+        yield from sums(held.grad.touched())
+    except InputError as error:
+        raise InputError(f"{held.who}: {error}") from None
+
+
+def _compact_elements(held: _Held, norm_type: float) -> tuple[Tensor, int]:
+    """What has the norm of all sums: these, or the norm of each chunk; and how many sums."""
+    grad, chunks = held.grad, _compact_sums(held)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    nothing = torch.empty(0, dtype=dtype, device=grad.device)
+    first = next((total for _, total in chunks), nothing)
+    norms, count = [], first.numel()
+    for _, total in chunks:
+        count += total.numel()
+        norms.append(torch.linalg.vector_norm(total, norm_type))
+    if not norms:
+        return first, count
+    return torch.stack([torch.linalg.vector_norm(first, norm_type), *norms]), count
+
+
+def _clamped_compact(held: _Held, bound: float) -> Tensor:
+    """The ordinary gradient, coalesced and clamped."""
+    assert isinstance(held.grad, Compact)
+    shape, touched = held.grad.shape, held.grad.touched()
+    found = [
+        (slots, t.clamp(-bound, bound).to(held.grad.dtype)) for slots, t in _compact_sums(held)
+    ]
+    if not found:
+        return held.grad.clone()
+    leading = 1 if touched.slots == shape[0] else len(shape)
+    slots = torch.cat([slots for slots, _ in found])
+    values = torch.cat([values for _, values in found]).reshape(len(slots), *shape[leading:])
+    return _coo(held.grad, torch.stack(torch.unravel_index(slots, shape[:leading])), values, True)
 
 
 def _summed(held: _Held) -> tuple[Tensor | None, Tensor]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.masked import MaskedTensor
 
+from sparsestep.compact import Compact
+from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import FLOATS, Touched, bad_index
 
@@ -28,7 +30,7 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
 
     Args:
         param: the parameter.
-        grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, a MaskedTensor or a Touched.
+        grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, Compact, a MaskedTensor or a Touched.
         by_row: slots have to be rows, for a rule that keeps numbers per row.
 
     Example:
@@ -48,6 +50,8 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
         )
     if isinstance(grad, Touched):
         found = _by_hand(param, grad)
+    elif isinstance(grad, Compact):
+        found = _from_compact(param, grad)
     elif isinstance(grad, MaskedTensor):  # before all else: its is_sparse is a method, hence true
         found = _from_masked(param, grad)
     else:
@@ -55,7 +59,14 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
     return _in_rows(param, found) if by_row and param.dim() else found
 
 
-def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
+def _from_compact(param: Tensor, grad: Compact) -> Touched:
+    if grad.is_settled:
+        return _from_tensor(param, grad.ordinary())
+    _check_fits(param, grad)
+    return grad.touched()
+
+
+def _check_fits(param: Tensor, grad: Tensor) -> None:
     if (
         grad.shape != param.shape
         or (grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype))
@@ -65,6 +76,10 @@ def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
         )
     ):
         raise InputError(_mismatch(param, grad))
+
+
+def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
+    _check_fits(param, grad)
     if grad.is_sparse:
         return _from_coo(param, grad)
     if grad.layout is torch.strided:
@@ -190,6 +205,12 @@ def _from_compressed(grad: Tensor) -> Touched:
     dense = math.prod(grad.shape[batch_dims + 2 :])
 
     starts, others = starts.long(), others.long()
+    values = values.resolve_neg().reshape(others.numel() * high, wide * dense)
+    slots = math.prod(grad.shape[: batch_dims + 1]) * wide_blocks
+    if by_row and not batch_dims and core is not None and starts.is_cpu:
+        found = _in_order(starts.contiguous(), others.contiguous(), high, wide_blocks)
+        if found is not None:
+            return Touched(found[0], values, slots, wide * dense, found[1])
     entries = others.shape[-1]
     _check_starts(starts, entries)
     _check_index(batch_dims + int(by_row), others, wide_blocks if by_row else high_blocks)
@@ -198,7 +219,7 @@ def _from_compressed(grad: Tensor) -> Touched:
     others = others.reshape(-1)
     down = high * wide_blocks  # from a slot to the same one in the next row of blocks
     if by_row:
-        first = grouped.mul_(down).add_(others)
+        first = torch.add(others, grouped, alpha=down)
     else:
         first = grouped.add_(others, alpha=down)
         batches = math.prod(grad.shape[:batch_dims])
@@ -209,12 +230,22 @@ def _from_compressed(grad: Tensor) -> Touched:
     if high > 1:
         inside = torch.arange(high, device=starts.device) * wide_blocks
         positions = (first[:, None] + inside).reshape(-1)
-    return Touched(
-        positions,
-        values.resolve_neg().reshape(positions.numel(), wide * dense),
-        math.prod(grad.shape[: batch_dims + 1]) * wide_blocks,
-        wide * dense,
-    )
+    return Touched(positions, values, slots, wide * dense)
+
+
+def _in_order(
+    starts: Tensor, others: Tensor, high: int, wide: int
+) -> tuple[Tensor, Tensor | None] | None:
+    """Slots row by row, by the core: in one pass, and so that memory is visited in order.
+
+    Returns ``None`` for indices that are not valid; what is wrong with them is said elsewhere.
+    """
+    assert core is not None
+    positions = others.new_empty(others.numel() * high)
+    source = torch.empty_like(positions) if high > 1 else None
+    threads = torch.get_num_threads()
+    valid = core.slots_of(starts, others, high, wide, positions, source, threads)
+    return (positions, source) if valid else None
 
 
 def _block_of(grad: Tensor, starts: Tensor, others: Tensor, values: Tensor) -> tuple[int, int]:

@@ -65,9 +65,9 @@ def _row_numbers(rows: Tensor, count: int) -> Tensor:
         raise InputError(sentence("rows must be integers, in a tensor", got))
     rows = rows.reshape(-1).long()
     if rows.numel():
-        low, high = (int(bound) for bound in rows.aminmax())
-        if low < 0 or high >= count:
-            outside = low if low < 0 else high
+        low, high = rows.aminmax()
+        if int(low) < 0 or int(high) >= count:
+            outside = int(low) if int(low) < 0 else int(high)
             raise InputError(sentence(f"rows to catch up must be in [0, {count})", outside))
     return rows
 
@@ -353,30 +353,40 @@ class RuleOptimizer(Optimizer):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        for group in self.param_groups:
-            for each in group["params"]:
-                if param is None or each is param:
-                    self._catch_up(group, each, rows)
+        if param is None:
+            known = [each for group in self.param_groups for each in group["params"]]
+        else:
+            known = [param]
+        for each in known:
+            idling = self.idle.get(id(each))
+            if idling is None:
+                continue
+            if rows is not None:
+                try:
+                    rows = _row_numbers(rows, idling.rows)
+                except InputError as error:
+                    raise InputError(f"{type(self).__name__}: {error}") from None
+            self.bring(each, rows)
 
-    def idle_state(self, param: Tensor, idling: Idling) -> list[Tensor]:
-        """The state of the rule under which rows are behind."""
-        kept = self.state.get(param, {})
-        return [kept[spec.name] for spec in idling.rule.state]
+    def bring(self, param: Tensor, rows: Tensor | None) -> None:
+        """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
 
-    def _catch_up(self, group: dict[str, Any], param: Tensor, rows: Tensor | None) -> None:
+        Args:
+            param: whose rows.
+            rows: int64 or int32, of one dim; ``None`` for all.
+        """
         idling = self.idle.get(id(param))
         if idling is None:
             return
-        real = rows_of(param, self.idle_state(param, idling))
+        state = idling.state_in(self.state.get(param))
+        if state is None:  # cleared: the parameter begins anew, so nothing was missed
+            return
+        real = rows_of(param, state)
         if rows is None:
             idling.bring_all(*real, engine=self.engine)
             return
-        with _speaking(type(self).__name__):
-            rows = _row_numbers(rows, len(idling.last))
-        if idling.among is not None:
-            allowed = torch.zeros(len(idling.last), dtype=torch.bool)
-            allowed[idling.among] = True
-            rows = rows[allowed[rows]]
+        idling.check(*real)
+        rows = idling.that_may_move(rows.to(param.device))
         idling.bring(*real, rows, touch=False, engine=self.engine)
 
     def track(self, model: torch.nn.Module) -> Tracking:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable
 
 from sparsestep import engines, masks, rounding
 from sparsestep import state as states
-from sparsestep.catch_up import Idling, constants
+from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings, State, Update
 from sparsestep.errors import InputError, StaleWarning, sentence
 from sparsestep.grads import COMPLEX, FLOATS, Touched, check_positions
@@ -52,69 +52,82 @@ class Planned:
 
 @dataclass(slots=True)
 class Lagging:
-    """A parameter under dense semantics, before its step."""
+    """A parameter under dense semantics, before its step.
 
-    planned: Planned
+    Attributes:
+        param: the parameter.
+        positions: the rows that its gradient holds; ``None`` for all.
+        kept: the optimizer's record of its state; ``None`` before the first step.
+        tensors: the state tensors; ``None`` before the first step.
+        settings: those of its param group.
+        selection: what a mask selects.
+    """
+
+    param: Tensor
+    positions: Tensor | None
+    kept: dict[str, Any] | None
+    tensors: list[Tensor] | None
     settings: Settings
     selection: masks.Selection | None
 
     def catch_up(self, optimizer: RuleOptimizer) -> None:
         """Bring up to date what the step touches."""
-        planned, settings = self.planned, self.settings
-        param, key = planned.param, id(planned.param)
-        count = param.shape[0] if param.dim() else 1
-        among = None if self.selection is None else self.selection.positions
-        idling = optimizer.idle.get(key)
-        if idling is not None and len(idling.last) != count:
-            idling = None  # the parameter was replaced
-        if idling is not None:
-            # What was missed is made up for by the rule that was missed, with its own state.
-            missed = rows_of(param, optimizer.idle_state(param, idling))
-            other = idling.constants != constants(settings)
-            if (
-                other
-                or idling.among is not among
-                or idling.history.is_full
-                or planned.gradient.positions is None
-            ):
-                idling.bring_all(*missed, engine=optimizer.engine)
-            if other:
-                done, fresh = idling.history.now, idling.last < 0
-                idling = Idling(settings, count, done, new=False)
-                idling.last = torch.where(fresh, ~done, done).to(torch.int32)
-        else:
-            done = 0 if planned.kept is None else int(planned.kept.get("step", 0))
-            idling = Idling(settings, count, done, new=planned.kept is None)
-        idling.among = among
-        optimizer.idle[key] = idling
-        if planned.tensors is None and idling.rule.state:
-            self._stamp(idling, among)  # nothing is kept yet, so nothing was missed
+        idling = self._known(optimizer) or self._anew()
+        optimizer.idle[id(self.param)] = idling
+        if self.positions is None:
+            idling.stamp(idling.among)
             return
-        real = rows_of(param, planned.tensors or [])
-        positions = planned.gradient.positions
-        if positions is None:
-            self._stamp(idling, among)
+        rows = idling.that_may_move(self.positions.reshape(-1))
+        if self.tensors is None and idling.rule.state:
+            idling.stamp(rows)  # nothing is kept yet, so nothing was missed
             return
-        rows = positions.reshape(-1)
-        if self.selection is not None:
-            rows = rows[self.selection.mask[rows]]
+        real = rows_of(self.param, self.tensors or [])
         if idling.bring(*real, rows, touch=True, engine=optimizer.engine):
             _say_once_that_it_was_stale()
 
-    def _stamp(self, idling: Idling, among: Tensor | None) -> None:
-        """Mark as current after this step what the gradient touches."""
-        step = idling.history.now + 1
-        positions = self.planned.gradient.positions
-        if positions is not None:
-            idling.last[positions.reshape(-1)] = step
-        elif among is not None:
-            idling.last[among] = step
-        else:
-            idling.last.fill_(step)
+    @property
+    def rows(self) -> int:
+        """How many it has."""
+        shape = self.param.shape
+        return shape[0] if shape else 1
+
+    @property
+    def _among(self) -> Tensor | None:
+        return None if self.selection is None else self.selection.positions
+
+    def _known(self, optimizer: RuleOptimizer) -> Idling | None:
+        """What is known of its rows; ``None`` where the parameter is new, or begins anew."""
+        idling = optimizer.idle.get(id(self.param))
+        if idling is None or idling.rows != self.rows:  # the parameter was replaced
+            return None
+        # What was missed is made up for by the rule that was missed, with its own state.
+        missed, among = idling.state_in(self.kept), self._among
+        if missed is None:
+            return None
+        other = not idling.is_under(self.settings)
+        if other or idling.among is not among or idling.history.is_full or self.positions is None:
+            idling.bring_all(*rows_of(self.param, missed), engine=optimizer.engine)
+        if other:
+            now, fresh = idling.history.now, idling.last < 0
+            idling = Idling(self.settings, idling.rows, now, new=False)
+            idling.stamp_all(now, fresh=fresh)
+        idling.among = among
+        return idling
+
+    def _anew(self) -> Idling:
+        kept = self.kept
+        done = int(kept.get("step", 0)) if kept else 0
+        # State that was made in advance has seen no gradient either.
+        new = kept is None or (self.settings.rule.counts and not done)
+        idling = Idling(self.settings, self.rows, done, new=new)
+        idling.among = self._among
+        return idling
 
 
 def rows_of(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A parameter and its state as real tensors whose first dim are the rows."""
+    if param.dim() and not param.is_complex():
+        return param, state
 
     def real(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -195,7 +208,10 @@ class Step:
             try:
                 planned = self._planned(group, settings, param, grad)
                 if self._dense_semantics:
-                    self._lags(planned, settings, selection)
+                    positions, kept = planned.gradient.positions, planned.kept
+                    self._lags(
+                        Lagging(param, positions, kept, planned.tensors, settings, selection)
+                    )
                 if selection is None and settings.uses_torch and _fits_torch(planned, settings):
                     dense.append(planned)
                 else:
@@ -216,14 +232,33 @@ class Step:
     ) -> Sequence[int]:
         """The numbers of the parameters that the core does not take at once."""
         params, optimizer = group["params"], self._optimizer
-        if self._natively is None or group.get("differentiable") or self._dense_semantics:
+        if self._natively is None or group.get("differentiable"):
             return range(len(params))
         chosen = None
         if selections is not None:
+            if self._dense_semantics:  # what a mask excludes must not be brought up to date
+                return range(len(params))
             chosen = [None if s is None else s.chosen for s in selections]
-        return self._natively.take(
+        left = self._natively.take(
             settings, params, optimizer.state, optimizer.settled, self._seen, chosen
         )
+        if self._dense_semantics:
+            self._lag_but_for(left, params, settings)
+        return left
+
+    def _lag_but_for(self, left: Sequence[int], params: list[Tensor], settings: Settings) -> None:
+        """Note that what the core has taken has to be brought up to date."""
+        not_taken = set(left)
+        for index, param in enumerate(params):
+            grad = param.grad
+            if grad is None or index in not_taken:
+                continue
+            kept = self._optimizer.state.get(param)
+            tensors = [kept[spec.name] for spec in settings.rule.state] if kept else []
+            try:
+                self._lags(Lagging(param, grad._indices(), kept, tensors, settings, None))
+            except InputError as error:
+                raise InputError(f"{settings.who(index)}: {error}") from None
 
     def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Gradient) -> Planned:
         """A parameter's gradient and state, checked."""
@@ -276,14 +311,11 @@ class Step:
         self._updates.append(Update(settings, index, param, gradient, state, step, seed))
         self._updated.append(planned)
 
-    def _lags(
-        self, planned: Planned, settings: Settings, selection: masks.Selection | None
-    ) -> None:
+    def _lags(self, lagging: Lagging) -> None:
         """Note that its rows have to be brought up to date before they are updated."""
-        positions = planned.gradient.positions
-        if positions is not None:
-            check_positions(positions.reshape(-1), planned.gradient.slots)
-        self._idle.append(Lagging(planned, settings, selection))
+        if lagging.positions is not None:
+            check_positions(lagging.positions, lagging.rows)
+        self._idle.append(lagging)
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
@@ -292,7 +324,7 @@ class Step:
         before = [self._catch_up] if self._idle else []
         engines.run(self._updates, optimizer.engine, self._natively, others, before)
         for lagging in self._idle:
-            optimizer.idle[id(lagging.planned.param)].advance(lagging.settings)
+            optimizer.idle[id(lagging.param)].advance(lagging.settings)
         for planned, update in zip(self._updated, self._updates, strict=True):
             kept = planned.kept
             if kept is None:  # the first step: only now does the parameter have a state

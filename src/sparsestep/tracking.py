@@ -32,6 +32,9 @@ class Tracking:
                 self._handles.append(hook)
                 if module is not model:  # it may be saved and loaded alone
                     self._watch_as_a_whole(module)
+            elif hasattr(type(module), "rows_read"):  # it reads several tables by itself
+                hook = module.register_forward_pre_hook(self._before_reading_all, with_kwargs=True)
+                self._handles.append(hook)
 
     def _watch_as_a_whole(self, module: nn.Module) -> None:
         # What is loaded stands as it is: what was missed before must not be made up for after.
@@ -43,12 +46,20 @@ class Tracking:
     def _before_reading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        ids = args[0] if args else kwargs.get("input")
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self._read(weight, args[0] if args else kwargs.get("input"))
+
+    def _before_reading_all(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for weight, ids in module.rows_read(*args, **kwargs):
+            self._read(weight, ids)
+
+    def _read(self, weight: Tensor, ids: Any) -> None:
         # What is no row is left to the module, which says so.
         if self._optimizer is not None and isinstance(ids, Tensor) and ids.dtype in _INTEGERS:
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            inside = ids.reshape(-1)
+            inside = (ids.values() if ids.is_nested else ids).reshape(-1)
             if inside.numel():
                 low, high = inside.aminmax()
                 if int(low) < 0 or int(high) >= len(weight):

@@ -16,20 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep.contract import Settings, Update
+from sparsestep.core import core as core
+from sparsestep.core import why_missing as why_missing
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
 
 if TYPE_CHECKING:
     from sparsestep.catch_up import Idling
-
-try:
-    import sparsestep._native as _native
-except ImportError as error:  # installed without the core (SPARSESTEP_PURE=1), or a broken build
-    core = None
-    why_missing = str(error)
-else:
-    core = _native
-    why_missing = ""
 
 _RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
@@ -176,7 +169,10 @@ _ALONG = ("nothing", "buffer", "sign", "quotient", "leader")  # as in native/typ
 def catch_up(
     idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
 ) -> int | None:
-    """Bring rows up to date; how many had missed something. ``None`` where the core cannot."""
+    """Bring rows up to date; returns how many were not where they should have been.
+
+    ``None``, and nothing done, where the core cannot.
+    """
     if core is None or not param.is_cpu:
         return None
     history, specs = idling.history, idling.rule.state

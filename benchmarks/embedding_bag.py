@@ -1,0 +1,132 @@
+"""A whole training step of an embedding bag: forward, backward, update. Against torch and FBGEMM.
+
+A table of 1,000,000 x 64, a batch of 4,096 bags of 16 ids, fresh ids in every step, uniform and
+Zipf. The gradient of the output is given, so that nothing but the table is timed. FBGEMM's tables
+take part where it is installed (see README.md beside this file); they update during backward, and
+on the CPU they have no Adam.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from gradients import SETS
+from torch import Tensor
+from turns import add_rounds, medians
+
+import sparsestep
+from sparsestep.cli.bench.cases import case
+from sparsestep.cli.bench.harness import Racer
+from sparsestep.cli.bench.peers import imported
+from sparsestep.cli.bench.workload import Unavailable, fill
+from sparsestep.cli.options import whole_number
+
+ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
+LR = 1e-3
+
+# Whose step is compared with whose, and how much faster ours should be: uniform, Zipf.
+RULES: dict[str, tuple[type[torch.optim.Optimizer], Any, str | None]] = {
+    "Adam": (sparsestep.SparseAdam, torch.optim.SparseAdam, None),
+    "row-wise Adagrad": (sparsestep.RowwiseAdagrad, None, "EXACT_ROWWISE_ADAGRAD"),
+    "Adagrad": (sparsestep.Adagrad, torch.optim.Adagrad, "EXACT_ADAGRAD"),
+    "SGD": (sparsestep.SGD, torch.optim.SGD, "EXACT_SGD"),
+}
+GOALS = {
+    ("Adam", "torch"): (10.0, 6.0),
+    ("row-wise Adagrad", "FBGEMM"): (5.0, 5.0),
+    ("SGD", "FBGEMM"): (1.0, 1.0),
+}
+
+
+class Training:
+    """One contestant: what it looks up, and how it updates."""
+
+    def __init__(
+        self, table: Callable[[Tensor, Tensor], Tensor], optimizer: Any, sets: Sequence[Tensor]
+    ) -> None:
+        self._table, self._optimizer, self._sets = table, optimizer, sets
+        self._offsets = torch.arange(0, BAGS * IDS, IDS)
+        self._grad = torch.randn(BAGS, DIM)
+
+    def before(self, number: int, /) -> None:
+        """Take the ids of a set."""
+        self._ids = self._sets[number]
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        self._table(self._ids, self._offsets).backward(self._grad)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def by_module(module: torch.nn.Module, rule: Any, sets: Sequence[Tensor]) -> Training:
+    fill(module.weight.data)  # type: ignore[arg-type]
+    return Training(module, rule(module.parameters(), lr=LR), sets)
+
+
+def by_fbgemm(rule: str, rows: int, sets: Sequence[Tensor]) -> Training:
+    training = imported("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = imported("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    configs = imported("fbgemm_gpu.split_embedding_configs")
+    table = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, DIM, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
+        optimizer=configs.EmbOptimType[rule],
+        learning_rate=LR,
+        device=torch.device("cpu"),
+    )
+    fill(table.split_embedding_weights()[0].detach())
+    end = torch.arange(0, BAGS * IDS + 1, IDS)
+    return Training(lambda ids, _: table(ids, end), None, sets)
+
+
+def contestants(name: str, rows: int, sets: Sequence[Tensor]) -> dict[str, Racer]:
+    ours, torchs, fbgemms = RULES[name]
+    module = sparsestep.nn.EmbeddingBag(rows, DIM, mode="sum")
+    found: dict[str, Racer] = {"sparsestep": by_module(module, ours, sets)}
+    if torchs is not None:
+        plain = torch.nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True)
+        found["torch"] = by_module(plain, torchs, sets)
+    if fbgemms is not None:
+        try:
+            found["FBGEMM"] = by_fbgemm(fbgemms, rows, sets)
+        except Unavailable as error:
+            print(f"FBGEMM is {error}")
+    return found
+
+
+def compare(name: str, distribution: str, rows: int, rounds: int) -> None:
+    drawn = case(rows, DIM, BAGS * IDS, distribution)
+    sets = [drawn.positions(number) for number in range(SETS)]
+    racers = contestants(name, rows, sets)
+    times = dict(zip(racers, medians(list(racers.values()), rounds), strict=True))
+    ours = times.pop("sparsestep")
+    line = f"{name:16} {distribution:8} {ours:6.2f} ms"
+    for other, theirs in times.items():
+        goals = GOALS.get((name, other))
+        goal = "" if goals is None else f", goal {goals[distribution == 'zipf']:g}"
+        line += f"   {theirs / ours:5.1f} x {other} ({theirs:.1f} ms{goal})"
+    print(line, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rounds(parser, 40)
+    kind = whole_number(1, 100_000_000)
+    parser.add_argument("--rows", type=kind, default=ROWS, help=f"(default: {ROWS:,})")
+    parser.add_argument("--only", choices=RULES, help="one rule instead of all of them")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    print(
+        f"{options.rows:,} x {DIM}, {BAGS:,} bags of {IDS} ids, {torch.get_num_threads()} threads"
+    )
+    for name in RULES if options.only is None else [options.only]:
+        for distribution in ("uniform", "zipf"):
+            compare(name, distribution, options.rows, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Compact: the gradient of an embedding as it comes, one row for each row of the output.
+
+A bag of a hundred ids has one gradient, and so does its output; the ordinary gradient of the table
+is a copy of it for each id. A Compact keeps the ids and the gradient of the output. Optimizers here
+work from that (``touched``). For everyone else it is a sparse gradient like any other: autograd
+adds it up, numbers scale it, and whoever asks for more gets the ordinary COO tensor.
+
+It does so in two places, because torch asks in two: ``__torch_function__`` for calls from Python,
+``__torch_dispatch__`` for those from torch's own C++.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import Touched
+
+
+class Compact(Tensor):
+    """A gradient that was never written out, in parts, each of which is a Touched.
+
+    Asking for its values, or anything else that only an ordinary tensor has, *settles* it: from
+    then on it is that tensor, so that what is done to the values in place is done to the gradient.
+
+    Example:
+        >>> import sparsestep
+        >>> bag = sparsestep.nn.EmbeddingBag(1000, 16, mode="sum")
+        >>> bag(torch.tensor([[3, 1, 3, 7]])).sum().backward()
+        >>> grad = bag.weight.grad
+        >>> type(grad).__name__, grad.is_sparse, grad.touched().values.shape
+        ('Compact', True, torch.Size([1, 16]))
+        >>> grad.coalesce().values().shape
+        torch.Size([3, 16])
+    """
+
+    _parts: tuple[Touched, ...]
+    _ordinary: Tensor | None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has become an ordinary tensor."""
+        return self._ordinary is not None
+
+    # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """Whether it is sparse: it is, unless something dense was added."""
+        return self._ordinary is None or self._ordinary.is_sparse
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        """The layout of the ordinary gradient."""
+        return torch.sparse_coo if self._ordinary is None else self._ordinary.layout
+
+    def touched(self) -> Touched:
+        """The gradient in canonical form; no row is written out. Not once it is settled."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        return _joined(self._parts) if self._parts else _nothing(self)
+
+    def ordinary(self) -> Tensor:
+        """The ordinary gradient that it is from now on."""
+        if self._ordinary is None:
+            self._ordinary = _written_out(self)
+            self._parts = ()
+        return self._ordinary
+
+    def become(self, other: Tensor) -> None:
+        """Take the values of another gradient."""
+        if isinstance(other, Compact) and not other.is_settled:
+            self._parts, self._ordinary = other._parts, None
+        else:
+            self._parts, self._ordinary = (), _ordinary(other).detach().to(self.dtype, copy=True)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # Looking at a gradient does not change what it is.
+        return repr(_written_out(self) if self._ordinary is None else self._ordinary)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNCHANGED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func == _SET_DATA and isinstance(args[0], Compact):
+            return args[0].become(args[1])
+        return _on_ordinary(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = _OURS.get(func)
+        if ours is not None:
+            result = ours(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _on_ordinary(func, args, kwargs or {})
+
+
+def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compact:
+    """The gradient of a parameter that has these parts.
+
+    Args:
+        parts: in the order in which they are to be summed; with real numbers of slots and elements.
+        shape: the parameter's.
+        like: a tensor of its dtype, on its device.
+
+    Example:
+        >>> bag = Touched(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, torch.tensor([0, 0]))
+        >>> compact([bag], torch.Size([5, 2]), bag.values)
+        tensor(indices=tensor([[3, 1]]),
+               values=tensor([[1., 1.],
+                              [1., 1.]]),
+               size=(5, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    made: Compact = Tensor._make_wrapper_subclass(
+        Compact, shape, dtype=like.dtype, device=like.device
+    )
+    made._parts = tuple(parts)
+    made._ordinary = None
+    return made
+
+
+def _like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
+    """Another gradient of the same parameter."""
+    made = compact(parts, grad.shape, grad)
+    made._ordinary = ordinary
+    return made
+
+
+# From parts to an ordinary gradient, and back
+
+
+def _joined(parts: Sequence[Touched]) -> Touched:
+    """All parts as one, over the smallest slots that any of them has."""
+    slots = max(part.slots for part in parts)
+    parts = [part if part.slots == slots else part.finer(slots) for part in parts]
+    block = parts[0].block
+    values = [_rows(part) for part in parts]
+    positions = torch.cat([_positions(part) for part in parts])
+    source = scale = None
+    if any(part.source is not None for part in parts):
+        source = torch.cat(_sources(parts, [len(rows) for rows in values]))
+    if any(part.scale is not None for part in parts):
+        scale = torch.cat([_scale(part) for part in parts])
+    return Touched(positions, torch.cat(values), slots, block, source, scale)
+
+
+def _positions(part: Touched) -> Tensor:
+    assert part.positions is not None
+    return part.positions.reshape(-1)
+
+
+def _rows(part: Touched) -> Tensor:
+    values, block = part.values, part.block
+    return values.reshape(values.numel() // block if block else len(values), block)
+
+
+def _sources(parts: Sequence[Touched], rows: Sequence[int]) -> list[Tensor]:
+    """The rows that each part's entries take, counted through all parts."""
+    first, found = 0, []
+    for part, count in zip(parts, rows, strict=True):
+        own = part.source
+        if own is None:
+            own = torch.arange(count, device=part.values.device)
+        found.append(own + first)
+        first += count
+    return found
+
+
+def _scale(part: Touched) -> Tensor:
+    if part.scale is not None:
+        return part.scale
+    ones: Tensor = part.values.new_ones(_positions(part).numel(), dtype=part.values.dtype.to_real())
+    return ones
+
+
+def _nothing(grad: Compact) -> Touched:
+    rows, *rest = grad.shape
+    block = torch.Size(rest).numel()
+    values = torch.empty(0, block, dtype=grad.dtype, device=grad.device)
+    positions = torch.empty(0, dtype=torch.int64, device=grad.device)
+    return Touched(positions, values, rows, block)
+
+
+def _written_out(grad: Compact) -> Tensor:
+    """The COO gradient, with memory of its own: that of the output's gradient is not ours."""
+    touched, shape = grad.touched(), grad.shape
+    positions = _positions(touched)
+    if touched.source is None and touched.scale is None:
+        values = touched.values.clone(memory_format=torch.contiguous_format)
+    else:
+        values = touched.expanded().values
+    leading = 1 if touched.slots == shape[0] else grad.dim()
+    if leading == 1:
+        indices = positions[None].clone()
+    elif touched.slots:
+        indices = torch.stack(torch.unravel_index(positions, shape))
+    else:
+        indices = positions.new_empty(leading, 0)
+    values = values.reshape(positions.numel(), *shape[leading:])
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=False, check_invariants=False
+    )
+
+
+def _part_of(grad: Tensor) -> tuple[Touched, ...] | None:
+    """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
+    if isinstance(grad, Compact):
+        if not grad.is_settled:
+            return grad._parts
+        grad = grad.ordinary()
+    if not grad.is_sparse:
+        return None
+    shape, leading = grad.shape, grad.sparse_dim()
+    if leading not in (1, grad.dim()):
+        return None
+    indices, values = grad._indices(), grad._values().clone()
+    positions = indices[0].clone()
+    for row, size in zip(indices[1:], shape[1:], strict=False):
+        positions.mul_(size).add_(row)
+    slots = shape[:leading].numel()
+    return (Touched(positions, values, slots, shape[leading:].numel()),)
+
+
+def _ordinary(tensor: Any) -> Any:
+    return tensor.ordinary() if isinstance(tensor, Compact) else tensor
+
+
+# What is done to a gradient that stays compact. Parts are never written to: they may share the
+# memory of what autograd has given others.
+
+_aten = torch.ops.aten
+
+
+def _detach(grad: Compact) -> Compact:
+    if grad._ordinary is not None:
+        return _like(grad, (), grad._ordinary.detach())
+    return _like(grad, grad._parts)
+
+
+def _clone(grad: Compact, *, memory_format: object = None) -> Compact:
+    if grad._ordinary is not None:
+        return _like(grad, (), grad._ordinary.clone())
+    return _like(grad, grad._parts)
+
+
+def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> Any:
+    """What autograd copies a gradient to that others hold as well."""
+    if tuple(size) != tuple(grad.shape) or options.get("dtype") not in (None, grad.dtype):
+        return NotImplemented
+    return _like(grad, ())
+
+
+def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(to, Compact):
+        to.become(grad)
+        return to
+    grad = _ordinary(grad)
+    return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
+
+
+def _zero(grad: Compact) -> Compact:
+    grad._parts, grad._ordinary = (), None
+    return grad
+
+
+def _is_number(factor: object) -> bool:
+    if isinstance(factor, Tensor):
+        return not isinstance(factor, Compact) and factor.dim() == 0 and not factor.dtype.is_complex
+    return isinstance(factor, int | float)
+
+
+def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
+    """An operation with a number, which may be done on the rows that the parts take."""
+
+    def run(grad: Any, *factors: Any) -> Any:
+        if not isinstance(grad, Compact):  # number * gradient
+            if in_place or not _is_number(grad) or operation is not torch.mul:
+                return NotImplemented
+            grad, factors = factors[0], (grad,)
+        if grad.is_settled or not all(map(_is_number, factors)):
+            return NotImplemented
+        parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad._parts)
+        if any(part.values.dtype != grad.dtype for part in parts):
+            return NotImplemented
+        if not in_place:
+            return _like(grad, parts)
+        grad._parts = parts
+        return grad
+
+    return run
+
+
+def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
+    """What two gradients add up to: compact or dense."""
+    if not isinstance(second, Tensor) or first.shape != second.shape or alpha != 1:
+        return NotImplemented
+    if first.dtype == second.dtype:
+        ours, theirs = _part_of(first), _part_of(second)
+        if ours is not None and theirs is not None:
+            return _like(first, ours + theirs)
+    first, second = _ordinary(first), _ordinary(second)
+    return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
+
+
+def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    return _sum(first, second, alpha)
+
+
+def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    if not isinstance(first, Compact):
+        return NotImplemented
+    total = _sum(first, second, alpha)
+    if total is NotImplemented:
+        return NotImplemented
+    if isinstance(total, Compact):
+        first._parts, first._ordinary = total._parts, None
+    else:
+        first._parts, first._ordinary = (), total
+    return first
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.clone.default: _clone,
+    _aten.new_empty_strided.default: _empty,
+    _aten.copy_.default: _copy,
+    _aten.zero_.default: _zero,
+    _aten.mul.Tensor: _times(torch.mul, in_place=False),
+    _aten.mul.Scalar: _times(torch.mul, in_place=False),
+    _aten.mul_.Tensor: _times(torch.mul, in_place=True),
+    _aten.mul_.Scalar: _times(torch.mul, in_place=True),
+    _aten.div.Tensor: _times(torch.div, in_place=False),
+    _aten.div.Scalar: _times(torch.div, in_place=False),
+    _aten.div_.Tensor: _times(torch.div, in_place=True),
+    _aten.div_.Scalar: _times(torch.div, in_place=True),
+    _aten.neg.default: _times(torch.neg, in_place=False),
+    _aten.neg_.default: _times(torch.neg, in_place=True),
+    _aten.add.Tensor: _add,
+    _aten.add_.Tensor: _add_in_place,
+}
+
+
+# What is done to an ordinary gradient
+
+
+def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    asked: dict[int, Compact] = {}
+
+    def ordinary(grad: Compact) -> Tensor:
+        if grad.requires_grad and torch.is_grad_enabled():
+            raise InputError(_NOT_TWICE)
+        found = grad.ordinary()
+        asked[id(found)] = grad
+        return found
+
+    args, kwargs = tree_map_only(Compact, ordinary, (tuple(args), kwargs))
+    result = func(*args, **kwargs)
+    # What changes a tensor returns it: the gradient, not what is inside.
+    return asked.get(id(result), result) if _is_in_place(func) else result
+
+
+_NOT_TWICE = sentence(
+    "the gradient of an embedding cannot be differentiated once more (create_graph=True)",
+    "an operation on it that would be recorded",
+    "Use torch.nn's module for that, or detach() the gradient",
+)
+_IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
+
+
+def _is_in_place(func: Any) -> bool:
+    return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# These have to do with the values, the other attributes of a tensor only with the tensor.
+_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
+_ATTRIBUTES = [
+    attribute
+    for name, attribute in vars(torch._C.TensorBase).items()
+    if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
+]
+# Methods for which the same holds, and those that are in ``_OURS``.
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
+    *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    "backward",
+    *("detach", "detach_", "clone", "copy_", "zero_", "add", "add_", "__add__", "__radd__"),
+    *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
+    *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
+    *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
+)
+_UNCHANGED = frozenset(
+    [
+        *(attribute.__get__ for attribute in _ATTRIBUTES),
+        *(attribute.__set__ for attribute in _ATTRIBUTES),
+        *(
+            getattr(owner, name)
+            for owner in (Tensor, torch)
+            for name in _METHODS
+            if hasattr(owner, name)
+        ),
+    ]
+)

@@ -1,0 +1,69 @@
+"""EmbeddingBag: torch's, with a compact gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.nn.pooling import Bags, pooled
+
+
+class EmbeddingBag(torch.nn.EmbeddingBag):
+    """``torch.nn.EmbeddingBag`` whose gradient has one row for each bag, not for each id.
+
+    It takes what torch's takes and computes the same. Ids and offsets are checked before anything
+    is read or changed, and a message says which one is wrong and where. The gradient of the weight
+    is sparse whatever ``sparse`` says, in every mode: an optimizer of this library works from
+    the ids and the gradient of the output, and whoever asks for values gets an ordinary COO
+    gradient.
+
+    Under ``mode="max"`` the gradient holds single elements, those that were the largest of a bag;
+    so these are what an optimizer with ``semantics="masked"`` updates.
+
+    ``scale_grad_by_freq`` divides the gradient of an id by how often that id comes in the call.
+    (Torch 2.13 on the CPU divides by the count of another id where counts differ.)
+
+    Attributes:
+        name: what messages call the table.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.EmbeddingBag(1000, 16, mode="mean")
+        >>> optimizer = sparsestep.Adam(table.parameters())
+        >>> ids, offsets = torch.tensor([5, 2, 5, 7]), torch.tensor([0, 0, 3])
+        >>> table(ids, offsets).sum().backward()
+        >>> optimizer.step()
+    """
+
+    name: str = ""
+
+    @functools.wraps(torch.nn.EmbeddingBag.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sparse = True
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up rows and reduce each bag of them to one.
+
+        Args:
+            input: ids, int64 or int32: 2-D with a bag in each row, or 1-D with ``offsets``.
+            offsets: where each bag begins; with ``include_last_offset`` also where the last ends.
+            per_sample_weights: a factor for each id, for ``mode="sum"``.
+
+        Returns:
+            A row for each bag; zeros for an empty one.
+
+        Raises:
+            InputError: an id is no row of the table, or the bags are not well-formed; nothing was
+                changed.
+        """
+        return pooled([Bags.of(self, input, offsets, per_sample_weights)])[0]

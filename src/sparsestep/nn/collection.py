@@ -1,0 +1,209 @@
+"""EmbeddingBagCollection: many tables, one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.nn.bag import EmbeddingBag
+from sparsestep.nn.fusing import fuse
+from sparsestep.nn.pooling import Bags, equal_starts, pooled
+
+Sizes = tuple[int, int]
+Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
+Each = Sequence[Tensor | None] | Mapping[str, Tensor | None] | Tensor | None
+Outputs = list[Tensor] | dict[str, Tensor]
+
+
+class EmbeddingBagCollection(torch.nn.Module):
+    """Tables of different sizes that are looked up together.
+
+    Each table is an ``EmbeddingBag``, the features of a recommender being the usual case. One call
+    looks all of them up; all ids are checked before the first row is read, and a message says which
+    table is meant. The step of an optimizer updates all tables at once, as it always does.
+
+    The tables are in ``tables``, so that the state dict has ``tables.0.weight`` or, with names,
+    ``tables.country.weight``. They can be used alone as well. The collection does not call their
+    ``forward``, so hooks on a single table do not see its calls.
+
+    Args:
+        tables: for each table ``(num_embeddings, embedding_dim)``, or a ``torch.nn.EmbeddingBag``
+            whose weight and options are kept; in a list, or in a dict with the tables' names.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``, for tables that are made from sizes.
+        **options: further keywords of ``EmbeddingBag`` for these tables, such as ``dtype``.
+
+    Example:
+        Two features with one id each, and a list of items that was bought:
+
+        >>> import sparsestep
+        >>> model = EmbeddingBagCollection(
+        ...     {"country": (200, 8), "device": (50, 4), "bought": (10_000, 16)}, mode="sum"
+        ... )
+        >>> optimizer = sparsestep.RowwiseAdagrad(model.parameters(), lr=0.1)
+        >>> found = model(
+        ...     {
+        ...         "country": torch.tensor([[44], [49], [44]]),
+        ...         "device": torch.tensor([[2], [2], [0]]),
+        ...         "bought": torch.tensor([812, 77, 9_031]),
+        ...     },
+        ...     offsets={"bought": torch.tensor([0, 2, 2])},  # the second has bought nothing
+        ... )
+        >>> {name: tuple(rows.shape) for name, rows in found.items()}
+        {'country': (3, 8), 'device': (3, 4), 'bought': (3, 16)}
+        >>> sum(rows.square().sum() for rows in found.values()).backward()
+        >>> optimizer.step()
+
+        A click log has one id for each feature, a column of the batch:
+
+        >>> model = EmbeddingBagCollection([(200, 8), (50, 4)])
+        >>> [tuple(rows.shape) for rows in model(torch.tensor([[44, 2], [49, 2], [44, 0]]))]
+        [(3, 8), (3, 4)]
+    """
+
+    def __init__(self, tables: Tables, *, mode: str = "mean", **options: Any) -> None:
+        super().__init__()
+        self.names: list[str] | None = None
+        if isinstance(tables, Mapping):
+            self.names = [_checked_name(name) for name in tables]
+            tables = list(tables.values())
+        made = [
+            _table(place if self.names is None else self.names[place], each, mode, options)
+            for place, each in enumerate(tables)
+        ]
+        self.tables: torch.nn.ModuleList | torch.nn.ModuleDict = (
+            torch.nn.ModuleList(made)
+            if self.names is None
+            else torch.nn.ModuleDict(dict(zip(self.names, made, strict=True)))
+        )
+
+    @torch.compiler.disable
+    def forward(
+        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
+    ) -> Outputs:
+        """Look up all tables.
+
+        Args:
+            inputs: ids for each table, 2-D with a bag in each row or 1-D with offsets, in a list or
+                a dict like the tables; or one tensor for all tables, ``[batch, tables]`` with one
+                id or ``[batch, tables, k]`` with a bag of ``k`` ids for each.
+            offsets: for tables whose ids are 1-D: where each bag begins. Like ``inputs`` a list,
+                with ``None`` for the others, or a dict; or a tensor ``[tables, batch]``.
+            per_sample_weights: a factor for each id, for tables of mode ``"sum"``: a list or a dict
+                as for ``offsets``; for ``inputs`` in one tensor, a tensor of that shape.
+
+        Returns:
+            A row for each bag of each table: a list, or a dict if the tables have names.
+
+        Raises:
+            InputError: something is wrong with the ids or offsets of a table; nothing was changed.
+        """
+        starts: dict[Any, Tensor] = {}
+        asked = []
+        for table, ids, begins, factors in self._split(inputs, offsets, per_sample_weights):
+            known = None
+            if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_nested:
+                form = (ids.shape, ids.dtype, ids.device)
+                known = starts.get(form)
+                if known is None:
+                    known = starts[form] = equal_starts(ids)
+            asked.append(Bags.of(table, ids, begins, factors, known))
+        found = pooled(asked)
+        return found if self.names is None else dict(zip(self.names, found, strict=True))
+
+    def rows_read(
+        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Which rows a call with these arguments reads: a weight and ids for each table.
+
+        ``optimizer.track(model)`` asks this of any module that has it.
+
+        Example:
+            >>> model = EmbeddingBagCollection([(200, 8), (50, 4)])
+            >>> for weight, ids in model.rows_read(torch.tensor([[44, 2], [49, 2]])):
+            ...     print(tuple(weight.shape), ids.flatten().tolist())
+            (200, 8) [44, 49]
+            (50, 4) [2, 2]
+        """
+        for table, ids, _, _ in self._split(inputs, offsets, per_sample_weights):
+            yield table.weight, ids
+
+    def _split(self, inputs: Any, offsets: Any, factors: Any) -> list[Any]:
+        """The table, ids, offsets and factors of each look-up."""
+        tables = self.tables._modules.values()  # of a list or a dict; some may be the same
+        if isinstance(inputs, Tensor) and not inputs.is_nested:
+            begins = [None] * len(self.tables)
+            if offsets is not None:
+                contract = "ids in one tensor are bags of equal length: offsets must be None"
+                raise self._refusal(contract, "offsets")
+            ids = self._columns("inputs", inputs)
+            weights = begins if factors is None else self._columns("per_sample_weights", factors)
+        else:
+            ids = self._listed("inputs", inputs, optional=False)
+            if isinstance(offsets, Tensor) and offsets.dim() == 2:
+                offsets = list(offsets)
+            begins = self._listed("offsets", offsets, optional=True)
+            weights = self._listed("per_sample_weights", factors, optional=True)
+        return list(zip(tables, ids, begins, weights, strict=True))
+
+    def _columns(self, name: str, tensor: Any) -> list[Any]:
+        """One tensor for all tables, table by table."""
+        count = len(self.tables)
+        if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3) or tensor.shape[1] != count:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            contract = f"{name} in one tensor must be [batch, {count}] or [batch, {count}, k]"
+            raise self._refusal(contract, got)
+        if tensor.dim() == 2:
+            tensor = tensor.unsqueeze(2)
+        return list(tensor.movedim(1, 0).contiguous())
+
+    def _listed(self, name: str, given: Any, *, optional: bool) -> list[Any]:
+        """What was given for each table, in their order."""
+        count = len(self.tables)
+        if given is None and optional:
+            return [None] * count
+        if self.names is not None and isinstance(given, Mapping):
+            known = set(self.names)
+            unknown = [key for key in given if key not in known]
+            missing = [] if optional else [key for key in self.names if key not in given]
+            if unknown or missing:
+                got = f"no {missing[0]!r}" if missing else f"{unknown[0]!r}"
+                raise self._refusal(f"{name} must have the tables' names as keys", got)
+            return [given.get(key) for key in self.names]
+        if not isinstance(given, list | tuple) or len(given) != count:
+            kinds = "a list" if self.names is None else "a list or a dict"
+            got = type(given).__name__
+            if isinstance(given, list | tuple):
+                got = f"{len(given)} of them"
+            raise self._refusal(f"{name} must be {kinds} with one for each of {count} tables", got)
+        return list(given)
+
+    @staticmethod
+    def _refusal(contract: str, got: object) -> InputError:
+        return InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
+
+
+def _checked_name(name: object) -> str:
+    taken = isinstance(name, str) and hasattr(torch.nn.ModuleDict, name)
+    if not isinstance(name, str) or not name or "." in name or taken:
+        contract = "a table's name must be a string without dots that is no attribute of a module"
+        raise InputError(f"EmbeddingBagCollection: {sentence(contract, repr(name))}")
+    return name
+
+
+def _table(place: str | int, given: Any, mode: str, options: dict[str, Any]) -> EmbeddingBag:
+    table: object = None
+    if isinstance(given, torch.nn.Module):
+        table = fuse(given)
+    elif isinstance(given, Sequence) and len(given) == 2:
+        table = EmbeddingBag(*given, mode=mode, **options)
+    if not isinstance(table, EmbeddingBag):
+        contract = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
+        got = given if isinstance(given, Sequence) else f"a {type(given).__name__}"
+        raise InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
+    named: EmbeddingBag = table
+    named.name = named.name or str(place)
+    return named

@@ -1,0 +1,111 @@
+"""Embedding: torch's, with a compact gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sparsestep.compact import compact
+from sparsestep.nn.checks import check_ids
+from sparsestep.nn.parts import part, unshared
+
+
+class Embedding(torch.nn.Embedding):
+    """``torch.nn.Embedding`` whose gradient is never larger than that of its output.
+
+    It takes what torch's takes and computes the same. Ids are checked before anything is read or
+    changed, and a message says which id is wrong and where. The gradient of the weight is sparse
+    whatever ``sparse`` says: an optimizer of this library works from the ids and the gradient of
+    the output, and whoever asks for values gets an ordinary COO gradient.
+
+    Attributes:
+        name: what messages call the table.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.Embedding(1000, 2, padding_idx=0)
+        >>> table(torch.tensor([[3, 0], [3, 5]])).sum().backward()
+        >>> table.weight.grad
+        tensor(indices=tensor([[3, 3, 5]]),
+               values=tensor([[1., 1.],
+                              [1., 1.],
+                              [1., 1.]]),
+               size=(1000, 2), nnz=3, layout=torch.sparse_coo)
+        >>> try:
+        ...     table(torch.tensor([[3, 1000]]))
+        ... except sparsestep.InputError as error:
+        ...     print(str(error).split(" Map")[0])
+        Embedding (1000 x 2): ids must be in [0, 1000). Got 1000 at position (0, 1).
+    """
+
+    name: str = ""
+
+    @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sparse = True
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows.
+
+        Args:
+            input: ids of any shape, int64 or int32.
+
+        Returns:
+            A row for each id: the shape of the ids, then that of a row.
+
+        Raises:
+            InputError: an id is no row of the table; nothing was changed.
+        """
+        weight = self.weight
+        check_ids(self, weight, input)
+        if not takes_compact(weight):
+            return functional.embedding(
+                input,
+                weight,
+                self.padding_idx,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+            )
+        if self.max_norm is not None:
+            input = input.contiguous()
+            with torch.no_grad():
+                torch.embedding_renorm_(weight, input, self.max_norm, self.norm_type)
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return torch.embedding(weight, input)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        found: Tensor = _Rows.apply(weight, input, padding, self.scale_grad_by_freq)
+        return found
+
+
+def takes_compact(weight: Tensor) -> bool:
+    """Whether a compact gradient goes straight to whoever updates the weight.
+
+    A weight that is computed from others passes its gradient on to operations that know nothing of
+    it, and a weight of another kind may have ideas of its own.
+    """
+    return weight.is_leaf and type(weight) in (Tensor, torch.nn.Parameter)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int, by_frequency: bool) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = (weight.shape, padding, by_frequency)
+        return torch.embedding(weight, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        shape, padding, by_frequency = ctx.weight
+        rows = unshared(grad).reshape(ids.numel(), shape[1])
+        found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
+        return compact([found], shape, grad), None, None, None

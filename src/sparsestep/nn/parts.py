@@ -1,0 +1,65 @@
+"""What the gradients of embeddings have in common: from ids and rows to a part of a Compact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsestep.grads import Touched
+
+
+def part(
+    weight: torch.Size,
+    ids: Tensor,
+    values: Tensor,
+    source: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    padding: int = -1,
+    by_frequency: bool = False,
+) -> Touched:
+    """The part of a table's gradient that comes from one look-up.
+
+    Args:
+        weight: the table's shape.
+        ids: which rows were looked up.
+        values: the gradient of the output, a row for each id or bag.
+        source: the row of ``values`` for each id, where that is not its own number.
+        scale: a factor for each id.
+        padding: the id that gets no gradient; -1 if there is none.
+        by_frequency: whether each id's gradient is divided by how often it comes.
+    """
+    rows, dim = weight
+    positions = ids.reshape(-1).long()
+    if padding >= 0:
+        kept = (positions != padding).nonzero().squeeze(1)
+        positions = positions[kept]
+        source = kept if source is None else source[kept]
+        scale = None if scale is None else scale[kept]
+    if by_frequency:
+        shares = _shares(positions, values.dtype)
+        scale = shares if scale is None else scale * shares
+    return Touched(positions.contiguous(), values, rows, dim, source, scale)
+
+
+def _shares(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """One divided by how often each id comes."""
+    _, which, counts = torch.unique(positions, return_inverse=True, return_counts=True)
+    shares: Tensor = counts.to(dtype.to_real()).reciprocal()
+    return shares[which]
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # not every torch tells
+
+
+def unshared(grad: Tensor) -> Tensor:
+    """The gradient of an output, or a copy if others look at its memory.
+
+    They may write to it before the optimizer reads it: where a view of the output was added to a
+    parameter, that memory becomes the parameter's gradient, and the next backward adds to it.
+    """
+    if _use_count is None or not grad.is_contiguous():
+        return grad.clone(memory_format=torch.contiguous_format)
+    # One is the tensor's own, one that of the storage object which is asked here.
+    alone = _use_count(grad.untyped_storage()._cdata) <= 2
+    return grad if alone else grad.clone()

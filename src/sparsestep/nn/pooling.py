@@ -1,0 +1,302 @@
+"""Look-ups of bags in any number of tables, and their compact gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sparsestep.compact import compact
+from sparsestep.grads import Touched
+from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
+from sparsestep.nn.embedding import takes_compact
+from sparsestep.nn.parts import part, unshared
+
+_MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+@dataclass(slots=True)
+class Bags:
+    """What is to be looked up in a table, checked.
+
+    Attributes:
+        table: whose rows.
+        weight: the table's, as it is now.
+        ids: the ids of all bags, one after the other.
+        starts: where each bag begins.
+        ends: whether ``starts`` has the end of the last bag as well.
+        count: how many bags.
+        length: how many ids each bag has, where that is the same for all; otherwise -1.
+        sizes: how many ids each bag has, where that differs.
+        factors: what each row is multiplied with.
+    """
+
+    table: torch.nn.EmbeddingBag
+    weight: Tensor
+    ids: Tensor
+    starts: Tensor
+    ends: bool
+    count: int
+    length: int
+    sizes: Tensor | None
+    factors: Tensor | None
+
+    @staticmethod
+    def of(
+        table: torch.nn.EmbeddingBag,
+        ids: Any,
+        offsets: Tensor | None = None,
+        factors: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Bags:
+        """What a table is asked for, or an error that says what is wrong with it.
+
+        Args:
+            table: the table.
+            ids: 2-D, a bag in each row, or 1-D.
+            offsets: where bags begin, for 1-D ids.
+            factors: one for each id.
+            starts: where bags begin, for 2-D ids, if it is known already.
+        """
+        weight, ends = table.weight, table.include_last_offset
+        if isinstance(ids, Tensor) and ids.is_nested:
+            ids, offsets, factors, ends = _flat(table, ids, factors)
+        check_ids(table, weight, ids)
+        _check_mode(table)
+        if factors is not None:
+            check_weights(table, weight, ids, factors, table.mode)
+            factors = factors.reshape(-1)
+        if ids.dim() == 1:
+            sizes = check_offsets(table, ids, offsets, with_last=ends)
+            assert offsets is not None
+            return Bags(table, weight, ids, offsets, ends, len(sizes), -1, sizes, factors)
+        if ids.dim() != 2:
+            raise refusal(table, "ids must be 1-D or 2-D", f"shape {tuple(ids.shape)}")
+        if offsets is not None:
+            contract = "2-D ids are bags of equal length: offsets must be None"
+            raise refusal(table, contract, "offsets", "Flatten the ids to use offsets")
+        count, length = ids.shape
+        if starts is None:
+            starts = equal_starts(ids)
+        return Bags(table, weight, ids.reshape(-1), starts, False, count, length, None, factors)
+
+
+def equal_starts(ids: Tensor) -> Tensor:
+    """Where the bags of 2-D ids begin."""
+    count, length = ids.shape
+    return torch.arange(count, dtype=ids.dtype, device=ids.device).mul_(length)
+
+
+def _flat(table: torch.nn.EmbeddingBag, ids: Tensor, factors: Tensor | None) -> Any:
+    """A nested tensor, whose rows are bags, as torch takes it: ids, offsets, factors, ends."""
+    if factors is not None:
+        if not factors.is_nested:
+            contract = "where the ids are nested, per_sample_weights must be nested"
+            raise refusal(table, contract, "an ordinary tensor")
+        factors = factors.values().reshape(-1)
+    return ids.values().reshape(-1), ids.offsets(), factors, True  # type: ignore[attr-defined]
+
+
+def _check_mode(table: torch.nn.EmbeddingBag) -> None:
+    if table.mode not in _MODES:
+        raise refusal(table, "mode has to be one of sum, mean or max", repr(table.mode))
+    if table.mode == "max" and table.scale_grad_by_freq:
+        contract = "max mode does not support scaling the gradient by the frequency"
+        raise refusal(table, contract, "scale_grad_by_freq=True")
+
+
+def pooled(asked: Sequence[Bags]) -> list[Tensor]:
+    """A row for each bag of each table."""
+    if not all(takes_compact(bags.weight) for bags in asked):
+        if len(asked) == 1:
+            return [_by_torch(asked[0])]
+        return [found for bags in asked for found in pooled([bags])]
+    for bags in asked:
+        limit = bags.table.max_norm
+        if limit is not None:
+            with torch.no_grad():
+                torch.embedding_renorm_(bags.weight, bags.ids, limit, bags.table.norm_type)
+    tensors = [bags.weight for bags in asked] + [bags.factors for bags in asked]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return list(_Pooled.apply(asked, *tensors))
+    return [_look_up(bags, bags.factors)[0] for bags in asked]
+
+
+def _by_torch(bags: Bags) -> Tensor:
+    """With torch's gradient, for a weight that is none of the usual kind."""
+    table = bags.table
+    return functional.embedding_bag(
+        bags.ids,
+        bags.weight,
+        bags.starts,
+        table.max_norm,
+        table.norm_type,
+        table.scale_grad_by_freq,
+        table.mode,
+        False,
+        bags.factors,
+        bags.ends,
+        table.padding_idx,
+    )
+
+
+def _look_up(bags: Bags, factors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows, how many ids counted in each bag, and for ``max`` whose elements were chosen."""
+    table = bags.table
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    found, _, sizes, winners = torch._embedding_bag_forward_only(
+        bags.weight,
+        bags.ids,
+        bags.starts,
+        False,
+        _MODES[table.mode],
+        False,
+        factors,
+        bags.ends,
+        padding,
+    )
+    return found, sizes, winners
+
+
+class _Saved(NamedTuple):
+    """The tensors of a look-up that its gradient needs."""
+
+    ids: Tensor
+    sizes: Tensor | None
+    counted: Tensor | None  # for mean and max: without those that are padding
+    winners: Tensor | None
+    factors: Tensor | None
+    weight: Tensor | None
+
+
+@dataclass(slots=True)
+class _Looked:
+    """What the gradient has to know of a look-up beside its tensors."""
+
+    shape: torch.Size
+    mode: str
+    padding: int
+    by_frequency: bool
+    count: int
+    length: int
+
+    @staticmethod
+    def of(bags: Bags) -> _Looked:
+        table = bags.table
+        padding = -1 if table.padding_idx is None else table.padding_idx
+        return _Looked(
+            bags.weight.shape,
+            table.mode,
+            padding,
+            table.scale_grad_by_freq,
+            bags.count,
+            bags.length,
+        )
+
+    def bag_of_each_id(self, sizes: Tensor | None, ids: Tensor) -> Tensor | None:
+        """``None`` where every bag has one id."""
+        if sizes is not None:
+            return torch.repeat_interleave(sizes)
+        if self.length == 1:
+            return None
+        return torch.arange(self.count, device=ids.device).repeat_interleave(self.length)
+
+    def counted(self, sizes: Tensor | None, without_padding: Tensor) -> Tensor | None:
+        """How many ids counted in each bag; ``None`` if it is not asked, or ``length`` for all."""
+        if self.mode == "sum":
+            return None
+        return sizes if self.mode == "mean" and self.padding < 0 else without_padding
+
+    def part(self, saved: _Saved, grad: Tensor) -> Touched:
+        """The part of the table's gradient that comes from this look-up."""
+        if self.mode == "max":
+            return _won(self.shape, saved, grad)
+        values = self._mean_of(saved, grad) if self.mode == "mean" else unshared(grad)
+        return part(
+            self.shape,
+            saved.ids,
+            values,
+            self.bag_of_each_id(saved.sizes, saved.ids),
+            saved.factors,
+            padding=self.padding,
+            by_frequency=self.by_frequency,
+        )
+
+    def _mean_of(self, saved: _Saved, grad: Tensor) -> Tensor:
+        counted = saved.counted
+        if counted is None:
+            counted = torch.full((1,), self.length, device=grad.device)
+        # Torch multiplies with the inverse, rounded to the gradient's dtype.
+        return grad * counted.clamp(min=1).to(grad.dtype).reciprocal().unsqueeze(1)
+
+
+def _won(shape: torch.Size, saved: _Saved, grad: Tensor) -> Touched:
+    """Under ``max`` each element of a bag that is not empty is that of one row."""
+    assert saved.winners is not None
+    assert saved.counted is not None
+    rows, dim = shape
+    columns = torch.arange(dim, device=grad.device)
+    bags = saved.counted.nonzero()
+    positions = (saved.winners[bags.squeeze(1)].long() * dim + columns).reshape(-1)
+    source = (bags * dim + columns).reshape(-1)
+    return Touched(positions, unshared(grad), rows * dim, 1, source)
+
+
+class _Pooled(torch.autograd.Function):
+    """All look-ups at once; called with the weights of all tables, then the factors of all."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Sequence[Bags], *tensors: Any) -> tuple[Tensor, ...]:
+        tables = len(asked)
+        ctx.set_materialize_grads(False)
+        ctx.looked = [_Looked.of(bags) for bags in asked]
+        saved: list[Tensor | None] = []
+        outputs = []
+        for number, (bags, looked) in enumerate(zip(asked, ctx.looked, strict=True)):
+            factors = tensors[tables + number]
+            found, counted, winners = _look_up(bags, factors)
+            outputs.append(found)
+            saved += _Saved(
+                bags.ids,
+                bags.sizes,
+                looked.counted(bags.sizes, counted),
+                winners if looked.mode == "max" else None,
+                factors,
+                bags.weight if ctx.needs_input_grad[1 + tables + number] else None,
+            )
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tables, fields = len(ctx.looked), len(_Saved._fields)
+        wanted = ctx.needs_input_grad[1:]
+        everything = ctx.saved_tensors
+        of_weights: list[Any] = [None] * tables
+        of_factors: list[Any] = [None] * tables
+        for number, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
+            if grad is None:
+                continue
+            saved = _Saved(*everything[fields * number : fields * (number + 1)])
+            if wanted[number]:
+                of_weights[number] = compact([looked.part(saved, grad)], looked.shape, grad)
+            if wanted[tables + number]:
+                of_factors[number] = _of_factors(looked, saved, grad)
+        return None, *of_weights, *of_factors
+
+
+def _of_factors(looked: _Looked, saved: _Saved, grad: Tensor) -> Tensor:
+    ids = saved.ids
+    bags = looked.bag_of_each_id(saved.sizes, ids)
+    if bags is None:
+        bags = torch.arange(looked.count, device=ids.device)
+    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad, saved.weight, ids.long(), bags, bags, _MODES[looked.mode], looked.padding
+    )
+    return found

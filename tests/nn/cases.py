@@ -1,0 +1,133 @@
+"""Look-ups of every kind, for hypothesis; and what is done with two models side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.compact import Compact
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: sparsestep.Adam(params, lr=0.1),
+    "AdamW, dense": lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"),
+    "SparseAdam": lambda params: sparsestep.SparseAdam(params, lr=0.1),
+    "Adagrad": lambda params: sparsestep.Adagrad(params, lr=0.1),
+    "RowwiseAdagrad": lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
+}
+
+
+@dataclass
+class Call:
+    """A table and what is looked up in it."""
+
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    seed: int
+    ids: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+    offsets: Tensor | None = None
+    factors: Tensor | None = None
+
+    def table(self, cls: Any, **more: Any) -> Any:
+        torch.manual_seed(self.seed)
+        return cls(self.rows, self.dim, dtype=self.dtype, **self.options, **more)
+
+    def output(self, table: nn.Module) -> Tensor:
+        if isinstance(table, nn.Embedding):
+            return table(self.ids)
+        return table(self.ids, self.offsets, self.factors)
+
+    def backward(self, table: nn.Module) -> Tensor:
+        """Where every element of the output has a gradient of its own."""
+        output = self.output(table)
+        output.backward(self.pushed(output))
+        return output
+
+    def pushed(self, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(output.shape, generator=generator).to(output.dtype)
+
+
+@st.composite
+def bag_calls(draw: st.DrawFn, modes: Any = ("sum", "mean", "max"), freq: bool = True) -> Call:
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    rows, dim = draw(st.sampled_from([(1, 1), (7, 3), (20, 5), (50, 16)]))
+    dtype, mode = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(modes))
+    options: dict[str, Any] = {"mode": mode}
+    if draw(st.booleans()):
+        options["padding_idx"] = draw(st.sampled_from([0, rows - 1, -1]))
+    if freq and mode != "max":
+        options["scale_grad_by_freq"] = draw(st.booleans())
+    if draw(st.booleans()):
+        options["max_norm"] = 0.5
+    integers = draw(st.sampled_from([torch.int64, torch.int32]))
+    offsets = None
+    if draw(st.booleans()):
+        shape: tuple[int, ...] = (draw(st.integers(0, 6)), draw(st.sampled_from([1, 2, 5])))
+    else:
+        sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=7))
+        ends = torch.tensor([0, *sizes]).cumsum(0)
+        last = draw(st.booleans())
+        options["include_last_offset"] = last
+        offsets = (ends if last else ends[:-1]).to(draw(st.sampled_from([integers, torch.int64])))
+        shape = (sum(sizes),)
+    ids = torch.randint(rows, shape, generator=generator).to(integers)
+    factors = None
+    if mode == "sum" and draw(st.booleans()):
+        factors = torch.randn(shape, generator=generator).to(dtype)
+    return Call(rows, dim, dtype, seed, ids, options, offsets, factors)
+
+
+@st.composite
+def row_calls(draw: st.DrawFn, freq: bool = True, single: bool = True) -> Call:
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    rows, dim = draw(st.sampled_from([(1, 1), (7, 3), (20, 5), (50, 16)]))
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options["padding_idx"] = draw(st.sampled_from([0, rows - 1, -1]))
+    if draw(st.booleans()):
+        options["max_norm"] = 0.5
+    if freq:
+        options["scale_grad_by_freq"] = draw(st.booleans())
+    shapes: list[Any] = [(0,), (1,), (9,), (4, 3), (2, 0), (2, 3, 2)]
+    shape = draw(st.sampled_from([*shapes, ()] if single else shapes))
+    integers = draw(st.sampled_from([torch.int64, torch.int32]))
+    ids = torch.randint(rows, shape, generator=generator).to(integers)
+    return Call(rows, dim, draw(st.sampled_from(DTYPES)), seed, ids, options)
+
+
+def plain(grad: Tensor) -> Tensor:
+    """The ordinary gradient that a compact one stands for."""
+    assert type(grad) is Compact
+    assert not grad.is_settled
+    return grad.clone().ordinary()
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal to the bit, but for the sign of zero."""
+    return torch.equal(ours.detach(), theirs.detach())
+
+
+def same_run(ours: Any, theirs: Any) -> bool:
+    """Two optimizers with equal parameters and state."""
+    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
+    for p, q in ((p, q) for a, b in pairs for p, q in zip(a["params"], b["params"], strict=True)):
+        mine, other = ours.state[p], theirs.state[q]
+        if not same(p, q) or mine.keys() != other.keys():
+            return False
+        for name, tensor in mine.items():
+            if not (
+                same(tensor, other[name]) if torch.is_tensor(tensor) else tensor == other[name]
+            ):
+                return False
+    return True

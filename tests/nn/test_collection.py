@@ -1,0 +1,276 @@
+"""EmbeddingBagCollection: what separate tables give, in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.nn import EmbeddingBag, EmbeddingBagCollection
+from tests.nn.cases import OPTIMIZERS, Call, bag_calls, plain, same, same_run
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)  # the tensors are small
+
+
+def built(calls: list[Call], named: bool) -> tuple[EmbeddingBagCollection, list[nn.Module]]:
+    """A collection and the same tables alone."""
+    together: Any = [call.table(EmbeddingBag) for call in calls]
+    if named:
+        together = {f"table_{number}": table for number, table in enumerate(together)}
+    return EmbeddingBagCollection(together), [call.table(EmbeddingBag) for call in calls]
+
+
+def asked(calls: list[Call], named: bool) -> tuple[Any, Any, Any]:
+    each: Any = tuple(
+        [getattr(call, name) for call in calls] for name in ("ids", "offsets", "factors")
+    )
+    if named:
+        each = tuple({f"table_{n}": given for n, given in enumerate(some)} for some in each)
+    return each
+
+
+@given(calls=st.lists(bag_calls(), min_size=1, max_size=4), named=st.booleans())
+def test_one_call_gives_what_separate_tables_give(calls: list[Call], named: bool):
+    collection, tables = built(calls, named)
+    found = collection(*asked(calls, named))
+    assert isinstance(found, dict if named else list)
+    outputs = list(found.values()) if named else found
+    for call, output, table in zip(calls, outputs, tables, strict=True):
+        assert same(output, call.backward(table))
+    torch.autograd.backward(
+        outputs, [call.pushed(o) for call, o in zip(calls, outputs, strict=True)]
+    )
+    ours = sparsestep.Adam(collection.parameters(), lr=0.1)
+    theirs = sparsestep.Adam([table.weight for table in tables], lr=0.1)
+    ours.step()
+    theirs.step()
+    assert same_run(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [None, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_ids_in_one_tensor(k: int | None, dtype: torch.dtype):
+    torch.manual_seed(0)
+    ids = torch.randint(20, (6, 3) if k is None else (6, 3, k)).to(dtype)
+    factors = torch.rand(ids.shape)
+    collection = EmbeddingBagCollection([(20, 4), (30, 2), (25, 4)], mode="sum")
+    found = collection(ids, per_sample_weights=factors)
+    for number, (output, table) in enumerate(zip(found, collection.tables, strict=True)):
+        column = ids[:, number].reshape(6, -1)
+        weights = factors[:, number].reshape(6, -1)
+        assert same(
+            output,
+            nn.functional.embedding_bag(
+                column, table.weight, mode="sum", per_sample_weights=weights
+            ),
+        )
+
+
+def test_offsets_in_one_tensor():
+    collection = EmbeddingBagCollection([(20, 4), (30, 2)])
+    ids = [torch.arange(5), torch.arange(7)]
+    offsets = torch.tensor([[0, 1, 1], [0, 3, 7]])
+    found = collection(ids, offsets)
+    for number, table in enumerate(collection.tables):
+        assert same(found[number], table(ids[number], offsets[number]))
+
+
+def test_a_table_for_several_features():
+    """It gets the gradients of all, in one step."""
+    torch.manual_seed(0)
+    shared = nn.EmbeddingBag(20, 4, mode="sum", dtype=torch.float64)
+    weight = shared.weight.detach().clone().requires_grad_()
+    collection = EmbeddingBagCollection({"seen": shared, "bought": shared})
+    assert collection.tables["seen"] is shared
+    ids = torch.randint(20, (5, 2, 3))
+    found = collection(ids)
+    (found["seen"].sin().sum() + found["bought"].cos().sum()).backward()
+    (weight[ids[:, 0]].sum(1).sin().sum() + weight[ids[:, 1]].sum(1).cos().sum()).backward()
+    assert torch.allclose(plain(shared.weight.grad).to_dense(), weight.grad)
+    assert len(list(collection.parameters())) == 1
+
+
+def test_an_output_that_is_not_used_has_no_gradient():
+    collection = EmbeddingBagCollection([(5, 2), (5, 2)])
+    collection(torch.tensor([[1, 2]]))[1].sum().backward()
+    assert collection.tables[0].weight.grad is None
+    assert plain(collection.tables[1].weight.grad)._indices().tolist() == [[2]]
+
+
+def test_frozen_tables_and_no_gradients():
+    frozen = EmbeddingBag.from_pretrained(torch.randn(5, 2))
+    collection = EmbeddingBagCollection([frozen, (5, 2)])
+    ids = torch.tensor([[1, 2]])
+    found = collection(ids)
+    sum(output.sum() for output in found).backward()
+    assert frozen.weight.grad is None
+    assert collection.tables[1].weight.grad is not None
+    with torch.no_grad():
+        assert all(not output.requires_grad for output in collection(ids))
+    assert EmbeddingBagCollection([])([]) == []
+
+
+def test_a_table_whose_weight_is_computed():
+    """Its gradient is passed on as an ordinary one; that of its neighbour stays compact."""
+    collection = EmbeddingBagCollection([(5, 2), (5, 2)])
+    nn.utils.parametrizations.weight_norm(collection.tables[0])
+    sum(output.sum() for output in collection(torch.tensor([[1, 2]]))).backward()
+    assert all(p.grad is not None for p in collection.tables[0].parameters())
+    assert plain(collection.tables[1].weight.grad)._nnz() == 1
+
+
+def test_the_state_dict_and_the_options():
+    given = nn.EmbeddingBag(5, 2, mode="max", padding_idx=1)
+    collection = EmbeddingBagCollection([(7, 3), given], mode="sum", dtype=torch.float64)
+    assert list(collection.state_dict()) == ["tables.0.weight", "tables.1.weight"]
+    first, second = collection.tables
+    assert (first.mode, first.weight.dtype, first.name) == ("sum", torch.float64, "0")
+    assert second is given
+    assert (second.mode, second.padding_idx, type(second)) == ("max", 1, EmbeddingBag)
+    named = EmbeddingBagCollection({"a": (7, 3), "b": (5, 2)}, dtype=torch.float64)
+    assert list(named.state_dict()) == ["tables.a.weight", "tables.b.weight"]
+    nn.ModuleList([nn.EmbeddingBag(7, 3)]).load_state_dict({"0.weight": first.weight})
+    EmbeddingBagCollection([(7, 3)]).load_state_dict({"tables.0.weight": first.weight})
+
+
+class Clicks(nn.Module):
+    """A model around a collection, called with the number of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = EmbeddingBagCollection(
+            {"a": (20, 3), "b": (30, 3)}, mode="sum", dtype=torch.float64
+        )
+
+    def forward(self, step: int, alone: bool = False) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        ids = (20 * torch.rand(3, 2, 2, generator=generator) ** 2).long()
+        if alone:
+            tables = self.features.tables
+            return (tables["a"](ids[:, 0]) * tables["b"](ids[:, 1])).sin().sum()
+        found = self.features(inputs=ids) if step % 2 else self.features(ids)
+        return (found["a"] * found["b"]).sin().sum()
+
+
+def test_tracked_rows_are_current_when_they_are_read():
+    losses = []
+    for semantics in ("dense", "masked"):
+        model = Clicks()
+        optimizer = sparsestep.AdamW(model.parameters(), lr=0.05, semantics=semantics)
+        if semantics == "dense":
+            optimizer.track(model)
+        losses.append([])
+        for step in range(15):
+            optimizer.zero_grad()
+            loss = model(step, alone=step % 4 == 3)
+            loss.backward()
+            if semantics == "masked":  # all rows have a gradient, most of them zeros
+                for param in model.parameters():
+                    param.grad = param.grad.to_dense()
+            optimizer.step()
+            losses[-1].append(float(loss.detach()))
+        saved = model.features.state_dict()
+        losses[-1] += [float(tensor.sum()) for tensor in saved.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_optimizers_and_loops(name: str):
+    """Accumulation and clipping, as with separate tables."""
+    runs = []
+    for together in (True, False):
+        model = Clicks()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if optimizer.semantics == "dense":
+            optimizer.track(model)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for part in range(2):
+                model(2 * step + part, alone=not together).backward()
+            sparsestep.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        runs.append(optimizer)
+    assert same_run(*runs)
+
+
+IDS = torch.tensor([[1, 2]])
+WRONG = {
+    "a bad id": (
+        [(5, 2), (9, 2)],
+        (torch.tensor([[4, 8], [0, 9]]),),
+        "'1' (9 x 2): ids must be in [0, 9). Got 9 at position (1, 0).",
+    ),
+    "a bad id in a list": (
+        [(5, 2), (9, 2)],
+        ([IDS, torch.tensor([1, -1])], [None, torch.tensor([0])]),
+        "'1' (9 x 2): ids must be in [0, 9). Got -1 at position 1.",
+    ),
+    "too few tables": (
+        [(5, 2), (9, 2)],
+        ([IDS],),
+        "inputs must be a list with one for each of 2 tables. Got 1 of them.",
+    ),
+    "too few columns": (
+        [(5, 2)],
+        (IDS,),
+        "inputs in one tensor must be [batch, 1] or [batch, 1, k]. Got (1, 2).",
+    ),
+    "offsets for one tensor": (
+        [(5, 2), (9, 2)],
+        (IDS, [IDS, IDS]),
+        "offsets must be None. Got offsets.",
+    ),
+    "a missing name": (
+        {"a": (5, 2), "b": (9, 2)},
+        ({"a": IDS},),
+        "inputs must have the tables' names as keys. Got no 'b'.",
+    ),
+    "an unknown name": (
+        {"a": (5, 2)},
+        ({"a": IDS}, {"c": IDS}),
+        "offsets must have the tables' names as keys. Got 'c'.",
+    ),
+    "no ids": (
+        {"a": (5, 2)},
+        ({"a": None},),
+        "EmbeddingBag 'a' (5 x 2): ids must be an int64 or int32 tensor. Got None.",
+    ),
+    "something else": (
+        [(5, 2)],
+        (5,),
+        "inputs must be a list with one for each of 1 tables. Got int.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case: str):
+    tables, arguments, message = WRONG[case]
+    collection = EmbeddingBagCollection(tables, max_norm=0.1)
+    before = [param.detach().clone() for param in collection.parameters()]
+    with pytest.raises(sparsestep.InputError) as error:
+        collection(*arguments)
+    assert message in str(error.value)
+    for param, old in zip(collection.parameters(), before, strict=True):
+        assert same(param, old)  # though max_norm would have written to the first table
+
+
+@pytest.mark.parametrize("name", ["a.b", "", "values", 3])
+def test_names_that_are_refused(name: Any):
+    with pytest.raises(sparsestep.InputError, match="a table's name must be"):
+        EmbeddingBagCollection({name: (5, 2)})
+
+
+@pytest.mark.parametrize("table", [(5,), 5, nn.Linear(2, 2), nn.Embedding(5, 2), None])
+def test_tables_that_are_refused(table: Any):
+    with pytest.raises(sparsestep.InputError, match="table 1 must be"):
+        EmbeddingBagCollection([(5, 2), table])

@@ -1,0 +1,189 @@
+"""Our modules are torch's in everything but the gradient; fuse makes them of torch's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparsestep
+from sparsestep.compact import Compact
+from sparsestep.nn import Embedding, EmbeddingBag, fuse
+from tests.nn.cases import plain, same
+
+KINDS = [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
+each_kind = pytest.mark.parametrize(("ours", "theirs"), KINDS)
+IDS = torch.tensor([[1, 2, 1]])
+
+
+@each_kind
+def test_constructor_and_state_dict(ours: Any, theirs: Any):
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    table = ours(10, 3, max_norm=2.0, padding_idx=-1, dtype=torch.float64)
+    other = theirs(10, 3, max_norm=2.0, padding_idx=-1, dtype=torch.float64)
+    assert isinstance(table, theirs)
+    assert table.padding_idx == 9
+    assert table.weight[9].tolist() == [0.0] * 3
+    other.load_state_dict(table.state_dict())
+    table.load_state_dict(other.state_dict())
+    assert list(table.state_dict()) == ["weight"]
+    assert repr(table).replace(", sparse=True", "") == repr(other)
+
+
+@each_kind
+def test_from_pretrained(ours: Any, theirs: Any):
+    weight = torch.randn(10, 3)
+    for freeze in (True, False):
+        table = ours.from_pretrained(weight, freeze=freeze, padding_idx=2, max_norm=1.0)
+        assert type(table) is ours
+        assert table.weight.data_ptr() == weight.data_ptr()
+        assert (table.weight.requires_grad, table.padding_idx) == (not freeze, 2)
+        assert same(table(IDS), theirs.from_pretrained(weight.clone(), padding_idx=2)(IDS))
+
+
+@each_kind
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(ours: Any, theirs: Any, how: str):
+    table = ours(10, 3)
+    table.name = "a"
+    if how == "deepcopy":
+        copied = copy.deepcopy(table)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(table))
+    else:
+        file = io.BytesIO()
+        torch.save(table, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert (type(copied), copied.name) == (ours, "a")
+    assert same(copied(IDS), table(IDS))
+
+
+def test_ids_are_kept_and_not_copied():
+    """Between forward and backward: the ids that were given, and a number for each bag."""
+    for table, ids in ((Embedding(10, 3), torch.arange(9)), (EmbeddingBag(10, 3), IDS)):
+        table(ids).sum().backward()
+        assert table.weight.grad.touched().positions.data_ptr() == ids.data_ptr()
+
+
+def test_a_weight_that_is_computed_gets_an_ordinary_gradient():
+    for cls, plain_cls in KINDS:
+        results = []
+        for kind in (cls, plain_cls):
+            torch.manual_seed(0)
+            table = nn.utils.parametrizations.weight_norm(kind(10, 3))
+            table(IDS).sin().sum().backward()
+            results.append([param.grad for param in table.parameters()])
+        for ours, theirs in zip(*results, strict=True):
+            assert same(ours, theirs)
+
+
+def test_functional_call_with_another_weight():
+    table = EmbeddingBag(10, 3, mode="sum")
+    weight = torch.randn(10, 3, requires_grad=True)
+    output = torch.func.functional_call(table, {"weight": weight}, (IDS,))
+    output.sum().backward()
+    assert table.weight.grad is None
+    assert plain(weight.grad)._nnz() == 3
+
+
+@each_kind
+def test_autocast_does_as_torch(ours: Any, theirs: Any):
+    table = ours(10, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert table(IDS).dtype == theirs(10, 3)(IDS).dtype == torch.float32
+        nn.Linear(3, 1)(table(IDS)).sum().backward()
+    assert table.weight.grad.dtype == torch.float32
+
+
+@each_kind
+def test_torch_compile_leaves_it_out(ours: Any, theirs: Any):
+    model = nn.Sequential(ours(10, 3), nn.Linear(3, 1))
+    compiled = torch.compile(model, backend="eager")
+    assert same(compiled(IDS), model(IDS))
+    compiled(IDS).sum().backward()
+    assert isinstance(model[0].weight.grad, Compact)
+
+
+# fuse
+
+
+class Mine(nn.Embedding):
+    """A subclass with ideas of its own."""
+
+
+def test_fuse_changes_torchs_modules_and_no_others():
+    shared = nn.Embedding(10, 3)
+    model = nn.ModuleDict(
+        {
+            "bag": nn.EmbeddingBag(10, 3, mode="max"),
+            "inner": nn.Sequential(shared, nn.Linear(3, 3)),
+            "again": shared,
+            "mine": Mine(10, 3),
+            "ours": Embedding(10, 3),
+            "computed": nn.utils.parametrizations.weight_norm(nn.Embedding(10, 3)),
+        }
+    )
+    replaced = nn.Embedding(10, 3)
+    replaced.forward = lambda input: input  # type: ignore[method-assign]
+    model["replaced"] = replaced
+    before = {name: param for name, param in model.named_parameters()}
+    computed = type(model["computed"])
+    assert fuse(model) is model
+    assert [type(model[name]) for name in ("bag", "again", "mine", "ours")] == [
+        EmbeddingBag,
+        Embedding,
+        Mine,
+        Embedding,
+    ]
+    assert type(model["computed"]) is computed
+    assert type(replaced) is nn.Embedding
+    assert model["again"] is model["inner"][0] is shared
+    assert (model["bag"].name, shared.name, model["ours"].name) == ("bag", "inner.0", "")
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is param for name, param in before.items())
+    with pytest.raises(sparsestep.InputError, match=r"Embedding 'inner\.0' \(10 x 3\): ids must"):
+        shared(torch.tensor([10]))
+    fuse(model)  # once more changes nothing
+    assert shared.name == "inner.0"
+
+
+def test_fuse_of_an_embedding_itself():
+    table = nn.EmbeddingBag(10, 3, mode="sum", padding_idx=1)
+    weight = table.weight
+    ours = fuse(table)
+    assert type(ours) is EmbeddingBag
+    assert ours.weight is weight
+    ours(IDS).sum().backward()
+    assert plain(weight.grad)._indices().tolist() == [[2]]
+
+
+def test_fuse_keeps_hooks_training_and_optimizers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)).eval()
+    twin = copy.deepcopy(model)
+    seen = []
+    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
+    optimizers = [sparsestep.Adam(each.parameters(), semantics="dense") for each in (model, twin)]
+    for optimizer, each in zip(optimizers, (model, twin), strict=True):
+        optimizer.track(each)
+    fuse(model)
+    assert not model[0].training
+    for step in range(6):
+        for optimizer, each in zip(optimizers, (model, twin), strict=True):
+            optimizer.zero_grad()
+            each((IDS + step)).sin().sum().backward()
+            optimizer.step()
+    assert len(seen) == 6
+    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert same(ours, theirs)
+    handle.remove()
+    model(IDS)
+    assert len(seen) == 6
