@@ -56,7 +56,7 @@ void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
              [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
 }
 
-// Brings rows up to date; how many were not where they should have been. Nothing where the tensors
+// Brings rows up to date; see CaughtUp for what it returns. Nothing where the tensors
 // do not lie so that the core can reach them. `numbers` and `tables` are in the order of
 // CatchUpWork.
 nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb::tuple fades,
@@ -71,7 +71,7 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     const int64_t slots = numel(last);
     const int64_t count = rows.is_none() ? slots : numel(rows);
     work.block = slots ? numel(tensors[0]) / slots : 0;
-    if (!count || !work.block) return nb::int_(0);
+    if (!count || !work.block) return nb::make_tuple(0, 0);
     work.now = int32_t(whole(0));
     work.base = int32_t(whole(1));
     work.touch = whole(2) != 0;
@@ -118,22 +118,26 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     const int64_t capacity = numel(tables[0]);
     for (int i = 0; i < 4; ++i) work.sums[i] = sums + i * capacity;
     const CatchUp run = wide ? table.catch_up_double : table.catch_up_float;
-    std::atomic<int64_t> stale{0};
+    std::atomic<int64_t> behind{0}, stale{0};
+    const auto bring = [&](const CatchUpShare& share) {
+        const CaughtUp done = run(work, share);
+        behind += done.behind;
+        stale += done.stale;
+    };
     {
         nb::gil_scoped_release release;
         if (count * work.block < (1 << 14)) threads = 1;
         if (work.rows) {
-            parallel(threads, threads,
-                     [&](int64_t t) { stale += run(work, {0, count, t, threads}); });
+            parallel(threads, threads, [&](int64_t t) { bring({0, count, t, threads}); });
         } else {
             constexpr int64_t piece = 4096;
             parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
                 const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
-                stale += run(work, {p * piece, end, 0, 1});
+                bring({p * piece, end, 0, 1});
             });
         }
     }
-    return nb::int_(stale.load());
+    return nb::make_tuple(behind.load(), stale.load());
 }
 
 // See slots_of; all tensors int64, contiguous, on the CPU.
@@ -189,12 +193,11 @@ NB_MODULE(_native, module) {
                nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
                nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
-    module.def(
-        "catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(), nb::arg("last"),
-        nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"), nb::arg("tables"),
-        nb::arg("threads"), nb::arg("instruction_set"),
-        "Bring rows up to date; of how many the parameter was not where it should have been, "
-        "or None where it cannot.");
+    module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
+               nb::arg("last"), nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"),
+               nb::arg("tables"), nb::arg("threads"), nb::arg("instruction_set"),
+               "Bring rows up to date; how many were behind, and of how many the parameter was not "
+               "where it should have been; or None where it cannot.");
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"), nb::arg("high"),
                nb::arg("wide"), nb::arg("positions"), nb::arg("source").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");

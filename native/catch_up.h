@@ -30,18 +30,18 @@ public:
                 Rows(work.states > 1 ? job.state[1] : job.param, job, whole, 0),
                 Rows(work.states > 2 ? job.state[2] : job.param, job, whole, 0)} {}
 
-    // Returns how many rows were not where they should have been.
-    int64_t run(const CatchUpShare& share) {
-        int64_t stale = 0, count = 0;
+    CaughtUp run(const CatchUpShare& share) {
+        int64_t count = 0;
         for (int64_t i = share.begin; i < share.end; ++i) {
             own_[count] = work_.rows ? work_.rows[i] : i;
             count += share.parts == 1 || owner(own_[count], share.parts) == share.part;
             if (count == most_own) {
-                stale += bring(count);
+                bring(count);
                 count = 0;
             }
         }
-        return stale + bring(count);
+        bring(count);
+        return done_;
     }
 
 private:
@@ -54,17 +54,15 @@ private:
         return int64_t((((line * 0x9e3779b97f4a7c15u) >> 32) * uint64_t(parts)) >> 32);
     }
 
-    int64_t bring(int64_t count) {
-        int64_t stale = 0;
+    void bring(int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
             // First the step that a row has reached, later what depends on it.
             if (i + 2 * prefetch_distance < count) {
                 __builtin_prefetch(work_.last + own_[i + 2 * prefetch_distance], 0, 2);
             }
             if (i + prefetch_distance < count) prefetch(own_[i + prefetch_distance]);
-            stale += bring_row(own_[i]);
+            bring_row(own_[i]);
         }
-        return stale;
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
@@ -74,16 +72,18 @@ private:
         for (int s = 0; s < work_.states; ++s) rows_[s].prefetch(row);
     }
 
-    int64_t bring_row(int64_t row) {
+    void bring_row(int64_t row) {
         const int32_t stamp = work_.now + (work_.touch ? 1 : 0);
         const int32_t last = work_.last[row];
         work_.last[row] = work_.touch || last >= 0 ? stamp : ~stamp;
         const int64_t since = (last < 0 ? ~last : last) - work_.base;
         const int64_t n = work_.now - work_.base;
-        if (since >= n) return 0;
+        if (since >= n) return;
         const bool led = catch_up(row, since, n);
-        if (work_.along == Along::leader) return led;
-        return (last >= 0 && has_moved(since, n)) || work_.growth[since] != work_.growth[n];
+        const bool moved = last >= 0 && has_moved(since, n);
+        const bool decayed = work_.growth[since] != work_.growth[n];
+        ++done_.behind;
+        done_.stale += work_.along == Along::leader ? led : moved || decayed;
     }
 
     // Whether a buffer that is not zero has moved the parameter.
@@ -250,10 +250,11 @@ private:
     alignas(cache_line) T state_tiles_[3][tile_size];
     alignas(cache_line) T moves_[tile_size];
     int64_t own_[most_own + 1];
+    CaughtUp done_{};
 };
 
 template <class T>
-int64_t catch_up(const CatchUpWork& work, const CatchUpShare& share) {
+CaughtUp catch_up(const CatchUpWork& work, const CatchUpShare& share) {
     Job job{};
     job.param = work.param;
     job.block = work.block;

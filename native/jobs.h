@@ -189,32 +189,42 @@ private:
         Plain own;
         if (!own.read(param) || own.dl.dims == 0 || own.numel() == 0) return false;
         Job job{};
-        nb::object positions, values;
-        if (selection.is_none()) {
+        const bool chosen = !selection.is_none(), compact = is_compact(grad);
+        nb::object positions, values, part;
+        if (chosen) {
+            if (compact) return false;
+            positions = selection[0];
+            values = nb::borrow(grad);
+        } else if (compact) {
+            part = only_part(grad);
+            if (part.is_none()) return false;
+            positions = part[0];
+            values = part[1];
+        } else {
             if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.sparse_coo ||
                 !has_shape(grad, own)) {
                 return false;
             }
             positions = call(grad, name.indices);
             values = call(grad, name.values);
-        } else {
-            positions = selection[0];
-            values = nb::borrow(grad);
         }
         Plain where, what;
         if (!where.read(positions) || !where.is_int64() || !what.read(values)) return false;
         job.entries = where.numel();
         job.positions = static_cast<const int64_t*>(where.data());
-        if (selection.is_none()) {
-            job.slots = own.dl.shape[0];
-            if (where.dl.dims != 2 || where.dl.shape[0] != 1) return false;
-        } else {
-            job.slots = nb::cast<int64_t>(selection[1]);
+        job.slots = own.dl.shape[0];
+        int64_t rows = job.entries;  // of values
+        if (chosen) {
+            rows = job.slots = nb::cast<int64_t>(selection[1]);
             job.source = job.positions;
             if (!what.has_shape_of(own, own.dl.dims)) return false;
+        } else if (compact) {
+            if (nb::cast<int64_t>(part[2]) != job.slots || !read_factors(part, job)) return false;
+            if (job.source) rows = what.dl.dims ? what.dl.shape[0] : 0;
+        } else if (where.dl.dims != 2 || where.dl.shape[0] != 1) {
+            return false;
         }
         job.block = own.numel() / job.slots;
-        const int64_t rows = selection.is_none() ? job.entries : job.slots;
         const auto value_view = what.view(job.block), param_view = own.view(job.block);
         if (!value_view || !param_view || what.numel() != rows * job.block ||
             is_true(values, name.is_neg)) {
@@ -233,6 +243,30 @@ private:
         params_.append(param);
         alive_.push_back(std::move(positions));
         alive_.push_back(std::move(values));
+        if (compact) alive_.push_back(std::move(part));
+        return true;
+    }
+
+    // The Touched that a compact gradient consists of, or None if there are several, or none.
+    static nb::object only_part(nb::handle grad) {
+        const nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
+        return nb::len(parts) == 1 ? nb::object(parts[0]) : nb::none();
+    }
+
+    static bool read_factors(nb::handle part, Job& job) {
+        const nb::object source = part[4], scale = part[5], held = part[6];
+        Plain rows, factors;
+        if (!held.is_none()) return false;
+        if (!source.is_none()) {
+            if (!rows.read(source) || !rows.is_int64() || rows.numel() != job.entries) return false;
+            job.source = static_cast<const int64_t*>(rows.data());
+        }
+        if (!scale.is_none()) {
+            if (!factors.read(scale) || factors.numel() != job.entries) return false;
+            const auto view = factors.view(1);
+            if (!view || is_true(scale, names().is_neg)) return false;
+            job.scale = *view;
+        }
         return true;
     }
 

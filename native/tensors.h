@@ -49,6 +49,7 @@ struct Names {
     PyObject* is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* layout = PyUnicode_InternFromString("layout");
     PyObject* numel = PyUnicode_InternFromString("numel");
+    PyObject* parts = PyUnicode_InternFromString("_parts");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* step = PyUnicode_InternFromString("step");
     PyObject* dtypes[4];
@@ -56,6 +57,7 @@ struct Names {
     PyObject* sparse_coo;
     PyObject* tensor;
     PyObject* parameter;
+    PyObject* compact;
     const DlExchange* exchange = nullptr;  // null: this torch has none
 
     Names() {
@@ -67,6 +69,8 @@ struct Names {
         sparse_coo = nb::object(torch.attr("sparse_coo")).release().ptr();
         tensor = nb::object(torch.attr("Tensor")).release().ptr();
         parameter = nb::object(torch.attr("nn").attr("Parameter")).release().ptr();
+        const nb::object compact_module = nb::module_::import_("sparsestep.compact");
+        compact = nb::object(compact_module.attr("Compact")).release().ptr();
         const char* const attribute = "__dlpack_c_exchange_api__";
         if (nb::hasattr(torch.attr("Tensor"), attribute)) {
             const nb::object capsule = torch.attr("Tensor").attr(attribute);
@@ -100,6 +104,11 @@ bool is_true(nb::handle object, PyObject* method) { return call(object, method).
 bool is_plain_tensor(nb::handle object) {
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
     return type == names().tensor || type == names().parameter;
+}
+
+// See src/sparsestep/compact.py.
+bool is_compact(nb::handle object) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == names().compact;
 }
 
 void* address(nb::handle tensor) {

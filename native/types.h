@@ -130,7 +130,12 @@ struct CatchUpShare {
     int64_t begin, end;
     int64_t part, parts;
 };
-using CatchUp = int64_t (*)(const CatchUpWork& work, const CatchUpShare& share);
+
+// How many rows were behind, and of how many the parameter was not where it should have been.
+struct CaughtUp {
+    int64_t behind, stale;
+};
+using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
 
 struct KernelTable {
     const RuleKernels* rules;

@@ -485,7 +485,9 @@ class WeightedBags(nn.Module):
 
 
 @each_engine
-@pytest.mark.parametrize("optimizer", [sparsestep.AdamW, sparsestep.SGD, sparsestep.Lion])
+@pytest.mark.parametrize(
+    "optimizer", [sparsestep.AdamW, sparsestep.SGD, sparsestep.Lion, sparsestep.Ftrl]
+)
 def test_rows_that_are_read_again_are_left_alone(engine: str, optimizer: Any):
     """They are current, so autograd must not be told that they have changed."""
     with running_on(engine) as name:

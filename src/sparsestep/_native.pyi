@@ -48,7 +48,7 @@ def catch_up(
     tables: tuple[Tensor, ...],
     threads: int,
     instruction_set: int,
-) -> int | None: ...
+) -> tuple[int, int] | None: ...
 def slots_of(
     starts: Tensor,
     others: Tensor,

@@ -370,7 +370,20 @@ def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(Compact, ordinary, (tuple(args), kwargs))
     result = func(*args, **kwargs)
     # What changes a tensor returns it: the gradient, not what is inside.
-    return asked.get(id(result), result) if _is_in_place(func) else result
+    if _is_in_place(func) and id(result) in asked:
+        return asked[id(result)]
+    if torch._C._current_graph_task_id() != -1 and asked:
+        return _for_hooks(result, next(iter(asked.values())))
+    return result
+
+
+def _for_hooks(result: Any, grad: Compact) -> Any:
+    """While backward runs, a sparse gradient stays what autograd has seen, strided.
+
+    A hook gets this and may return what it made of it, but not another kind of tensor.
+    """
+    is_gradient = isinstance(result, Tensor) and result.is_sparse and result.shape == grad.shape
+    return _like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
 
 
 _NOT_TWICE = sentence(
@@ -397,6 +410,7 @@ _ATTRIBUTES = [
 # Methods for which the same holds, and those that are in ``_OURS``.
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
+    "__format__",
     *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
     "backward",

@@ -58,13 +58,19 @@ class Tracking:
 
     def _read(self, weight: Tensor, ids: Any) -> None:
         # What is no row is left to the module, which says so.
-        if self._optimizer is not None and isinstance(ids, Tensor) and ids.dtype in _INTEGERS:
-            inside = (ids.values() if ids.is_nested else ids).reshape(-1)
-            if inside.numel():
-                low, high = inside.aminmax()
-                if int(low) < 0 or int(high) >= len(weight):
-                    return
-                self._optimizer.catch_up(weight, inside)
+        if (
+            self._optimizer is None
+            or not isinstance(ids, Tensor)
+            or ids.dtype not in _INTEGERS
+            or ids.device != weight.device
+        ):
+            return
+        inside = (ids.values() if ids.is_nested else ids).reshape(-1)
+        if inside.numel():
+            low, high = inside.aminmax()
+            if int(low) < 0 or int(high) >= len(weight):
+                return
+            self._optimizer.catch_up(weight, inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:

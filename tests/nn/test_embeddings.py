@@ -158,3 +158,42 @@ def test_updates_are_those_of_what_is_written_out(name: str, call: Call):
                 table.weight.grad = plain(table.weight.grad)
             optimizer.step()
     assert same_run(ours, theirs)
+
+
+@pytest.mark.parametrize("bags", [1, 3])
+@pytest.mark.parametrize("integers", [torch.int64, torch.int32])
+def test_tensors_that_are_not_contiguous(bags: int, integers: torch.dtype):
+    """Ids, offsets, factors and the gradient may be views of any kind."""
+    torch.manual_seed(0)
+    one = torch.tensor([[3, 1, 1, 4]])
+    cases = [
+        (one.expand(bags, 4), None),
+        (torch.randint(9, (4, bags)).t(), None),
+        (torch.tensor([5]).expand(6), torch.arange(0, 2 * bags, 2)[::2] // 2),
+        (torch.randint(9, (12,))[::2], torch.tensor([0]).expand(bags)),
+    ]
+    for ids, offsets in cases:
+        ids, factors = ids.to(integers), torch.tensor([0.3]).expand(ids.shape)
+        results = []
+        for cls in (sparsestep.nn.EmbeddingBag, nn.EmbeddingBag):
+            torch.manual_seed(1)
+            table = cls(9, 2, mode="sum", sparse=True)
+            optimizer = sparsestep.Adam(table.parameters())
+            output = table(ids, offsets, factors)
+            output.backward(torch.randn(2, len(output)).t())
+            optimizer.step()
+            optimizer.zero_grad()
+            table(ids, offsets, factors).sum().backward()  # whose gradient is one number
+            optimizer.step()
+            results.append(optimizer)
+        assert same_run(*results)
+    results = []
+    for cls in (sparsestep.nn.Embedding, nn.Embedding):
+        torch.manual_seed(1)
+        table = cls(9, 2, sparse=True)
+        output = table(one.expand(bags, 4).to(integers))
+        output.backward(torch.randn(2, 4, bags).permute(2, 1, 0))
+        optimizer = sparsestep.Adam(table.parameters())
+        optimizer.step()
+        results.append(optimizer)
+    assert same_run(*results)

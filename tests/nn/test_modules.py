@@ -133,7 +133,7 @@ def test_fuse_changes_torchs_modules_and_no_others():
     replaced = nn.Embedding(10, 3)
     replaced.forward = lambda input: input  # type: ignore[method-assign]
     model["replaced"] = replaced
-    before = {name: param for name, param in model.named_parameters()}
+    before = dict(model.named_parameters())
     computed = type(model["computed"])
     assert fuse(model) is model
     assert [type(model[name]) for name in ("bag", "again", "mine", "ours")] == [
@@ -179,7 +179,7 @@ def test_fuse_keeps_hooks_training_and_optimizers():
     for step in range(6):
         for optimizer, each in zip(optimizers, (model, twin), strict=True):
             optimizer.zero_grad()
-            each((IDS + step)).sin().sum().backward()
+            each(IDS + step).sin().sum().backward()
             optimizer.step()
     assert len(seen) == 6
     for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):

@@ -200,7 +200,7 @@ def catch_up(
         1 / lr if lr else 0.0,
         *(float(hyper.get(name, 0.0)) for name in ("beta", "l1", "l2")),
     )
-    stale: int | None = core.catch_up(
+    done = core.catch_up(
         (param, *state),
         None if rows is None else rows.contiguous(),
         idling.last,
@@ -211,7 +211,11 @@ def catch_up(
         torch.get_num_threads(),
         _isa.index,
     )
-    if stale or idle.along == "leader":  # FTRL writes rows that have nothing to miss
+    if done is None:
+        return None
+    behind, stale = done
+    # A row may be behind and its parameter right. FTRL computes it anew in any case.
+    if stale or (behind and idle.along == "leader"):
         increment_version([param])
     return stale
 

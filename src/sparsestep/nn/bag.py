@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.pooling import Bags, pooled
 
 
@@ -45,7 +46,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         super().__init__(*args, **kwargs)
         self.sparse = True
 
-    @torch.compiler.disable
+    @outside_graphs
     def forward(
         self,
         input: Tensor,

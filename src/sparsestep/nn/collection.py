@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
+from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.fusing import fuse
 from sparsestep.nn.pooling import Bags, equal_starts, pooled
 
@@ -80,7 +81,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             else torch.nn.ModuleDict(dict(zip(self.names, made, strict=True)))
         )
 
-    @torch.compiler.disable
+    @outside_graphs
     def forward(
         self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
     ) -> Outputs:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.parts import part, unshared
+from sparsestep.nn.compiling import outside_graphs
+from sparsestep.nn.parts import first_derivative, part, unshared
 
 
 class Embedding(torch.nn.Embedding):
@@ -50,7 +50,7 @@ class Embedding(torch.nn.Embedding):
         super().__init__(*args, **kwargs)
         self.sparse = True
 
-    @torch.compiler.disable
+    @outside_graphs
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
 
@@ -102,10 +102,13 @@ class _Rows(torch.autograd.Function):
         return torch.embedding(weight, ids)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        shape, padding, by_frequency = ctx.weight
-        rows = unshared(grad).reshape(ids.numel(), shape[1])
-        found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
-        return compact([found], shape, grad), None, None, None
+        return first_derivative(_gradient, ctx, grad)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> Any:
+    (ids,) = ctx.saved_tensors
+    shape, padding, by_frequency = ctx.weight
+    rows = unshared(grad).reshape(ids.numel(), shape[1])
+    found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
+    return compact([found], shape, grad), None, None, None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sparsestep.grads import Touched
 
@@ -30,7 +34,8 @@ def part(
         by_frequency: whether each id's gradient is divided by how often it comes.
     """
     rows, dim = weight
-    positions = ids.reshape(-1).long()
+    positions = ids.reshape(-1).long().contiguous()
+    scale = None if scale is None else scale.contiguous()
     if padding >= 0:
         kept = (positions != padding).nonzero().squeeze(1)
         positions = positions[kept]
@@ -39,7 +44,7 @@ def part(
     if by_frequency:
         shares = _shares(positions, values.dtype)
         scale = shares if scale is None else scale * shares
-    return Touched(positions.contiguous(), values, rows, dim, source, scale)
+    return Touched(positions, values, rows, dim, source, scale)
 
 
 def _shares(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,3 +68,14 @@ def unshared(grad: Tensor) -> Tensor:
     # One is the tensor's own, one that of the storage object which is asked here.
     alone = _use_count(grad.untyped_storage()._cdata) <= 2
     return grad if alone else grad.clone()
+
+
+def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
+    """Run a backward function whose result cannot be differentiated once more.
+
+    Torch's ``once_differentiable`` makes trying that an error. It is costly, and not needed where
+    gradients are not recorded, which is the usual case.
+    """
+    if torch.is_grad_enabled():
+        return once_differentiable(backward)(ctx, *grads)
+    return backward(ctx, *grads)

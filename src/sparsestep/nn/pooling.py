@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.grads import Touched
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
-from sparsestep.nn.parts import part, unshared
+from sparsestep.nn.parts import first_derivative, part, unshared
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
@@ -89,7 +88,9 @@ class Bags:
 def equal_starts(ids: Tensor) -> Tensor:
     """Where the bags of 2-D ids begin."""
     count, length = ids.shape
-    return torch.arange(count, dtype=ids.dtype, device=ids.device).mul_(length)
+    if not length:
+        return torch.zeros(count, dtype=ids.dtype, device=ids.device)
+    return torch.arange(0, count * length, length, dtype=ids.dtype, device=ids.device)
 
 
 def _flat(table: torch.nn.EmbeddingBag, ids: Tensor, factors: Tensor | None) -> Any:
@@ -204,7 +205,8 @@ class _Looked:
             return torch.repeat_interleave(sizes)
         if self.length == 1:
             return None
-        return torch.arange(self.count, device=ids.device).repeat_interleave(self.length)
+        bags = torch.arange(self.count, device=ids.device)
+        return bags.unsqueeze(1).expand(self.count, self.length).reshape(-1).contiguous()
 
     def counted(self, sizes: Tensor | None, without_padding: Tensor) -> Tensor | None:
         """How many ids counted in each bag; ``None`` if it is not asked, or ``length`` for all."""
@@ -273,22 +275,25 @@ class _Pooled(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        tables, fields = len(ctx.looked), len(_Saved._fields)
-        wanted = ctx.needs_input_grad[1:]
-        everything = ctx.saved_tensors
-        of_weights: list[Any] = [None] * tables
-        of_factors: list[Any] = [None] * tables
-        for number, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
-            if grad is None:
-                continue
-            saved = _Saved(*everything[fields * number : fields * (number + 1)])
-            if wanted[number]:
-                of_weights[number] = compact([looked.part(saved, grad)], looked.shape, grad)
-            if wanted[tables + number]:
-                of_factors[number] = _of_factors(looked, saved, grad)
-        return None, *of_weights, *of_factors
+        return first_derivative(_gradients, ctx, *grads)
+
+
+def _gradients(ctx: Any, *grads: Any) -> Any:
+    tables, fields = len(ctx.looked), len(_Saved._fields)
+    wanted = ctx.needs_input_grad[1:]
+    everything = ctx.saved_tensors
+    of_weights: list[Any] = [None] * tables
+    of_factors: list[Any] = [None] * tables
+    for number, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
+        if grad is None:
+            continue
+        saved = _Saved(*everything[fields * number : fields * (number + 1)])
+        if wanted[number]:
+            of_weights[number] = compact([looked.part(saved, grad)], looked.shape, grad)
+        if wanted[tables + number]:
+            of_factors[number] = _of_factors(looked, saved, grad)
+    return None, *of_weights, *of_factors
 
 
 def _of_factors(looked: _Looked, saved: _Saved, grad: Tensor) -> Tensor:

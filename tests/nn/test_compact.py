@@ -1,0 +1,394 @@
+"""A compact gradient is a sparse gradient like any other, to whoever looks at it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.compact import Compact, compact
+from sparsestep.grads import Touched
+from sparsestep.sums import sums
+from tests.nn.cases import DTYPES, plain, same
+
+SHAPE = torch.Size([6, 4])
+
+
+@st.composite
+def parts(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Touched:
+    """Rows or elements; with and without ``source`` and ``scale``."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    slots, block = draw(st.sampled_from([(6, 4), (24, 1)]))
+    entries, rows = draw(st.integers(0, 12)), draw(st.integers(1, 4))
+    source = draw(st.booleans())
+    return Touched(
+        torch.randint(slots, (entries,), generator=generator),
+        torch.randn(rows if source else entries, block, generator=generator).to(dtype),
+        slots,
+        block,
+        torch.randint(rows, (entries,), generator=generator) if source else None,
+        torch.randn(entries, generator=generator).to(dtype) if draw(st.booleans()) else None,
+    )
+
+
+several = st.lists(parts(), max_size=3)
+LIKE = torch.zeros(0, dtype=torch.float64)
+
+
+def dense(some: list[Touched]) -> Tensor:
+    """In plain loops."""
+    total = torch.zeros(SHAPE, dtype=torch.float64)
+    for part in some:
+        assert part.positions is not None
+        for entry, slot in enumerate(part.positions.tolist()):
+            row = entry if part.source is None else int(part.source[entry])
+            factor = 1.0 if part.scale is None else float(part.scale[entry])
+            total.view(part.slots, part.block)[slot] += factor * part.values[row].double()
+    return total
+
+
+def example() -> Compact:
+    bags = torch.tensor([0, 0, 1])
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 0.0, 2.0]])
+    part = Touched(torch.tensor([3, 1, 3]), values, 6, 4, bags, torch.tensor([1.0, 2.0, 3.0]))
+    return compact([part], SHAPE, values)
+
+
+@given(some=several)
+def test_what_it_stands_for(some: list[Touched]):
+    grad = compact(some, SHAPE, LIKE)
+    assert torch.allclose(plain(grad).to_dense(), dense(some))
+    joined = grad.touched()
+    assert joined.slots * joined.block == 24
+    assert torch.allclose(dense([joined]), dense(some))
+    rows = sum(part.values.numel() for part in some)
+    assert joined.values.numel() == rows  # nothing was written out
+    assert not grad.is_settled
+
+
+@given(first=several, second=several)
+def test_sums(first: list[Touched], second: list[Touched]):
+    wanted = dense(first) + dense(second)
+    one, two = (compact(some, SHAPE, LIKE) for some in (first, second))
+    ordinary = plain(two)
+    for total in (one + two, torch.add(one, two), one + ordinary, ordinary + one):
+        assert torch.allclose(plain(total).to_dense(), wanted)
+    total = one + two.to_dense()
+    assert type(total) is Tensor
+    assert torch.allclose(total, wanted)
+    assert torch.allclose(two.to_dense() + one, wanted)
+    changed = one.clone()
+    changed += two
+    assert torch.allclose(plain(changed).to_dense(), wanted)
+    assert torch.allclose(one.to_dense(), dense(first))
+    changed.add_(torch.ones(SHAPE, dtype=torch.float64))
+    assert (changed.is_sparse, changed.layout) == (False, torch.strided)
+    assert torch.allclose(changed.to_dense(), wanted + 1)
+
+
+SCALED: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "mul": (lambda g: g * 3, 3),
+    "rmul": (lambda g: 3 * g, 3),
+    "a tensor": (lambda g: g * torch.tensor(3.0), 3),
+    "a tensor first": (lambda g: torch.tensor(3.0) * g, 3),
+    "torch.mul": (lambda g: torch.mul(g, 3), 3),
+    "mul_": (lambda g: g.mul_(3), 3),
+    "imul": (lambda g: g.__imul__(3), 3),
+    "mul_ by a tensor": (lambda g: g.mul_(torch.tensor(3.0)), 3),
+    "div": (lambda g: g / 4, 0.25),
+    "div_": (lambda g: g.div_(4), 0.25),
+    "torch.div": (lambda g: torch.div(g, torch.tensor(4.0)), 0.25),
+    "neg": (lambda g: -g, -1),
+    "neg_": (lambda g: g.neg_(), -1),
+    "detach": (lambda g: g.detach(), 1),
+    "detach_": (lambda g: g.detach_(), 1),
+    "clone": (lambda g: g.clone(), 1),
+    "requires_grad_": (lambda g: g.requires_grad_(False), 1),
+    "data": (lambda g: g.data, 1),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@given(some=several, dtype=st.sampled_from(DTYPES))
+def test_numbers_leave_it_compact(name: str, some: list[Touched], dtype: torch.dtype):
+    function, factor = SCALED[name]
+    grad = compact([_as(part, dtype) for part in some], SHAPE, LIKE.to(dtype))
+    wanted = function(plain(grad)) if name == "data" else None
+    values = [part.values.clone() for part in grad._parts]
+    given_values = [part.values for part in grad._parts]
+    result = function(grad)
+    if name == "data":
+        assert same(result.to_dense(), wanted.to_dense())
+        return
+    in_place = name.endswith("_") or "_ " in name or name == "imul"
+    assert (result is grad) == in_place
+    found = plain(result)
+    assert found.dtype == dtype
+    rows = [part._replace(values=part.values * factor) for part in some]
+    near = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-5
+    assert torch.allclose(found.to_dense().double(), dense(rows), rtol=near, atol=near)
+    for before, now in zip(values, given_values, strict=True):
+        assert same(before, now)  # autograd's memory is not written to
+
+
+def _as(part: Touched, dtype: torch.dtype) -> Touched:
+    scale = None if part.scale is None else part.scale.to(dtype)
+    return part._replace(values=part.values.to(dtype), scale=scale)
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "_values": lambda g: g._values(),
+    "_indices": lambda g: g._indices(),
+    "_nnz": lambda g: g._nnz(),
+    "sparse_dim": lambda g: g.sparse_dim(),
+    "dense_dim": lambda g: g.dense_dim(),
+    "is_coalesced": lambda g: g.is_coalesced(),
+    "coalesce": lambda g: g.coalesce().to_dense(),
+    "values": lambda g: g.coalesce().values(),
+    "indices": lambda g: g.coalesce().indices(),
+    "to_dense": lambda g: g.to_dense(),
+    "norm": lambda g: g.norm(),
+    "sum": lambda g: g.sum(),
+    "torch.sparse.sum": lambda g: torch.sparse.sum(g, dim=1).to_dense(),
+    "pow": lambda g: g.coalesce().pow(2).to_dense(),
+    "elementwise": lambda g: (g * torch.ones(6, 4)).to_dense(),
+    "of a dense one": lambda g: torch.zeros(6, 4).add_(g, alpha=-0.5),
+    "difference": lambda g: (g - g).to_dense(),
+    "alpha": lambda g: torch.add(g, g, alpha=-2).to_dense(),
+    "double": lambda g: g.double().to_dense(),
+    "index_select": lambda g: g.index_select(0, torch.tensor([1, 3])).to_dense(),
+    "converted": lambda g: g.to(torch.bfloat16).to_dense(),
+    "concatenated": lambda g: torch.cat([g, g]).to_dense(),
+    "type": lambda g: g.type(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_whoever_asks_for_more_gets_an_ordinary_tensor(name: str):
+    grad = example()
+    wanted = ASKED[name](plain(grad))
+    found = ASKED[name](grad)
+    assert not isinstance(found, Compact)
+    assert same(found, wanted) if isinstance(found, Tensor) else found == wanted
+    assert (
+        same(ASKED[name](grad) if name != "of a dense one" else found, found)
+        if isinstance(found, Tensor)
+        else True
+    )
+
+
+def test_attributes_do_not_settle_it():
+    grad = example()
+    assert (grad.shape, grad.dtype, grad.device.type) == (SHAPE, torch.float32, "cpu")
+    assert (grad.size(0), grad.dim(), grad.ndim, grad.numel(), len(grad)) == (6, 2, 2, 24, 6)
+    assert (grad.is_sparse, grad.layout, grad.is_sparse_csr) == (True, torch.sparse_coo, False)
+    assert (grad.requires_grad, grad.grad_fn, grad.is_leaf, grad.grad) == (False, None, True, None)
+    assert grad.is_floating_point()
+    assert torch.is_floating_point(grad)
+    assert not grad.is_complex()
+    assert grad.is_cpu
+    assert not grad.is_inference()
+    assert "nnz=3" in repr(grad)
+    assert "nnz=3" in f"{grad}"
+    assert not grad.is_settled
+
+
+def test_values_are_changed_in_place():
+    """As GradScaler does it: what is changed is the gradient."""
+    grad = example()
+    grad._values().mul_(2)
+    assert same(grad.to_dense(), example().to_dense() * 2)
+    grad.mul_(2)
+    assert same(grad.to_dense(), example().to_dense() * 4)
+    grad.add_(example())
+    assert same(grad.to_dense(), example().to_dense() * 5)
+    assert same((grad + example()).to_dense(), example().to_dense() * 6)
+    assert grad.zero_() is grad
+    assert grad._nnz() == 0
+
+
+def test_other_changes_in_place():
+    grad = example()
+    assert grad.mul_(torch.full((6, 4), 2.0)) is grad
+    assert same(grad.to_dense(), example().to_dense() * 2)
+    grad -= example()
+    assert isinstance(grad, Compact)
+    assert same(grad.to_dense(), example().to_dense())
+    grad = example()
+    grad.copy_(example() * 2)
+    assert same(plain(grad).to_dense(), example().to_dense() * 2)
+    grad.copy_(example().coalesce())
+    assert same(grad.to_dense(), example().to_dense())
+    grad.copy_(torch.ones(6, 4))
+    assert not grad.is_sparse
+    assert same(grad.to_dense(), torch.ones(6, 4))
+    grad = example()
+    grad.data = example().coalesce() * 3
+    assert same(grad.to_dense(), example().to_dense() * 3)
+    target = torch.zeros(6, 4)
+    assert same(target.copy_(example()), example().to_dense())
+
+
+def test_what_is_settled_is_not_the_memory_of_autograd():
+    grad = example()
+    (part,) = grad._parts
+    held = compact([part._replace(positions=part.positions[:2], source=None, scale=None)],
+                   SHAPE, part.values)  # fmt: skip
+    before = part.values.clone()
+    for each in (grad, held, grad.detach(), held.clone()):
+        each._values().zero_()
+        each._indices().zero_()
+    assert same(part.values, before)
+    assert part.positions.tolist() == [3, 1, 3]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_copies(settled: bool):
+    grad, wanted = example(), example().to_dense()
+    if settled:
+        grad.to_dense()
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    for copied in (
+        copy.deepcopy(grad),
+        pickle.loads(pickle.dumps(grad)),
+        torch.load(file, weights_only=True),
+    ):
+        assert type(copied) is Tensor
+        assert copied.layout is torch.sparse_coo
+        assert same(copied.to_dense(), wanted)
+
+
+# What autograd does with it
+
+
+def looked_up(weight: nn.Parameter) -> Tensor:
+    table = sparsestep.nn.EmbeddingBag(6, 4, mode="sum", _weight=weight)
+    table.weight = weight
+    return table(torch.tensor([[1, 3, 1]])).sin().sum()
+
+
+def test_hooks_see_it_and_may_replace_it():
+    weight = nn.Parameter(torch.randn(6, 4))
+    looked_up(weight).backward()
+    wanted, weight.grad = weight.grad.to_dense(), None
+    seen: list[Any] = []
+    after = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    held = weight.register_hook(lambda grad: seen.append(grad))
+    looked_up(weight).backward()
+    looked_up(weight).backward()
+    assert all(isinstance(grad, Compact) for grad in seen)
+    assert same(seen[0].to_dense(), wanted)
+    assert torch.allclose(weight.grad.to_dense(), 2 * wanted)
+    held.remove()
+    for change in (Tensor.coalesce, Tensor.to_dense, lambda grad: grad * 1):
+        weight.grad = None
+        handle = weight.register_hook(change)
+        looked_up(weight).backward()
+        assert torch.allclose(weight.grad.to_dense(), wanted)
+        handle.remove()
+    after.remove()
+
+
+def test_a_gradient_that_is_held_is_not_changed_by_the_next():
+    """Nor by what is done to it."""
+    weight = nn.Parameter(torch.randn(6, 4))
+    kept = []
+    weight.register_hook(lambda grad: kept.append(grad))
+    looked_up(weight).backward()
+    wanted = plain(kept[0]).to_dense()
+    looked_up(weight).backward()
+    weight.grad.mul_(2)
+    weight.grad._values().zero_()
+    assert same(plain(kept[0]).to_dense(), wanted)
+
+
+def test_autograd_grad_and_assignment():
+    weight = nn.Parameter(torch.randn(6, 4))
+    loss = looked_up(weight)
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert isinstance(grad, Compact)
+    weight.grad = grad.clone()
+    looked_up(weight).backward()
+    assert torch.allclose(weight.grad.to_dense(), 2 * grad.coalesce().to_dense())
+    weight.grad = torch.ones(6, 4)
+    looked_up(weight).backward()
+    assert type(weight.grad) is Tensor
+    weight.grad = None
+
+
+def test_a_gradient_that_does_not_fit_its_parameter():
+    grad = example()
+    for param, message in (
+        (torch.zeros(5, 4), "must have the parameter's shape, (5, 4). Got (6, 4)."),
+        (torch.zeros(6, 4, dtype=torch.complex64), "must be of a like dtype. Got torch.float32."),
+        (torch.zeros(6, 4, device="meta"), "must be on the parameter's device, meta. Got cpu."),
+    ):
+        with pytest.raises(sparsestep.InputError) as error:
+            sparsestep.functional.sgd_(param, grad, lr=0.1)
+        assert message in str(error.value)
+
+
+def test_gradients_by_hand():
+    weight = torch.zeros(6, 4)
+    sparsestep.functional.sgd_(weight, example(), lr=0.5)
+    assert same(weight, -0.5 * example().to_dense())
+    optimizer = sparsestep.FunctionalSGD([weight], lr=0.5)
+    optimizer.step([example()])
+    assert same(weight, -example().to_dense())
+
+
+# Chunks of sums
+
+
+@given(part=parts(), elements=st.integers(1, 60))
+def test_sums_in_chunks(part: Touched, elements: int):
+    found = torch.zeros(part.slots, part.block, dtype=torch.float64)
+    last = -1
+    for slots, total in sums(part, elements):
+        assert total.numel() <= max(elements, part.block)
+        assert int(slots[0]) > last
+        assert slots.tolist() == sorted(set(slots.tolist()))
+        last = int(slots[-1])
+        found[slots] = total
+    assert torch.allclose(found.view(SHAPE), dense([part]))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf"), -float("inf"), 0.0])
+@pytest.mark.parametrize("whole", [False, True])
+def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
+    monkeypatch.setattr(sums, "__defaults__", (8,))
+    torch.manual_seed(0)
+    positions = (
+        torch.cat([torch.arange(6), torch.tensor([1, 3])]) if whole else torch.tensor([1, 3, 1])
+    )
+    values = torch.randn(len(positions), 4, dtype=torch.float64)
+    weights = [nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for _ in range(2)]
+    grad = compact([Touched(positions, values, 6, 4)], SHAPE, values)
+    weights[0].grad, weights[1].grad = grad, plain(grad)
+    totals = [sparsestep.clip_grad_norm_([weight], 0.5, norm_type) for weight in weights]
+    assert torch.allclose(*totals)
+    assert not grad.is_settled
+    assert torch.allclose(weights[0].grad.to_dense(), weights[1].grad.to_dense())
+    for weight in weights:
+        sparsestep.clip_grad_value_([weight], 0.1)
+    assert torch.allclose(weights[0].grad.to_dense(), weights[1].grad.to_dense())
+    assert weights[0].grad.is_coalesced()
+
+
+def test_clipping_of_nothing():
+    weight = nn.Parameter(torch.zeros(SHAPE))
+    weight.grad = compact([], SHAPE, weight.detach())
+    assert float(sparsestep.clip_grad_norm_([weight], 1.0)) == 0.0
+    sparsestep.clip_grad_value_([weight], 1.0)
+    assert weight.grad._nnz() == 0
