@@ -134,7 +134,8 @@ def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compac
 
 def _like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
     """Another gradient of the same parameter."""
-    made = compact(parts, grad.shape, grad)
+    with torch._C.DisableTorchFunctionSubclass():  # shape, dtype and device are torch's business
+        made = compact(parts, grad.shape, grad)
     made._ordinary = ordinary
     return made
 

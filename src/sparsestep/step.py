@@ -256,7 +256,8 @@ class Step:
             kept = self._optimizer.state.get(param)
             tensors = [kept[spec.name] for spec in settings.rule.state] if kept else []
             try:
-                self._lags(Lagging(param, grad._indices(), kept, tensors, settings, None))
+                positions = touched(param, grad).positions
+                self._lags(Lagging(param, positions, kept, tensors, settings, None))
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
 

@@ -362,19 +362,38 @@ def test_a_weight_with_gradients_of_several_kinds(first: str, second: str, graph
     assert torch.allclose(ours.grad.to_dense(), theirs.grad.to_dense(), rtol=1e-12)
 
 
-def test_memory_that_autograd_shares_is_not_written_to():
-    """A view of the output is added to a parameter: both get the same memory from autograd."""
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("viewed", [True, False])
+def test_memory_that_autograd_shares(kind: str, first: bool, viewed: bool):
+    """A parameter is added to the output: its gradient may get the memory of the output's.
+
+    The second backward adds to it in place. Torch's own sparse gradients are wrong here.
+    """
     results = []
-    for cls in (sparsestep.nn.Embedding, nn.Embedding):
+    for kinds in (sparsestep.nn, nn):
         torch.manual_seed(0)
-        table = cls(5, 2, dtype=torch.float64)
-        other = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        options = {"mode": "sum"} if kind == "EmbeddingBag" else {}
+        table = getattr(kinds, kind)(5, 2, dtype=torch.float64, **options)
+        other = nn.Parameter(torch.randn(6 if viewed else (3, 2), dtype=torch.float64))
+        ids = torch.tensor([1, 2, 1])
+        ids = ids[:, None] if kind == "EmbeddingBag" else ids
+        factors = torch.arange(6.0, dtype=torch.float64).view(3, 2)
         for _ in range(2):
-            factors = torch.arange(6.0, dtype=torch.float64)
-            ((table(torch.tensor([1, 2, 1])).view(-1) + other) * factors).sum().backward()
+            total = table(ids) + other.view(3, 2) if first else other.view(3, 2) + table(ids)
+            (total * factors).sum().backward()
         results.append((table.weight.grad.to_dense(), other.grad))
     for ours, theirs in zip(*results, strict=True):
         assert same(ours, theirs)
+
+
+def test_the_gradient_of_an_output_that_nobody_shares_is_not_copied():
+    table = sparsestep.nn.EmbeddingBag(5, 2, mode="sum")
+    output = table(torch.tensor([[1, 2], [1, 3]]))
+    seen = []
+    output.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    (output * torch.randn(2, 2)).sum().backward()
+    assert [table.weight.grad.touched().values.data_ptr()] == seen
 
 
 def test_clipping_leaves_what_shares_memory_alone():

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sparsestep
 from sparsestep.compact import Compact
@@ -91,6 +92,78 @@ def test_functional_call_with_another_weight():
     output.sum().backward()
     assert table.weight.grad is None
     assert plain(weight.grad)._nnz() == 3
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_torch_func(ours: Any, theirs: Any):
+    results = []
+    for kind in (ours, theirs):
+        torch.manual_seed(0)
+        table = kind(10, 3)
+
+        def loss(weight: Tensor, ids: Tensor, table: Any = table) -> Tensor:
+            return torch.func.functional_call(table, {"weight": weight}, (ids,)).sin().sum()
+
+        weight, ids = table.weight.detach(), torch.tensor([[[1, 2]], [[3, 3]]])
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        results.append([torch.func.grad(loss)(weight, IDS), each(weight, ids)])
+    for mine, other in zip(*results, strict=True):
+        assert same(mine, other)
+
+
+def test_transforms_of_a_collection():
+    collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)])
+    (weight,) = collection.parameters()
+
+    def loss(values: Tensor) -> Tensor:
+        (found,) = torch.func.functional_call(collection, {"tables.0.weight": values}, ([IDS],))
+        return found.sin().sum()
+
+    grad = torch.func.grad(loss)(weight.detach())
+    collection([IDS])[0].sin().sum().backward()
+    assert torch.allclose(grad, weight.grad.to_dense())
+
+
+@each_kind
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(ours: Any, theirs: Any, reentrant: bool):
+    """What torch does not keep but computes again; and what it keeps elsewhere."""
+    table, other = ours(10, 3), torch.zeros(1, requires_grad=True)
+    table(IDS).sin().sum().backward()
+    wanted, table.weight.grad = table.weight.grad.to_dense(), None
+    again = checkpoint(lambda x: table(IDS).sin() + x, other, use_reentrant=reentrant)
+    again.sum().backward()
+    assert same(plain(table.weight.grad).to_dense(), wanted)
+    table.weight.grad = None
+    with torch.autograd.graph.save_on_cpu():
+        output = table(IDS).sin().sum()
+    output.backward()
+    assert same(plain(table.weight.grad).to_dense(), wanted)
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection(ours: Any, theirs: Any):
+    table = ours(10, 3)
+    with torch.autograd.detect_anomaly():
+        table(IDS).sum().backward()
+        with pytest.raises(RuntimeError, match="nan"):
+            (table(IDS) * float("nan")).sum().backward()
+
+
+@each_kind
+def test_masks(ours: Any, theirs: Any):
+    results = []
+    for kind in (ours, theirs):
+        torch.manual_seed(0)
+        table = kind(10, 3, sparse=True)
+        rows = torch.arange(10) % 2 == 0
+        optimizer = sparsestep.Adam([{"params": [table.weight], "mask": rows}])
+        table(IDS).sin().sum().backward()
+        optimizer.step()
+        results.append(table.weight)
+    assert same(*results)
 
 
 @each_kind

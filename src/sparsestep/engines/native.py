@@ -200,7 +200,7 @@ def catch_up(
         1 / lr if lr else 0.0,
         *(float(hyper.get(name, 0.0)) for name in ("beta", "l1", "l2")),
     )
-    done = core.catch_up(
+    done: tuple[int, int] | None = core.catch_up(
         (param, *state),
         None if rows is None else rows.contiguous(),
         idling.last,

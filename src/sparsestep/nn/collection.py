@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
-from sparsestep.nn.compiling import outside_graphs
+from sparsestep.nn.compiling import is_transformed, outside_graphs
 from sparsestep.nn.fusing import fuse
 from sparsestep.nn.pooling import Bags, equal_starts, pooled
 
@@ -102,17 +102,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         Raises:
             InputError: something is wrong with the ids or offsets of a table; nothing was changed.
         """
-        starts: dict[Any, Tensor] = {}
-        asked = []
-        for table, ids, begins, factors in self._split(inputs, offsets, per_sample_weights):
-            known = None
-            if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_nested:
-                form = (ids.shape, ids.dtype, ids.device)
-                known = starts.get(form)
-                if known is None:
-                    known = starts[form] = equal_starts(ids)
-            asked.append(Bags.of(table, ids, begins, factors, known))
-        found = pooled(asked)
+        split = self._split(inputs, offsets, per_sample_weights)
+        if is_transformed():
+            found = [table(*arguments) for table, *arguments in split]
+        else:
+            found = pooled(_checked(split))
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(
@@ -185,6 +179,21 @@ class EmbeddingBagCollection(torch.nn.Module):
     @staticmethod
     def _refusal(contract: str, got: object) -> InputError:
         return InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
+
+
+def _checked(split: list[Any]) -> list[Bags]:
+    """What is asked of all tables; bags of equal length begin at the same places in all of them."""
+    starts: dict[Any, Tensor] = {}
+    asked = []
+    for table, ids, offsets, factors in split:
+        known = None
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_nested:
+            form = (ids.shape, ids.dtype, ids.device)
+            known = starts.get(form)
+            if known is None:
+                known = starts[form] = equal_starts(ids)
+        asked.append(Bags.of(table, ids, offsets, factors, known))
+    return asked
 
 
 def _checked_name(name: object) -> str:

@@ -1,4 +1,4 @@
-"""What torch.compile is to leave out of its graphs."""
+"""Where torch looks into a call: torch.compile, and the transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
         return function(*args, **kwargs)
 
     return run
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's ``grad``, ``vmap`` or the like is at work.
+
+    They know torch's own operations only, and want their ordinary gradients.
+    """
+    return torch._C._are_functorch_transforms_active()

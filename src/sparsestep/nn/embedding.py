@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.compiling import outside_graphs
+from sparsestep.nn.compiling import is_transformed, outside_graphs
 from sparsestep.nn.parts import first_derivative, part, unshared
 
 
@@ -64,16 +64,11 @@ class Embedding(torch.nn.Embedding):
             InputError: an id is no row of the table; nothing was changed.
         """
         weight = self.weight
+        if is_transformed():
+            return self._by_torch(input)
         check_ids(self, weight, input)
         if not takes_compact(weight):
-            return functional.embedding(
-                input,
-                weight,
-                self.padding_idx,
-                self.max_norm,
-                self.norm_type,
-                self.scale_grad_by_freq,
-            )
+            return self._by_torch(input)
         if self.max_norm is not None:
             input = input.contiguous()
             with torch.no_grad():
@@ -83,6 +78,17 @@ class Embedding(torch.nn.Embedding):
         padding = -1 if self.padding_idx is None else self.padding_idx
         found: Tensor = _Rows.apply(weight, input, padding, self.scale_grad_by_freq)
         return found
+
+    def _by_torch(self, ids: Tensor) -> Tensor:
+        """With torch's own gradient, a dense one."""
+        return functional.embedding(
+            ids,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+        )
 
 
 def takes_compact(weight: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,20 +55,31 @@ def _shares(positions: Tensor, dtype: torch.dtype) -> Tensor:
     return shares[which]
 
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # not every torch tells
-
-
 def unshared(grad: Tensor) -> Tensor:
-    """The gradient of an output, or a copy if others look at its memory.
+    """The gradient of an output, or a copy if others may come to write to its memory.
 
-    They may write to it before the optimizer reads it: where a view of the output was added to a
-    parameter, that memory becomes the parameter's gradient, and the next backward adds to it.
+    Autograd passes the same tensor to whatever was added up. A view of it may become the gradient
+    of a parameter, to which the next backward adds in place, before the optimizer reads it here.
     """
-    if _use_count is None or not grad.is_contiguous():
+    if not grad.is_contiguous():
         return grad.clone(memory_format=torch.contiguous_format)
-    # One is the tensor's own, one that of the storage object which is asked here.
-    alone = _use_count(grad.untyped_storage()._cdata) <= 2
-    return grad if alone else grad.clone()
+    users = _users(grad)
+    return grad if users is not None and users == _users_when_alone() else grad.clone()
+
+
+def _users(tensor: Tensor) -> tuple[int, int] | None:
+    """How many hold the tensor, and how many its memory; ``None`` if this torch does not tell."""
+    of_tensor = getattr(tensor, "_use_count", None)
+    of_memory = getattr(torch._C, "_storage_Use_Count", None)
+    if of_tensor is None or of_memory is None:
+        return None
+    return of_tensor(), of_memory(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _users_when_alone() -> tuple[int, int] | None:
+    """What ``_users`` says of a tensor that nobody else has: that depends on torch's version."""
+    return _users(torch.zeros(1))
 
 
 def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:

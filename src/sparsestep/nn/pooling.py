@@ -69,11 +69,12 @@ class Bags:
         _check_mode(table)
         if factors is not None:
             check_weights(table, weight, ids, factors, table.mode)
-            factors = factors.reshape(-1)
+            factors = factors.reshape(-1).contiguous()
         if ids.dim() == 1:
             sizes = check_offsets(table, ids, offsets, with_last=ends)
             assert offsets is not None
-            return Bags(table, weight, ids, offsets, ends, len(sizes), -1, sizes, factors)
+            ids, starts = ids.contiguous(), offsets.contiguous()
+            return Bags(table, weight, ids, starts, ends, len(sizes), -1, sizes, factors)
         if ids.dim() != 2:
             raise refusal(table, "ids must be 1-D or 2-D", f"shape {tuple(ids.shape)}")
         if offsets is not None:
@@ -82,7 +83,8 @@ class Bags:
         count, length = ids.shape
         if starts is None:
             starts = equal_starts(ids)
-        return Bags(table, weight, ids.reshape(-1), starts, False, count, length, None, factors)
+        ids = ids.reshape(-1).contiguous()
+        return Bags(table, weight, ids, starts, False, count, length, None, factors)
 
 
 def equal_starts(ids: Tensor) -> Tensor:
@@ -115,7 +117,8 @@ def pooled(asked: Sequence[Bags]) -> list[Tensor]:
     """A row for each bag of each table."""
     if not all(takes_compact(bags.weight) for bags in asked):
         if len(asked) == 1:
-            return [_by_torch(asked[0])]
+            (bags,) = asked
+            return [by_torch(bags.table, bags.ids, bags.starts, bags.factors, bags.ends)]
         return [found for bags in asked for found in pooled([bags])]
     for bags in asked:
         limit = bags.table.max_norm
@@ -128,20 +131,21 @@ def pooled(asked: Sequence[Bags]) -> list[Tensor]:
     return [_look_up(bags, bags.factors)[0] for bags in asked]
 
 
-def _by_torch(bags: Bags) -> Tensor:
-    """With torch's gradient, for a weight that is none of the usual kind."""
-    table = bags.table
+def by_torch(
+    table: torch.nn.EmbeddingBag, ids: Any, offsets: Any, factors: Any, ends: bool
+) -> Tensor:
+    """With torch's own gradient, a dense one."""
     return functional.embedding_bag(
-        bags.ids,
-        bags.weight,
-        bags.starts,
+        ids,
+        table.weight,
+        offsets,
         table.max_norm,
         table.norm_type,
         table.scale_grad_by_freq,
         table.mode,
         False,
-        bags.factors,
-        bags.ends,
+        factors,
+        ends,
         table.padding_idx,
     )
 
@@ -230,11 +234,12 @@ class _Looked:
         )
 
     def _mean_of(self, saved: _Saved, grad: Tensor) -> Tensor:
-        counted = saved.counted
-        if counted is None:
-            counted = torch.full((1,), self.length, device=grad.device)
         # Torch multiplies with the inverse, rounded to the gradient's dtype.
-        return grad * counted.clamp(min=1).to(grad.dtype).reciprocal().unsqueeze(1)
+        if saved.counted is None:
+            sizes = torch.full((1, 1), max(self.length, 1), dtype=grad.dtype, device=grad.device)
+        else:
+            sizes = saved.counted.clamp(min=1).to(grad.dtype).unsqueeze(1)
+        return grad * sizes.reciprocal()
 
 
 def _won(shape: torch.Size, saved: _Saved, grad: Tensor) -> Touched:
