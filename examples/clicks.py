@@ -128,7 +128,7 @@ def auc(scores: Tensor, clicks: Tensor) -> float:
     """
     _, which, counts = scores.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
-    rank = (last - (counts - 1) / 2.0)[which].double()  # equal scores share the middle of theirs
+    rank = (last - (counts.double() - 1) / 2)[which]  # equal scores share the middle of theirs
     clicked = clicks > 0.5
     positive = int(clicked.sum())
     negative = len(clicks) - positive

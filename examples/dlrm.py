@@ -22,7 +22,7 @@ import sparsestep
 
 DIM = 16
 BOTTOM, TOP = (128, 64), (128, 64)
-LEARNING_RATE = 5e-3  # falls to zero over the steps
+LEARNING_RATE = 5e-3
 
 # SparseAdam adds eps before bias correction, Adam after it. Gradients of an embedding are small,
 # since the loss is a mean over the batch; eps is much smaller here, so that it does not matter.
@@ -91,8 +91,10 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     loss: float = 0.0
 
-    def train(self, batch: Batch) -> None:
-        """One step, on the clock."""
+    def train(self, batch: Batch, rate: float = LEARNING_RATE) -> None:
+        """One step with this learning rate, on the clock."""
+        for group in (each for optimizer in self.optimizers for each in optimizer.param_groups):
+            group["lr"] = rate
         began = perf_counter()
         loss = binary_cross_entropy_with_logits(self.model(batch.numbers, batch.ids), batch.clicks)
         loss.backward()
@@ -102,14 +104,8 @@ class Run:
         self.seconds.append(perf_counter() - began)
         self.loss = loss.item()
 
-    def set_learning_rate(self, rate: float) -> None:
-        """For the next step."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-
     def seconds_per_step(self) -> float:
-        """The median, without the first steps: threads start, memory is touched for the first time."""
+        """The median, without the first steps, in which threads start and memory is new."""
         return median(self.seconds[WARM_UP:] or self.seconds)
 
     @torch.no_grad()
@@ -117,6 +113,11 @@ class Run:
         """On examples that it has not been trained on."""
         parts = (held_out.part(start, size) for start in range(0, len(held_out.clicks), size))
         return auc(torch.cat([self.model(p.numbers, p.ids) for p in parts]), held_out.clicks)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """It falls to zero: two runs that round differently then end at the same place."""
+    return LEARNING_RATE * (1 - step / steps)
 
 
 def contestants(rows: Sequence[int]) -> tuple[Run, Run]:
@@ -128,7 +129,7 @@ def contestants(rows: Sequence[int]) -> tuple[Run, Run]:
 
 
 def with_sparsestep(model: Model) -> Run:
-    """One optimizer for everything. Without weight decay, which torch's SparseAdam does not have."""
+    """One optimizer for everything. No weight decay, since torch's SparseAdam has none."""
     adamw = sparsestep.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.0)
     return Run("sparsestep.AdamW", model, [adamw])
 

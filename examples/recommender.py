@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from clicks import LENGTHS, Batch, Clicks, auc
-from dlrm import DIM, LEARNING_RATE, Run, contestants
+from dlrm import DIM, Run, contestants, learning_rate
 
 from sparsestep.cli.options import whole_number
 
@@ -72,8 +72,9 @@ class Screen:
 
     def header(self) -> None:
         """Say what the lines that follow have in their columns."""
-        self.say("        " + "".join(f"{run.name:32}" for run in self._runs).rstrip())
-        self.say("  step  " + "".join(f"{'loss':8}{'AUC':8}{'samples/s':16}" for _ in self._runs))
+        columns = "".join(f"{'loss':8}{'AUC':8}{'samples/s':16}" for _ in self._runs)
+        self.say(f"{'':8}{''.join(f'{run.name:32}' for run in self._runs)}".rstrip())
+        self.say(f"  step  {columns}".rstrip())
 
     def line(self, found: Sequence[float]) -> None:
         """Print where the runs are."""
@@ -113,8 +114,7 @@ def train(
         batches = [log.batch(options.batch) for _ in numbers]
         for run in runs if first // TURN % 2 == 0 else reversed(runs):
             for number, batch in zip(numbers, batches, strict=True):
-                run.set_learning_rate(LEARNING_RATE * (1 - number / options.steps))
-                run.train(batch)
+                run.train(batch, learning_rate(number, options.steps))
         screen.follow()
         if any(number + 1 in shown for number in numbers):
             found = [run.auc(held_out) for run in runs]
@@ -128,15 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     lengths = [1] * len(LENGTHS) if options.single else LENGTHS
     log = Clicks(options.seed, options.rows, lengths)
+    threads = torch.get_num_threads()
+    print(f"{len(log.rows)} tables with {sum(log.rows):,} rows x {DIM}, threads: {threads}.")
+    print(f"{options.batch:,} examples per step, {sum(log.lengths)} ids per example.", flush=True)
     held_out = log.batch(options.held_out)
+    best = auc(held_out.logits, held_out.clicks)
+    print(f"Whoever knew the hidden weights would have AUC {best:.4f}.\n", flush=True)
     runs = contestants(log.rows)
     with Screen(runs, options.steps, options.batch) as screen:
-        screen.say(
-            f"{len(log.rows)} tables with {sum(log.rows):,} rows x {DIM}, {sum(log.lengths)} ids "
-            f"per example, {options.batch:,} examples per step, threads: {torch.get_num_threads()}."
-        )
-        best = auc(held_out.logits, held_out.clicks)
-        screen.say(f"Whoever knew the hidden weights would have AUC {best:.4f}.\n")
         screen.header()
         found = train(runs, log, held_out, options, screen)
         screen.say()
@@ -153,13 +152,16 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     many = whole_number(1, 1_000_000_000)
-    parser.add_argument("--steps", type=many, metavar="N", help="of each model (default: 300)")
+    parser.add_argument("--steps", type=many, metavar="N", help="of each model (default: 240)")
     parser.add_argument("--batch", type=many, metavar="N", help="examples per step (default: 2048)")
     parser.add_argument(
         "--rows", type=many, metavar="N", help="of the largest tables (default: 400000)"
     )
     parser.add_argument(
-        "--held-out", type=many, metavar="N", help="examples for the AUC (default: 32768)"
+        "--held-out",
+        type=whole_number(512, 1_000_000_000),  # both kinds must be there
+        metavar="N",
+        help="examples for the AUC (default: 32768)",
     )
     parser.add_argument(
         "--single", action="store_true", help="one id for each feature instead of lists of ids"
@@ -175,7 +177,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a small model and few steps: takes seconds"
     )
     options = parser.parse_args(arguments)
-    usual = {"steps": 300, "batch": 2_048, "rows": 400_000, "held_out": 32_768}
+    usual = {"steps": 240, "batch": 2_048, "rows": 400_000, "held_out": 32_768}
     quick = {"steps": 80, "batch": 256, "rows": 2_000, "held_out": 8_192}
     for name, value in (quick if options.quick else usual).items():
         if getattr(options, name) is None:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import hypothesis
 import pytest
+import torch
+from hypothesis import strategies as st
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+CLICKS = loaded("clicks")
 
 
 def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -34,3 +52,89 @@ def test_one_optimizer_says_what_is_wrong_with_an_option():
     done = run("one_optimizer.py", "--steps", "0")
     assert done.returncode == 2
     assert "--steps: must be at least 1, got 0" in done.stderr
+
+
+def test_the_recommender_learns_and_agrees_with_plain_torch():
+    done = run("recommender.py", "--quick", "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout  # lines alone, where there is no terminal
+    lines = re.findall(
+        r"^ +(\d+) +(0\.\d+) +(0\.\d+) +[\d,]+ +(0\.\d+) +(0\.\d+) +[\d,]+$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert int(lines[-1][0]) == 60
+    for _, ours, our_auc, theirs, their_auc in lines:
+        assert float(ours) == pytest.approx(float(theirs), abs=2e-3)
+        assert float(our_auc) == pytest.approx(float(their_auc), abs=2e-3)
+    assert float(lines[0][2]) < 0.6 < 0.65 < float(lines[-1][2])
+    best = re.search(r"would have AUC (0\.\d+)", done.stdout)
+    assert best is not None
+    assert float(lines[-1][2]) < float(best[1])
+    speeds = re.search(r"^samples per second +([\d,]+) +([\d,]+) +(\d+\.\d)x$", done.stdout, re.M)
+    assert speeds is not None
+
+
+def test_the_recommender_with_single_ids_says_so():
+    done = run("recommender.py", "--quick", "--single", "--steps", "1", "--held-out", "512")
+    assert done.returncode == 0, done.stderr
+    assert "26 ids per example" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--steps", "--batch"])
+def test_the_recommender_says_what_is_wrong_with_an_option(option: str):
+    done = run("recommender.py", option, "0")
+    assert done.returncode == 2
+    assert f"{option}: it must be a whole number from 1" in done.stderr.replace("\n", " ")
+
+
+@hypothesis.given(scores=st.lists(st.integers(-3, 3), min_size=2, max_size=12), data=st.data())
+def test_the_auc_is_the_share_of_pairs_in_the_right_order(scores: list[int], data: st.DataObject):
+    size = len(scores)
+    clicks = data.draw(
+        st.lists(st.integers(0, 1), min_size=size, max_size=size).filter(
+            lambda c: 0 < sum(c) < size
+        )
+    )
+    pairs = [
+        (scores[i] > scores[j]) + (scores[i] == scores[j]) / 2
+        for i in range(size)
+        for j in range(size)
+        if clicks[i] > clicks[j]
+    ]
+    found = CLICKS.auc(torch.tensor(scores).float(), torch.tensor(clicks).float())
+    assert found == pytest.approx(sum(pairs) / len(pairs), abs=1e-12)
+
+
+def test_the_auc_of_many_scores_is_exact():
+    """Their ranks add up to more than float32 can count."""
+    size = 2**13
+    scores, clicks = torch.arange(2 * size), torch.arange(2 * size) % 2
+    # Each click has all non-clicks up to its own below it.
+    assert CLICKS.auc(scores, clicks) == sum(range(1, size + 1)) / size**2
+
+
+def test_clicks_are_the_same_for_a_seed_and_within_the_tables():
+    log, again, other = (CLICKS.Clicks(seed, 1_000) for seed in (3, 3, 4))
+    first = log.batch(64)
+    for size in (64, 33):
+        batch, same = first if size == 64 else log.batch(size), again.batch(size)
+        for mine, its, rows, length in zip(
+            batch.ids, same.ids, log.rows, CLICKS.LENGTHS, strict=True
+        ):
+            assert mine.shape == (size, length)
+            assert torch.equal(mine, its)
+            assert int(mine.min()) >= 0
+            assert int(mine.max()) < rows
+        assert torch.equal(batch.numbers, same.numbers)
+        assert torch.equal(batch.clicks, same.clicks)
+    assert not torch.equal(first.ids[0], other.batch(64).ids[0])
+
+
+def test_popular_ids_are_popular_and_every_id_can_come():
+    ids = CLICKS.Clicks(0, 1_000).batch(4_096).ids[20].flatten()
+    counts = ids.bincount(minlength=1_000).sort(descending=True).values.double()
+    assert counts.min() > 0
+    for most in (1, 10, 100):
+        expected = (1 - (most + 1) ** -0.05) / (1 - 1_001**-0.05)
+        assert float(counts[:most].sum() / counts.sum()) == pytest.approx(expected, abs=0.005)

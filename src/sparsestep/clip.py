@@ -37,7 +37,8 @@ def clip_grad_norm_(
 
     This is ``torch.nn.utils.clip_grad_norm_``, which it calls where all gradients are dense, and it
     takes sparse COO gradients as well. Their stored values are scaled; indices, order and
-    duplicates stay. The work is proportional to the number of stored values.
+    duplicates stay. The work is proportional to the number of stored values. The gradients of
+    ``sparsestep.nn`` stay compact: their rows are summed a chunk at a time.
 
     Args:
         parameters: whose gradients are clipped; those without one are skipped.
@@ -105,7 +106,8 @@ def clip_grad_value_(
 
     This is ``torch.nn.utils.clip_grad_value_``, which it calls for the dense gradients, and it
     takes sparse COO gradients as well. The clamped elements are sums of duplicates, so a gradient
-    that has duplicates is coalesced; others keep their indices and order.
+    that has duplicates is coalesced; others keep their indices and order. The gradients of
+    ``sparsestep.nn`` become ordinary, coalesced ones.
 
     Args:
         parameters: whose gradients are clipped; those without one are skipped.

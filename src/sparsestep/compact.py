@@ -63,6 +63,7 @@ class Compact(Tensor):
 
     def touched(self) -> Touched:
         """The gradient in canonical form; no row is written out. Not once it is settled."""
+        assert self._ordinary is None
         if len(self._parts) == 1:
             return self._parts[0]
         return _joined(self._parts) if self._parts else _nothing(self)
@@ -89,7 +90,7 @@ class Compact(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _UNCHANGED:
+        if func in _UNCHANGED or isinstance(func, _OPERATORS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[0], Compact):
@@ -273,7 +274,10 @@ def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _zero(grad: Compact) -> Compact:
-    grad._parts, grad._ordinary = (), None
+    if grad.is_sparse:
+        grad._parts, grad._ordinary = (), None  # sparse zeros are no entries at all
+    else:
+        grad.ordinary().zero_()
     return grad
 
 
@@ -399,6 +403,8 @@ def _is_in_place(func: Any) -> bool:
     return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
 
 
+# What modes that watch torch's operators call: these come to __torch_dispatch__ next.
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # These have to do with the values, the other attributes of a tensor only with the tensor.

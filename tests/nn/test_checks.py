@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import sparsestep
 from sparsestep.nn import Embedding, EmbeddingBag
+from sparsestep.nn.checks import check_offsets
 from tests.nn.cases import Call, bag_calls, row_calls, same
 
 
@@ -75,7 +78,9 @@ OFFSETS = {
 
 
 @pytest.mark.parametrize("case", OFFSETS)
-def test_bad_offsets(case: str):
+@pytest.mark.parametrize("few", [0, 256])
+def test_bad_offsets(monkeypatch: Any, case: str, few: int):
+    monkeypatch.setattr("sparsestep.nn.checks._FEW", few)
     ids, offsets, last, message = OFFSETS[case]
     table = EmbeddingBag(*TABLE, max_norm=0.1, include_last_offset=last)
     before = table.weight.detach().clone()
@@ -133,6 +138,23 @@ def test_every_position_is_found(call: Call, wrong: int, seed: int):
     with pytest.raises(sparsestep.InputError) as error:
         call.output(table)
     assert f"ids must be in [0, {call.rows}). Got {value}{shown}." in str(error.value)
+
+
+@given(offsets=st.lists(st.integers(-1, 5), max_size=5), last=st.booleans())
+def test_few_and_many_offsets_are_judged_alike(offsets: list[int], last: bool):
+    rising = all(a <= b for a, b in pairwise(offsets))
+    good = bool(offsets) and offsets[0] == 0 and rising and offsets[-1] <= 4
+    good = good and (offsets[-1] == 4 or not last)
+    for few in (0, 256):
+        with mock.patch("sparsestep.nn.checks._FEW", few):
+            try:
+                check_offsets(
+                    nn.EmbeddingBag(*TABLE), FOUR, torch.tensor(offsets).long(), with_last=last
+                )
+            except sparsestep.InputError:
+                assert not good
+            else:
+                assert good
 
 
 @pytest.mark.parametrize("rows", [0, 3])

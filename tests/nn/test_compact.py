@@ -231,6 +231,9 @@ def test_other_changes_in_place():
     grad.copy_(torch.ones(6, 4))
     assert not grad.is_sparse
     assert same(grad.to_dense(), torch.ones(6, 4))
+    assert grad.zero_() is grad
+    assert not grad.is_sparse  # what was dense stays so
+    assert same(grad.to_dense(), torch.zeros(6, 4))
     grad = example()
     grad.data = example().coalesce() * 3
     assert same(grad.to_dense(), example().to_dense() * 3)

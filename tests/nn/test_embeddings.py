@@ -12,7 +12,8 @@ from torch import nn
 
 import sparsestep
 from sparsestep.compact import Compact
-from tests.nn.cases import OPTIMIZERS, Call, bag_calls, plain, row_calls, same, same_run
+from tests.nn.cases import DTYPES, OPTIMIZERS, Call, bag_calls, plain, row_calls, same, same_run
+from tests.table import each_engine, running_on
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,39 @@ def test_updates_are_those_of_what_is_written_out(name: str, call: Call):
                 table.weight.grad = plain(table.weight.grad)
             optimizer.step()
     assert same_run(ours, theirs)
+
+
+@each_engine
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_every_engine(engine: str, mode: str):
+    results = []
+    for written_out in (False, True):
+        torch.manual_seed(0)
+        table = sparsestep.nn.EmbeddingBag(20, 6, mode=mode, padding_idx=2)
+        with running_on(engine) as name:
+            optimizer = sparsestep.Adam(table.parameters(), engine=name)
+            for _ in range(3):
+                optimizer.zero_grad()
+                table(torch.randint(20, (5, 4))).sin().sum().backward()
+                if written_out:
+                    table.weight.grad = plain(table.weight.grad)
+                optimizer.step()
+        results.append(optimizer)
+    assert same_run(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [257, 999])
+@pytest.mark.parametrize("equal", [True, False])
+def test_means_of_many(dtype: torch.dtype, size: int, equal: bool):
+    """Halves do not hold the number of ids exactly."""
+    ids, offsets = torch.zeros(2 * size, dtype=torch.int64), torch.tensor([0, size])
+    call = Call(1, 40, dtype, 0, ids.view(2, size) if equal else ids, {"mode": "mean"})
+    call.offsets = None if equal else offsets
+    ours, theirs = pair(call, sparse=True)
+    for table in (ours, theirs):
+        call.backward(table)
+    assert same(plain(ours.weight.grad)._values(), theirs.weight.grad._values())
 
 
 @pytest.mark.parametrize("bags", [1, 3])

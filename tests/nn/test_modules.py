@@ -66,11 +66,41 @@ def test_copies(ours: Any, theirs: Any, how: str):
     assert same(copied(IDS), table(IDS))
 
 
-def test_ids_are_kept_and_not_copied():
-    """Between forward and backward: the ids that were given, and a number for each bag."""
-    for table, ids in ((Embedding(10, 3), torch.arange(9)), (EmbeddingBag(10, 3), IDS)):
-        table(ids).sum().backward()
-        assert table.weight.grad.touched().positions.data_ptr() == ids.data_ptr()
+@each_kind
+def test_ids_in_a_buffer_that_is_used_again(ours: Any, theirs: Any):
+    """Gradients of several batches are accumulated, each read into the same memory."""
+    results = []
+    for kind in (ours, theirs):
+        torch.manual_seed(0)
+        table = kind(10, 3)
+        ids = torch.zeros(2, 3, dtype=torch.int64)
+        for _ in range(3):
+            ids.copy_(torch.randint(10, ids.shape))
+            table(ids).sin().sum().backward()
+        ids.zero_()
+        results.append(table.weight.grad.to_dense())
+    assert torch.allclose(*results)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_factors_that_the_same_step_updates(in_backward: bool):
+    """Whichever is updated first, the table's gradient has the factors of the forward."""
+    results = []
+    for kind in (EmbeddingBag, nn.EmbeddingBag):
+        torch.manual_seed(0)
+        table = kind(10, 3, mode="sum", sparse=True)
+        factors = nn.Parameter(torch.randn(2, 4))
+        ids = torch.randint(10, (2, 4))
+        optimizer = sparsestep.SGD([factors, table.weight], lr=0.5, momentum=0.9)
+        if in_backward:
+            optimizer.step_in_backward()
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(ids, per_sample_weights=factors).sin().sum().backward()
+            optimizer.step()
+        results.append((table.weight, factors))
+    for mine, other in zip(*results, strict=True):
+        assert same(mine, other)
 
 
 def test_a_weight_that_is_computed_gets_an_ordinary_gradient():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparsestep.errors import InputError, sentence
 
 _INTEGERS = (torch.int64, torch.int32)
+_FEW = 256
 
 
 def refusal(table: nn.Module, contract: str, got: object, remedy: str = "") -> InputError:
@@ -48,31 +49,30 @@ def _bad_id(table: nn.Module, rows: int, ids: Tensor) -> InputError:
     return refusal(table, f"ids must be in [0, {rows})", f"{value}{at}", remedy)
 
 
-def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> Tensor:
-    """Refuse offsets that do not cut the ids into bags; how many ids each bag has."""
+def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> None:
+    """Refuse offsets that do not cut the ids into bags."""
     if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS or offsets.dim() != 1:
         contract = "1-D ids need offsets, a 1-D int64 or int32 tensor of where each bag begins"
         remedy = "Pass 2-D ids for bags of equal length" if offsets is None else ""
         raise refusal(table, contract, _kind(offsets), remedy)
     if offsets.device != ids.device:
         raise refusal(table, f"offsets must be on the ids' device, {ids.device}", offsets.device)
-    number = ids.numel()
-    if not offsets.numel():
+    number, count = ids.numel(), offsets.numel()
+    if not count:
         if with_last or number:
             raise refusal(table, "offsets must begin with 0", "no offsets")
-        return offsets.long()
-    last = offsets[-1:] if with_last else offsets.new_tensor([number])
-    counts = offsets.long().diff(append=None if with_last else last)
-    if (
-        int(offsets[0]) != 0
-        or (counts.numel() and int(counts.min()) < 0)
-        or (with_last and int(last) != number)
-    ):
-        raise _bad_offset(table, number, offsets.tolist(), with_last)
-    return counts
+        return
+    if count <= _FEW:  # in Python: three operations of torch would cost as much as the look-up
+        values = offsets.tolist()
+        first, last, rises = values[0], values[-1], values == sorted(values)
+    else:
+        first, last = int(offsets[0]), int(offsets[-1])
+        rises = not bool((offsets[1:] < offsets[:-1]).any())
+    if first != 0 or not rises or last > number or (with_last and last != number):
+        raise _bad_offset(table, number, offsets.tolist())
 
 
-def _bad_offset(table: nn.Module, number: int, offsets: list[int], with_last: bool) -> InputError:
+def _bad_offset(table: nn.Module, number: int, offsets: list[int]) -> InputError:
     if offsets[0] != 0:
         return refusal(table, "offsets must begin with 0", f"{offsets[0]} at position 0")
     for position, (before, value) in enumerate(pairwise(offsets), 1):

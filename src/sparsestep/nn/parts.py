@@ -35,17 +35,25 @@ def part(
         by_frequency: whether each id's gradient is divided by how often it comes.
     """
     rows, dim = weight
-    positions = ids.reshape(-1).long().contiguous()
-    scale = None if scale is None else scale.contiguous()
+    ids = ids.reshape(-1)
+    # Copies in any case: ids may be a buffer that the next batch is read into, and factors a
+    # parameter that the same step updates.
     if padding >= 0:
-        kept = (positions != padding).nonzero().squeeze(1)
-        positions = positions[kept]
+        kept = (ids != padding).nonzero().squeeze(1)
+        positions = ids[kept].long()
         source = kept if source is None else source[kept]
         scale = None if scale is None else scale[kept]
+    else:
+        positions = _copy(ids, torch.int64)
+        scale = None if scale is None else _copy(scale, scale.dtype)
     if by_frequency:
         shares = _shares(positions, values.dtype)
         scale = shares if scale is None else scale * shares
     return Touched(positions, values, rows, dim, source, scale)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _shares(positions: Tensor, dtype: torch.dtype) -> Tensor:

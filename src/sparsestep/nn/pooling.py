@@ -31,7 +31,6 @@ class Bags:
         ends: whether ``starts`` has the end of the last bag as well.
         count: how many bags.
         length: how many ids each bag has, where that is the same for all; otherwise -1.
-        sizes: how many ids each bag has, where that differs.
         factors: what each row is multiplied with.
     """
 
@@ -42,7 +41,6 @@ class Bags:
     ends: bool
     count: int
     length: int
-    sizes: Tensor | None
     factors: Tensor | None
 
     @staticmethod
@@ -71,10 +69,10 @@ class Bags:
             check_weights(table, weight, ids, factors, table.mode)
             factors = factors.reshape(-1).contiguous()
         if ids.dim() == 1:
-            sizes = check_offsets(table, ids, offsets, with_last=ends)
+            check_offsets(table, ids, offsets, with_last=ends)
             assert offsets is not None
             ids, starts = ids.contiguous(), offsets.contiguous()
-            return Bags(table, weight, ids, starts, ends, len(sizes), -1, sizes, factors)
+            return Bags(table, weight, ids, starts, ends, len(starts) - ends, -1, factors)
         if ids.dim() != 2:
             raise refusal(table, "ids must be 1-D or 2-D", f"shape {tuple(ids.shape)}")
         if offsets is not None:
@@ -84,7 +82,7 @@ class Bags:
         if starts is None:
             starts = equal_starts(ids)
         ids = ids.reshape(-1).contiguous()
-        return Bags(table, weight, ids, starts, False, count, length, None, factors)
+        return Bags(table, weight, ids, starts, False, count, length, factors)
 
 
 def equal_starts(ids: Tensor) -> Tensor:
@@ -172,8 +170,8 @@ class _Saved(NamedTuple):
     """The tensors of a look-up that its gradient needs."""
 
     ids: Tensor
-    sizes: Tensor | None
-    counted: Tensor | None  # for mean and max: without those that are padding
+    starts: Tensor | None  # where the bags are not of equal length
+    counted: Tensor | None  # how many ids are no padding, in each bag
     winners: Tensor | None
     factors: Tensor | None
     weight: Tensor | None
@@ -189,6 +187,7 @@ class _Looked:
     by_frequency: bool
     count: int
     length: int
+    ends: bool
 
     @staticmethod
     def of(bags: Bags) -> _Looked:
@@ -201,7 +200,15 @@ class _Looked:
             table.scale_grad_by_freq,
             bags.count,
             bags.length,
+            bags.ends,
         )
+
+    def sizes(self, saved: _Saved) -> Tensor | None:
+        """How many ids each bag has, where that differs."""
+        if saved.starts is None:
+            return None
+        starts = saved.starts.long()
+        return starts.diff() if self.ends else starts.diff(append=_number(saved.ids))
 
     def bag_of_each_id(self, sizes: Tensor | None, ids: Tensor) -> Tensor | None:
         """``None`` where every bag has one id."""
@@ -212,34 +219,34 @@ class _Looked:
         bags = torch.arange(self.count, device=ids.device)
         return bags.unsqueeze(1).expand(self.count, self.length).reshape(-1).contiguous()
 
-    def counted(self, sizes: Tensor | None, without_padding: Tensor) -> Tensor | None:
-        """How many ids counted in each bag; ``None`` if it is not asked, or ``length`` for all."""
-        if self.mode == "sum":
-            return None
-        return sizes if self.mode == "mean" and self.padding < 0 else without_padding
-
     def part(self, saved: _Saved, grad: Tensor) -> Touched:
         """The part of the table's gradient that comes from this look-up."""
         if self.mode == "max":
             return _won(self.shape, saved, grad)
-        values = self._mean_of(saved, grad) if self.mode == "mean" else unshared(grad)
+        sizes = self.sizes(saved)
+        values = unshared(grad) if self.mode == "sum" else self._mean_of(saved, sizes, grad)
         return part(
             self.shape,
             saved.ids,
             values,
-            self.bag_of_each_id(saved.sizes, saved.ids),
+            self.bag_of_each_id(sizes, saved.ids),
             saved.factors,
             padding=self.padding,
             by_frequency=self.by_frequency,
         )
 
-    def _mean_of(self, saved: _Saved, grad: Tensor) -> Tensor:
+    def _mean_of(self, saved: _Saved, sizes: Tensor | None, grad: Tensor) -> Tensor:
         # Torch multiplies with the inverse, rounded to the gradient's dtype.
-        if saved.counted is None:
-            sizes = torch.full((1, 1), max(self.length, 1), dtype=grad.dtype, device=grad.device)
+        counted = sizes if saved.counted is None else saved.counted
+        if counted is None:
+            counted = torch.full((1, 1), max(self.length, 1), dtype=grad.dtype, device=grad.device)
         else:
-            sizes = saved.counted.clamp(min=1).to(grad.dtype).unsqueeze(1)
-        return grad * sizes.reciprocal()
+            counted = counted.clamp(min=1).to(grad.dtype).unsqueeze(1)
+        return grad * counted.reciprocal()
+
+
+def _number(ids: Tensor) -> Tensor:
+    return torch.full((1,), ids.numel(), device=ids.device)
 
 
 def _won(shape: torch.Size, saved: _Saved, grad: Tensor) -> Touched:
@@ -268,11 +275,12 @@ class _Pooled(torch.autograd.Function):
             factors = tensors[tables + number]
             found, counted, winners = _look_up(bags, factors)
             outputs.append(found)
+            is_max = looked.mode == "max"
             saved += _Saved(
                 bags.ids,
-                bags.sizes,
-                looked.counted(bags.sizes, counted),
-                winners if looked.mode == "max" else None,
+                bags.starts if bags.length < 0 else None,
+                counted if is_max or (looked.mode == "mean" and looked.padding >= 0) else None,
+                winners if is_max else None,
                 factors,
                 bags.weight if ctx.needs_input_grad[1 + tables + number] else None,
             )
@@ -303,7 +311,7 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
 
 def _of_factors(looked: _Looked, saved: _Saved, grad: Tensor) -> Tensor:
     ids = saved.ids
-    bags = looked.bag_of_each_id(saved.sizes, ids)
+    bags = looked.bag_of_each_id(looked.sizes(saved), ids)
     if bags is None:
         bags = torch.arange(looked.count, device=ids.device)
     found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
