@@ -23,7 +23,7 @@ import sparsestep
 from sparsestep.cli.bench.harness import Racer
 from sparsestep.cli.options import whole_number
 
-TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 8
+TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 32
 
 
 class Updating:
@@ -98,7 +98,7 @@ def gradients(lookups: int) -> list[list[Tensor]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_rounds(parser, 60)
+    add_rounds(parser, 20)
     lookups = whole_number(1, 1_000_000)
     parser.add_argument("--lookups", type=lookups, default=LOOKUPS, help=f"(default: {LOOKUPS:,})")
     options = parser.parse_args(arguments)

@@ -180,10 +180,11 @@ NB_MODULE(_native, module) {
              nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("take",
-             nb::overload_cast<nb::tuple, nb::list, nb::dict, nb::handle, nb::handle, nb::handle>(
-                 &Jobs::take),
+             nb::overload_cast<nb::tuple, nb::list, nb::dict, nb::handle, nb::handle, nb::handle,
+                               nb::handle, int64_t>(&Jobs::take),
              nb::arg("group"), nb::arg("params"), nb::arg("state"), nb::arg("settled"),
-             nb::arg("seen"), nb::arg("selections").none(),
+             nb::arg("seen"), nb::arg("selections").none(), nb::arg("grads").none(),
+             nb::arg("first"),
              "Add jobs for the parameters in the usual form; the numbers of the others.")
         .def("count", &Jobs::count, "Count the step of what was taken; the parameters.")
         .def("run", &Jobs::run, nb::arg("threads"),

@@ -130,10 +130,11 @@ public:
     // Takes every parameter of a group that is in the usual form: a row-sparse gradient on the CPU,
     // or a dense one of which `selections` has the rows or elements; state that fits; everything
     // contiguous. Whatever is unusual in any way is left, untouched, to Python's side: it has all
-    // cases and all messages. Returns the numbers of the parameters that are left; those without a
-    // gradient are not among them.
+    // cases and all messages. Gradients are those of the parameters unless there are others; the
+    // first parameter has the number `first` in its group. Returns the numbers of the parameters
+    // that are left; those without a gradient are not among them.
     nb::list take(nb::tuple common, nb::list params, nb::dict state, nb::handle settled,
-                  nb::handle seen, nb::handle selections) {
+                  nb::handle seen, nb::handle selections, nb::handle grads, int64_t first) {
         const Group group(common);
         if (group.rule < 0 || group.rule >= kernels_.count) throw nb::value_error("no such rule");
         nb::list left;
@@ -141,7 +142,8 @@ public:
         const bool able = names().exchange != nullptr;
         for (size_t i = 0; i < count; ++i) {
             const nb::object param = params[i];
-            const nb::object grad = get(param, names().grad);
+            const nb::object grad =
+                grads.is_none() ? get(param, names().grad) : nb::object(grads[i]);
             if (grad.is_none()) continue;
             const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
             nb::object selection = nb::none();
@@ -149,8 +151,8 @@ public:
             // Known already: a parameter that is given twice.
             if (!able || PySet_Contains(seen.ptr(), id.ptr()) == 1 ||
                 PySet_Contains(settled.ptr(), id.ptr()) != 1 ||
-                !take(group, param, grad, state, selection, int64_t(i))) {
-                left.append(i);
+                !take(group, param, grad, state, selection, first + int64_t(i))) {
+                left.append(first + int64_t(i));
             } else if (PySet_Add(seen.ptr(), id.ptr())) {
                 throw nb::python_error();
             }

@@ -1,5 +1,6 @@
 # The native core, built from native/. See native/bindings.cpp.
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Jobs:
         settled: set[int],
         seen: set[int],
         selections: list[tuple[Tensor, int] | None] | None,
+        grads: Sequence[Tensor | Touched | None] | None,
+        first: int,
     ) -> list[int]: ...
     def count(self) -> list[Tensor]: ...
     def run(self, threads: int) -> tuple[int, int, int, int] | None: ...

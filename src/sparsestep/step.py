@@ -189,15 +189,13 @@ class Step:
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         dense: list[Planned] = []
-        if only is not None:
-            indices: Sequence[int] = [only]
-        elif grads is not None:
-            indices = range(len(grads))
-        else:
-            indices = self._unusual(group, settings, selections)
-        for place, index in enumerate(indices):
+        first = 0 if only is None else only
+        meant = params if only is None else params[only : only + 1]
+        if grads is not None:
+            meant = meant[: len(grads)]  # others may be added meanwhile
+        for index in self._unusual(group, settings, selections, first, meant, grads):
             param = params[index]
-            grad: Gradient | None = param.grad if grads is None else grads[place]
+            grad: Gradient | None = param.grad if grads is None else grads[index - first]
             if grad is None:
                 continue
             if id(param) in self._seen:
@@ -228,29 +226,43 @@ class Step:
         self._numbers += len(params)
 
     def _unusual(
-        self, group: Group, settings: Settings, selections: list[masks.Selection | None] | None
+        self,
+        group: Group,
+        settings: Settings,
+        selections: list[masks.Selection | None] | None,
+        first: int,
+        meant: list[Tensor],
+        grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
         """The numbers of the parameters that the core does not take at once."""
-        params, optimizer = group["params"], self._optimizer
+        optimizer = self._optimizer
+        numbers = range(first, first + len(meant))
         if self._natively is None or group.get("differentiable"):
-            return range(len(params))
+            return numbers
         chosen = None
         if selections is not None:
             if self._dense_semantics:  # what a mask excludes must not be brought up to date
-                return range(len(params))
-            chosen = [None if s is None else s.chosen for s in selections]
+                return numbers
+            chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
         left = self._natively.take(
-            settings, params, optimizer.state, optimizer.settled, self._seen, chosen
+            settings, meant, optimizer.state, optimizer.settled, self._seen, chosen, grads, first
         )
         if self._dense_semantics:
-            self._lag_but_for(left, params, settings)
+            self._lag_but_for(left, numbers, meant, grads, settings)
         return left
 
-    def _lag_but_for(self, left: Sequence[int], params: list[Tensor], settings: Settings) -> None:
+    def _lag_but_for(
+        self,
+        left: Sequence[int],
+        numbers: Sequence[int],
+        meant: list[Tensor],
+        grads: Sequence[Gradient | None] | None,
+        settings: Settings,
+    ) -> None:
         """Note that what the core has taken has to be brought up to date."""
         not_taken = set(left)
-        for index, param in enumerate(params):
-            grad = param.grad
+        for place, (index, param) in enumerate(zip(numbers, meant, strict=True)):
+            grad: Gradient | None = param.grad if grads is None else grads[place]
             if grad is None or index in not_taken:
                 continue
             kept = self._optimizer.state.get(param)

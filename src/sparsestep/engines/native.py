@@ -20,6 +20,7 @@ from sparsestep.core import core as core
 from sparsestep.core import why_missing as why_missing
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
+from sparsestep.layouts import Gradient
 
 if TYPE_CHECKING:
     from sparsestep.catch_up import Idling
@@ -101,6 +102,8 @@ class Step:
         settled: set[int],
         seen: set[int],
         selections: list[tuple[Tensor, int] | None] | None,
+        grads: Sequence[Gradient | None] | None,
+        first: int,
     ) -> Sequence[int]:
         """Let the core read the parameters of a group that are in the usual form.
 
@@ -108,13 +111,23 @@ class Step:
         everything contiguous. It declines whatever is unusual, so all cases and all messages are on
         this side alone.
 
+        Args:
+            settings: of the group.
+            params: of the group, all or some that follow each other.
+            state: of the optimizer.
+            settled: ids of parameters that have been looked at before.
+            seen: ids of parameters that were taken in this step.
+            selections: what masks select, for each parameter.
+            grads: the gradients, where they are not those that the parameters have.
+            first: the number of the first of these parameters in the group.
+
         Returns:
             The numbers of the parameters that are left, of those that have a gradient.
         """
         assert core is not None
         twin = _RULES.get(settings.rule.name)
         if twin is None or settings.rule.coefficients is None or settings.seed is not None:
-            return range(len(params))
+            return range(first, first + len(params))
         tag = len(self._settings)
         group = settings.core.get(tag)
         if group is None:
@@ -122,7 +135,9 @@ class Step:
             group = (twin[0], names, settings.rule.counts, self._numbers(settings), tag)
             settings.core[tag] = group
         self._settings.append(settings)
-        left: list[int] = self._jobs.take(group, params, state, settled, seen, selections)
+        left: list[int] = self._jobs.take(
+            group, params, state, settled, seen, selections, grads, first
+        )
         return left
 
     def add(self, update: Update) -> bool:
