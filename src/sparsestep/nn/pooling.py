@@ -213,7 +213,7 @@ class _Looked:
     def bag_of_each_id(self, sizes: Tensor | None, ids: Tensor) -> Tensor | None:
         """``None`` where every bag has one id."""
         if sizes is not None:
-            return torch.repeat_interleave(sizes)
+            return torch.repeat_interleave(sizes, output_size=ids.numel())
         if self.length == 1:
             return None
         bags = torch.arange(self.count, device=ids.device)
