@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,9 @@ CLICKS = loaded("clicks")
 
 def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    # One thread: other tests run beside this one, and teams that wait for each other take long.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.parametrize("options", [[], ["--float32"]], ids=["float64", "float32"])
