@@ -2,8 +2,10 @@
 
 Two layouts of its gradient: CSR with 1 % of the elements, scattered, and BSR with 5 % of the blocks
 of 16 x 16. Ours takes them as they are; torch's fused Adam takes the same gradients made dense, for
-it has no other way. Afterwards nothing may have moved that was never held, and the growth of the
-peak of resident memory in one step is read, in a process of its own (Linux).
+it has no other way. Beside them, what memory has to give: the cache lines that hold an element,
+each updated as a whole, in order and known in advance. Afterwards nothing may have moved that was
+never held, and the growth of the peak of resident memory in one step is read, in a process of its
+own (Linux).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from torch.nn import Parameter
 from turns import Stepping, add_rounds, medians
 
 import sparsestep
-from sparsestep import functional
+from sparsestep import Touched, functional
 from sparsestep.cli.options import whole_number
+from sparsestep.layouts import Gradient
 
 SIZE, BLOCK = 4_096, 16
+LINE = 16  # numbers in a cache line
 SHARES = {"CSR": 0.01, "BSR": 0.05}
 LR = 1e-3
 
@@ -53,7 +57,7 @@ class ByHand:
     """
 
     weight: Tensor
-    sets: Sequence[Tensor]
+    sets: Sequence[Gradient]
 
     def __post_init__(self) -> None:
         self._optimizer = sparsestep.FunctionalAdam([self.weight], LR)
@@ -68,6 +72,12 @@ class ByHand:
         self._optimizer.step([self._grad])
 
 
+def cache_lines(grad: Tensor) -> Touched:
+    """The lines of the weight that hold an element of the gradient, with one gradient for all."""
+    lines = (grad != 0).view(-1, LINE).any(dim=1).nonzero().squeeze(1)
+    return Touched(lines, torch.ones(1, LINE), source=torch.zeros_like(lines))
+
+
 def compare(layout: str, size: int, rounds: int) -> None:
     torch.manual_seed(0)
     start = torch.randn(size, size)
@@ -76,10 +86,12 @@ def compare(layout: str, size: int, rounds: int) -> None:
     dense = Parameter(start.clone())
     theirs = Stepping(torch.optim.Adam([dense], lr=LR, fused=True), [dense], whole)
     ours = ByHand(start.clone(), sets)
-    torch_ms, our_ms = medians([theirs, ours], rounds)
+    lines = ByHand(start.clone().view(-1, LINE), [cache_lines(grad) for [grad] in whole])
+    torch_ms, our_ms, line_ms = medians([theirs, ours, lines], rounds)
     print(
         f"{layout}, {SHARES[layout]:.0%} of {size:,} x {size:,}: {torch_ms / our_ms:.1f} x torch's "
-        f"dense fused Adam: {our_ms:.2f} ms, torch {torch_ms:.2f} ms"
+        f"dense fused Adam: {our_ms:.2f} ms, torch {torch_ms:.2f} ms; "
+        f"its cache lines {line_ms:.2f} ms"
     )
     never = torch.stack([grad == 0 for [grad] in whole]).all(dim=0)
     # As integers: equal bits, not equal numbers.
