@@ -142,6 +142,29 @@ def test_transforms_of_torch_func(ours: Any, theirs: Any):
         assert same(mine, other)
 
 
+@each_kind
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(ours: Any, theirs: Any, strict: bool):
+    model = torch.nn.Sequential(ours(10, 3), torch.nn.Linear(3, 2))
+    exported = torch.export.export(model, (IDS,), strict=strict).module()
+    assert same(exported(IDS), model(IDS))
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_tracing(ours: Any, theirs: Any):
+    table = ours(10, 3)
+    assert same(torch.jit.trace(table, IDS)(IDS), table(IDS))
+
+
+@each_kind
+def test_shapes_without_numbers(ours: Any, theirs: Any):
+    ids = IDS.to("meta")
+    assert ours(10, 3, device="meta")(ids).shape == theirs(10, 3, device="meta")(ids).shape
+    collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)], device="meta")
+    assert collection([ids])[0].shape == (len(IDS), 3)
+
+
 def test_transforms_of_a_collection():
     collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)])
     (weight,) = collection.parameters()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.nn.compiling import is_transformed, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.pooling import Bags, by_torch, pooled
 
 
@@ -67,6 +67,6 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
             InputError: an id is no row of the table, or the bags are not well-formed; nothing was
                 changed.
         """
-        if is_transformed():
+        if is_for_torch(self.weight):
             return by_torch(self, input, offsets, per_sample_weights, self.include_last_offset)
         return pooled([Bags.of(self, input, offsets, per_sample_weights)])[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
-from sparsestep.nn.compiling import is_transformed, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.fusing import fuse
 from sparsestep.nn.pooling import Bags, equal_starts, pooled
 
@@ -103,7 +103,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             InputError: something is wrong with the ids or offsets of a table; nothing was changed.
         """
         split = self._split(inputs, offsets, per_sample_weights)
-        if is_transformed():
+        if is_for_torch(*(table.weight for table, *_ in split)):
             found = [table(*arguments) for table, *arguments in split]
         else:
             found = pooled(_checked(split))

@@ -1,4 +1,4 @@
-"""Where torch looks into a call: torch.compile, and the transforms of torch.func."""
+"""Where torch looks into a call: torch.compile, torch.export, the transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -21,7 +22,7 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
             return left_out(*args, **kwargs)
         return function(*args, **kwargs)
@@ -29,9 +30,15 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
     return run
 
 
-def is_transformed() -> bool:
-    """Whether torch.func's ``grad``, ``vmap`` or the like is at work.
+def is_for_torch(*weights: Tensor) -> bool:
+    """Whether a look-up is left to torch's own operation, with its ordinary gradient.
 
-    They know torch's own operations only, and want their ordinary gradients.
+    The transforms of torch.func, export and tracing know no other, and where there are no numbers
+    (the device ``meta``) there is nothing to check.
     """
-    return torch._C._are_functorch_transforms_active()
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()
+        or torch._C._is_tracing()
+        or any(weight.is_meta for weight in weights)
+    )

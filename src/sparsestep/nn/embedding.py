@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.compiling import is_transformed, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.parts import first_derivative, part, unshared
 
 
@@ -64,7 +64,7 @@ class Embedding(torch.nn.Embedding):
             InputError: an id is no row of the table; nothing was changed.
         """
         weight = self.weight
-        if is_transformed():
+        if is_for_torch(weight):
             return self._by_torch(input)
         check_ids(self, weight, input)
         if not takes_compact(weight):
