@@ -71,6 +71,11 @@ def all_empty(rank: int, step: int) -> Tensor:
 BATCHES: dict[str, Batches] = {"full": full, "one empty": one_empty, "all empty": all_empty}
 
 
+def write_out(weight: Tensor) -> None:
+    """DDP insists on an ordinary gradient; see ``sparsestep.nn``."""
+    weight.grad = weight.grad.ordinary()
+
+
 def plain(
     model: Model,
     optimizer: Callable[..., Optimizer],
@@ -132,6 +137,9 @@ def work(rank: int, meeting: str) -> Results:
             )
         model = Model(sparse=True, dtype=torch.float64)
         found["sparse overlap", name] = overlapped(model, sparsestep.Adam, {"lr": 0.01}, batches)
+        model = sparsestep.nn.fuse(Model(sparse=True, dtype=torch.float64))
+        model.table.weight.register_post_accumulate_grad_hook(write_out)
+        found["compact", name] = plain(model, sparsestep.Adam, {"lr": 0.01}, batches)
     model = Model(sparse=True)
     before = model.result()
     options = {"lr": 0.01, "optim_params": [model.layer.weight, model.table.weight]}

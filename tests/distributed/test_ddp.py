@@ -66,6 +66,12 @@ def test_sparse_gradients_are_reduced_and_few_rows_updated(found: list[Results],
         assert set(moved.nonzero().flatten().tolist()) == touched
 
 
+@pytest.mark.parametrize("batches", BATCHES)
+def test_compact_gradients_that_are_written_out_are_reduced(found: list[Results], batches: str):
+    for rank in range(RANKS):
+        assert equal(found[rank]["compact", batches], found[0]["sparse", batches, False])
+
+
 def test_the_ranks_have_different_batches():
     assert not torch.equal(full(0, 0), full(1, 0))
 
