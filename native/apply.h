@@ -33,6 +33,7 @@ constexpr int64_t prefetch_bytes = 1024;
 // Always inlined: GCC takes a function that does nothing but prefetch for one without effect and
 // drops the calls.
 #define SPARSESTEP_INLINE inline __attribute__((always_inline))
+#define SPARSESTEP_LAMBDA __attribute__((always_inline))
 
 // The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
 // kinds it is decides once per piece, not once per row, whether there is anything to convert.
@@ -108,29 +109,32 @@ struct ConvertedRows {
     }
 };
 
-// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
-template <class Rule, class T, class Rows>
-class Loop {
-public:
-    Loop(const Job& job, const Piece& piece)
-        : rule_(job.coefficients),
-          job_(job),
+// The gradients of a piece's slots: for each the sum of its entries' rows.
+template <class T, class Rows>
+class Gradients {
+protected:
+    Gradients(const Job& job, const Piece& piece)
+        : job_(job),
           piece_(piece),
           columns_(piece.last_column - piece.first_column),
           whole_(job.whole),
           positions_(job.positions),
           source_(job.source),
-          held_(job.held),
           links_(job.links),
           negate_(job.negate),
           l2_(T(job.l2)),
-          shrink_(T(job.shrink)),
           scale_(job.scale),
-          values_(job.values, job, piece, -1),
-          param_(job.param, job, piece, 0),
-          state_(make_state(job, piece, sequence())) {}
+          values_(job.values, job, piece, -1) {}
 
-    void run() {
+    int64_t slot_of(int64_t entry) const { return whole_ ? entry : positions_[entry]; }
+    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
+    bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
+    Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
+
+    // Calls prefetch(entry) ahead of time and visit(entry) for every entry that is the first of its
+    // slot.
+    template <class Prefetch, class Visit>
+    SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) const {
         const bool heavy = piece_.end == heavy_piece;
         const int64_t end = heavy ? piece_.begin + 1 : piece_.end;
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
@@ -138,46 +142,18 @@ public:
         int64_t ahead = piece_.begin;
         for (int64_t entry = piece_.begin; entry < end; ++entry) {
             const int64_t until = entry + distance;
-            for (; ahead < end && ahead <= until; ++ahead) prefetch_slot(ahead);
-            if (heavy || !is_taken(entry)) update_slot(entry, slot_of(entry), sequence());
+            for (; ahead < end && ahead <= until; ++ahead) {
+                if (!is_taken(ahead)) prefetch(ahead);
+            }
+            if (heavy || !is_taken(entry)) visit(entry);
         }
     }
 
-private:
-    static constexpr int states = Rule::states;
-    static constexpr int slot_states = Rule::slot_states;
-    static constexpr auto sequence() { return std::make_index_sequence<states>(); }
-
-    struct State {
-        Rows rows[states > 0 ? states : 1];
-    };
-    template <size_t... S>
-    static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
-        if constexpr (states == 0)
-            return {{Rows(job.param, job, piece, 0)}};  // never used
-        else
-            return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
-    }
-
-    int64_t slot_of(int64_t entry) const { return whole_ ? entry : positions_[entry]; }
-    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
-    bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
-    Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
-
-    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
-        if (is_taken(entry)) return;
-        const int64_t slot = slot_of(entry);
+    SPARSESTEP_INLINE void prefetch_values(int64_t entry) const {
         values_.prefetch(row_of(entry));
         Link at = next(entry);
         for (int k = 0; k < prefetched_links && at != chain_end; ++k, at = next(at)) {
             values_.prefetch(row_of(at));
-        }
-        param_.prefetch(slot);
-        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
-        for (int s = 0; s < slot_states; ++s) {
-            const View& view = job_.slot_state[s];
-            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
-            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
         }
     }
 
@@ -230,6 +206,71 @@ private:
 
     SPARSESTEP_INLINE static void add(T* __restrict sum, const T* __restrict row, int64_t n) {
         for (int64_t j = 0; j < n; ++j) sum[j] += row[j];
+    }
+
+    const Job& job_;
+    const Piece piece_;
+    const int64_t columns_;
+    const bool whole_;
+    const int64_t* const positions_;
+    const int64_t* const source_;
+    const Link* const links_;
+    const bool negate_;
+    const T l2_;
+    const View scale_;
+    const Rows values_;
+    alignas(cache_line) T sum_[tile_size];
+    alignas(cache_line) T addend_[tile_size];
+};
+
+// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
+template <class Rule, class T, class Rows>
+class Loop : Gradients<T, Rows> {
+public:
+    Loop(const Job& job, const Piece& piece)
+        : Gradients<T, Rows>(job, piece),
+          rule_(job.coefficients),
+          held_(job.held),
+          shrink_(T(job.shrink)),
+          param_(job.param, job, piece, 0),
+          state_(make_state(job, piece, sequence())) {}
+
+    void run() {
+        this->for_each_slot([this](int64_t entry) SPARSESTEP_LAMBDA { prefetch_slot(entry); },
+                            [this](int64_t entry) SPARSESTEP_LAMBDA {
+                                update_slot(entry, slot_of(entry), sequence());
+                            });
+    }
+
+private:
+    using Base = Gradients<T, Rows>;
+    using Base::columns_, Base::gradient, Base::job_, Base::l2_, Base::prefetch_values;
+    using Base::row_of, Base::slot_of;
+    static constexpr int states = Rule::states;
+    static constexpr int slot_states = Rule::slot_states;
+    static constexpr auto sequence() { return std::make_index_sequence<states>(); }
+
+    struct State {
+        Rows rows[states > 0 ? states : 1];
+    };
+    template <size_t... S>
+    static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
+        if constexpr (states == 0)
+            return {{Rows(job.param, job, piece, 0)}};  // never used
+        else
+            return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
+    }
+
+    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
+        const int64_t slot = slot_of(entry);
+        prefetch_values(entry);
+        param_.prefetch(slot);
+        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
+        for (int s = 0; s < slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
+            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
+        }
     }
 
     template <size_t... S>
@@ -329,21 +370,10 @@ private:
     }
 
     const Rule rule_;
-    const Job& job_;
-    const Piece piece_;
-    const int64_t columns_;
-    const bool whole_;
-    const int64_t* const positions_;
-    const int64_t* const source_;
     const bool* const held_;
-    const Link* const links_;
-    const bool negate_;
-    const T l2_, shrink_;
-    const View scale_;
-    const Rows values_, param_;
+    const T shrink_;
+    const Rows param_;
     const State state_;
-    alignas(cache_line) T sum_[tile_size];
-    alignas(cache_line) T addend_[tile_size];
     alignas(cache_line) T param_tile_[tile_size];
     alignas(cache_line) T state_tiles_[states > 0 ? states : 1][tile_size];
     T before_[1 + states][tile_size];

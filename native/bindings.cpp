@@ -152,6 +152,28 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t high, int64_t wi
     return slots_of(from, to, rows, threads);
 }
 
+// The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
+// where the core has no way to read it; a position, where that is no slot.
+nb::object run_norms(nb::tuple touched, int order, nb::object norms, int threads,
+                     int instruction_set) {
+    const KernelTable& table = chosen(instruction_set).kernels;
+    if (nb::len(touched) != 7 || !touched[6].is_none()) throw nb::value_error("no such gradient");
+    Job job{};
+    if (!read_gradient(touched, job) || job.whole) return nb::none();
+    if (numel(norms) != job.entries) throw nb::value_error("there must be a norm for each entry");
+    job.by_slot = true;
+    job.order = Norm(order);
+    job.norms = static_cast<double*>(address(norms));
+    const bool wide = job.values.dtype == Dtype::float64;
+    job.apply = wide ? table.norms_double : table.norms_float;
+    std::optional<BadEntry> bad;
+    {
+        nb::gil_scoped_release release;
+        bad = step(&job, 1, threads);
+    }
+    return nb::make_tuple(bad ? nb::object(nb::int_(bad->position)) : nb::none());
+}
+
 nb::dict rules() {
     nb::dict result;
     const KernelTable table = instruction_sets()[0].kernels;
@@ -202,6 +224,10 @@ NB_MODULE(_native, module) {
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"), nb::arg("high"),
                nb::arg("wide"), nb::arg("positions"), nb::arg("source").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
+    module.def("norms", &run_norms, nb::arg("touched"), nb::arg("order"), nb::arg("norms"),
+               nb::arg("threads"), nb::arg("instruction_set"),
+               "Fill in the norm of every slot of a gradient, at its first entry; None where it "
+               "cannot, else a tuple with a position that is no slot, or None.");
     module.def("rules", &rules,
                "name -> (index, states per element, states per slot, coefficients)");
     module.def("instruction_sets", &instruction_set_names,

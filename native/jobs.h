@@ -23,6 +23,27 @@ const InstructionSet& chosen(int instruction_set) {
     return sets[size_t(instruction_set)];
 }
 
+// False if the core cannot reach the tensor.
+bool read_view(nb::handle tensor, int64_t rows, int64_t block, View& to) {
+    const std::optional<View> found = view(tensor, rows, block);
+    if (found) to = *found;
+    return found.has_value();
+}
+
+// What a Touched (see grads.py) says, but for what is held in part.
+bool read_gradient(nb::tuple touched, Job& job) {
+    job.positions = integers(touched[0]);
+    job.slots = nb::cast<int64_t>(touched[2]);
+    job.block = nb::cast<int64_t>(touched[3]);
+    job.source = integers(touched[4]);
+    job.whole = touched[0].is_none();
+    job.entries = job.whole ? job.slots : numel(touched[0]);
+    const bool by_number = job.source && job.block > 0;
+    const int64_t rows = by_number ? numel(touched[1]) / job.block : job.entries;
+    return read_view(touched[1], rows, job.block, job.values) &&
+           (touched[5].is_none() || read_view(touched[5], job.entries, 1, job.scale));
+}
+
 // What the parameters of one group have in common. From a plain tuple: an object of ours would be
 // invisible to Python's garbage collector, and the numbers lead back to it.
 struct Group {
@@ -93,32 +114,17 @@ public:
         }
         Job job{};
         set_numbers(job, rule, numbers);
-        job.positions = integers(touched[0]);
-        job.slots = nb::cast<int64_t>(touched[2]);
-        job.block = nb::cast<int64_t>(touched[3]);
-        job.source = integers(touched[4]);
+        if (!read_gradient(touched, job)) return false;
         job.held = touched[6].is_none() ? nullptr : static_cast<const bool*>(address(touched[6]));
-        job.whole = touched[0].is_none();
-        job.entries = job.whole ? job.slots : numel(touched[0]);
         job.stochastic = seed.has_value();
         job.seed = seed.value_or(0);
-        const auto read = [&](nb::handle tensor, int64_t rows, int64_t block, View& to) {
-            const std::optional<View> found = view(tensor, rows, block);
-            if (!found) return false;
-            to = *found;
-            return true;
-        };
-        const bool by_number = job.source && job.block > 0;
-        const int64_t rows = by_number ? numel(touched[1]) / job.block : job.entries;
-        if (!read(touched[1], rows, job.block, job.values)) return false;
-        if (!touched[5].is_none() && !read(touched[5], job.entries, 1, job.scale)) return false;
-        if (!read(param, job.slots, job.block, job.param)) return false;
+        if (!read_view(param, job.slots, job.block, job.param)) return false;
         for (int s = 0; s < rule.states; ++s) {
-            if (!read(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
+            if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
         }
         for (int s = 0; s < rule.slot_states; ++s) {
             nb::handle state = states[size_t(rule.states + s)];
-            if (!read(state, job.slots, 1, job.slot_state[s])) return false;
+            if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
         }
         finish(job, rule, {-1, added_++});
         alive_.push_back(std::move(touched));

@@ -5,6 +5,7 @@
 #include "apply.h"
 #include "catch_up.h"
 #include "limit.h"
+#include "norms.h"
 #include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/ftrl.h"
@@ -57,7 +58,12 @@ constexpr RuleKernels rules[] = {
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules, int(sizeof(rules) / sizeof(rules[0])), &catch_up<float>, &catch_up<double>};
+    return {rules,
+            int(sizeof(rules) / sizeof(rules[0])),
+            &catch_up<float>,
+            &catch_up<double>,
+            &norms<float>,
+            &norms<double>};
 }
 
 }  // namespace sparsestep

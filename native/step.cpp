@@ -45,7 +45,8 @@ Extent extent(const Job& job) {
 bool params_overlap(const Job* jobs, int64_t count) {
     std::vector<Extent> extents;
     for (int64_t j = 0; j < count; ++j) {
-        if (jobs[j].slots > 0 && jobs[j].block > 0) extents.push_back(extent(jobs[j]));
+        const bool writes = jobs[j].param.data && jobs[j].slots > 0 && jobs[j].block > 0;
+        if (writes) extents.push_back(extent(jobs[j]));
     }
     std::sort(extents.begin(), extents.end());
     for (size_t i = 1; i < extents.size(); ++i) {

@@ -23,6 +23,10 @@ constexpr int max_coefficients = 16;
 
 struct Job;
 
+// Of a slot of a gradient, for clipping: of its absolute values, of its squares (their root), or
+// the largest.
+enum class Norm : int32_t { sum = 1, squares = 2, largest = 3 };
+
 // A share of a job: entries [begin, end) and columns [first_column, last_column) of their blocks.
 // Entries that are marked as taken (see Link) are passed over, unless the piece is the chain that
 // begins with the one entry `begin`: then `end` is `heavy_piece`.
@@ -64,7 +68,9 @@ struct Job {
     View slot_state[max_slot_states];  // a number for each slot
     double coefficients[max_coefficients];
     Apply apply;
-    bool by_slot;  // the rule needs whole slots at a time
+    bool by_slot;   // the rule needs whole slots at a time
+    Norm order;     // where there is no rule but a norm is asked for
+    double* norms;  // of each slot, at the number of its first entry
 };
 
 // What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
@@ -142,6 +148,8 @@ struct KernelTable {
     int count;
     CatchUp catch_up_float;
     CatchUp catch_up_double;
+    Apply norms_float;
+    Apply norms_double;
 };
 
 }  // namespace sparsestep

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsestep import Touched
-from tests.table import EVERY, Variant, dtypes, each_case, on_each_engine, running_on
+from sparsestep import InputError, Touched
+from sparsestep.engines import native
+from sparsestep.engines.reference import summed
+from tests.table import (
+    ENGINES,
+    EVERY,
+    Variant,
+    dtypes,
+    each_case,
+    on_each_engine,
+    running_on,
+    same_bits,
+)
 from tests.test_layouts import Run
 
 
@@ -27,17 +42,22 @@ def bags(draw: st.DrawFn) -> Touched:
     )
 
 
-@on_each_engine(EVERY)
-@each_case(grad=bags(), dtype=dtypes)
-def test_what_is_written_out_gives_the_same_bits(
-    variant: Variant, engine: str, grad: Touched, dtype: torch.dtype
-):
+def of_dtype(grad: Touched, dtype: torch.dtype) -> Touched:
+    """The same in another precision; with a row for each entry where there is no source."""
     assert grad.positions is not None
     if grad.source is None:
         rows = torch.arange(grad.positions.numel()) % len(grad.values)
         grad = grad._replace(values=grad.values[rows])
     scale = None if grad.scale is None else grad.scale.to(dtype)
-    grad = grad._replace(values=grad.values.to(dtype), scale=scale)
+    return grad._replace(values=grad.values.to(dtype), scale=scale)
+
+
+@on_each_engine(EVERY)
+@each_case(grad=bags(), dtype=dtypes)
+def test_what_is_written_out_gives_the_same_bits(
+    variant: Variant, engine: str, grad: Touched, dtype: torch.dtype
+):
+    grad = of_dtype(grad, dtype)
     start = torch.linspace(-1, 1, grad.slots * grad.block).reshape(7, -1).to(dtype)
     with running_on(engine) as name:
         ours, plain = (Run(variant, name, start) for _ in range(2))
@@ -45,3 +65,63 @@ def test_what_is_written_out_gives_the_same_bits(
             ours.step(grad)
             plain.step(grad.expanded())
         assert ours.like(plain)
+
+
+# The norms of the slots, which clipping by norm needs
+
+NATIVE = [name for name in ENGINES if name != "reference"]
+
+
+@pytest.mark.parametrize("engine", NATIVE)
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@given(grad=bags(), dtype=dtypes)
+def test_norms_are_those_of_the_sums(engine: str, order: float, grad: Touched, dtype: torch.dtype):
+    grad = of_dtype(grad, dtype)
+    assert grad.positions is not None
+    slots, total = summed(grad)
+    assert slots is not None
+    wanted = torch.linalg.vector_norm(total.double(), order, dim=1)
+    with running_on(engine):
+        found = native.norms(grad, order)
+    assert found is not None
+    first = [grad.positions.tolist().index(slot) for slot in slots.tolist()]
+    torch.testing.assert_close(found[first], wanted, rtol=1e-12, atol=0)
+    found[first] = 0
+    assert not found.any()
+
+
+def large(slots: int = 3_000) -> Touched:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(slots, (40_000,), generator=generator)
+    positions[::3] = 7  # a chain that would be shared out if columns could be
+    return Touched(positions, torch.randn(40_000, 40, generator=generator), slots, 40)
+
+
+def test_the_bits_of_norms_depend_neither_on_threads_nor_on_the_instruction_set():
+    if not NATIVE:
+        return
+    found = []
+    for engine in NATIVE:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with running_on(engine):
+                norms = native.norms(large(), 2.0)
+                assert norms is not None
+                found.append(norms)
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+def test_norms_of_what_is_not_finite_and_of_what_overflows():
+    values = torch.tensor([[math.nan, 1.0], [math.inf, 2.0], [3e38, 3e38]])
+    for order in (1.0, 2.0, math.inf):
+        norms = native.norms(Touched(torch.tensor([2, 0, 1]), values, 3, 2), order)
+        if norms is not None:
+            assert norms[0].isnan()
+            assert norms[1] == math.inf
+            assert norms[2].isfinite()
+
+
+def test_norms_at_places_that_are_no_slots_are_refused():
+    if native.core is not None:
+        with pytest.raises(InputError, match=r"must be in \[0, 3\). Got 3"):
+            native.norms(Touched(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2), 2.0)

@@ -19,6 +19,7 @@ from torch.masked import MaskedTensor
 from torch.nn import utils
 
 from sparsestep.compact import Compact
+from sparsestep.engines import native
 from sparsestep.engines.reference import summed
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import Touched, bad_index
@@ -226,6 +227,9 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
 
 def _elements(held: _Held, norm_type: float) -> Tensor:
     """What has the norm of the dense form of a sparse gradient."""
+    rows = _row_norms(held, norm_type)
+    if rows is not None:
+        return rows
     if _is_compact(held.grad):
         values, count = _compact_elements(held, norm_type)
     else:
@@ -234,6 +238,23 @@ def _elements(held: _Held, norm_type: float) -> Tensor:
     if 0 < norm_type < math.inf or count == held.grad.numel():
         return values
     return torch.cat([values.flatten(), values.new_zeros(1)])  # one for all that are not held
+
+
+def _row_norms(held: _Held, norm_type: float) -> Tensor | None:
+    """The norms of the rows, or whatever else a gradient holds; ``None`` without the core."""
+    grad = held.grad
+    if _is_compact(grad):
+        touched = grad.touched()
+    elif grad.sparse_dim() == 1 and not grad.is_coalesced():
+        indices, values = grad._indices().contiguous(), grad._values().resolve_neg()
+        touched = Touched(indices, values, grad.shape[0], math.prod(grad.shape[1:]))
+    else:  # its values are all there is to look at, or have to be looked for
+        return None
+    try:
+        found = native.norms(touched, norm_type)
+    except InputError as error:
+        raise InputError(f"{held.who}: {error}") from None
+    return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def _is_compact(grad: Tensor) -> TypeGuard[Compact]:

@@ -6,6 +6,7 @@ checks the positions before it writes.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -233,6 +234,41 @@ def catch_up(
     if stale or (behind and idle.along == "leader"):
         increment_version([param])
     return stale
+
+
+_NORMS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/types.h
+
+
+def norms(touched: Touched, order: float) -> Tensor | None:
+    """The norm of every slot of a gradient, in float64; no sum is written out.
+
+    Args:
+        touched: the gradient; it has positions.
+        order: of the norm.
+
+    Returns:
+        A number for each entry: the slot's norm for the first of a slot, zero for the others.
+        ``None`` where the core has no way to do it.
+
+    Example:
+        >>> positions = torch.tensor([3, 1, 3])
+        >>> norms(Touched(positions, torch.tensor([[3.0, 0.0], [1.0, 0.0], [0.0, 4.0]]), 5, 2), 2.0)
+        tensor([5., 1., 0.], dtype=torch.float64)
+    """
+    code = _NORMS.get(order)
+    if core is None or code is None or not touched.values.is_cpu:
+        return None
+    positions = touched.positions
+    assert positions is not None
+    if not touched.values.is_contiguous():
+        touched = _in_rows(touched)
+    found = torch.zeros(positions.numel(), dtype=torch.float64)
+    done = core.norms(touched, code, found, torch.get_num_threads(), _isa.index)
+    if done is None:
+        return None
+    if done[0] is not None:
+        raise InputError(bad_index(0, touched.slots, done[0]))
+    return found
 
 
 def _in_rows(touched: Touched) -> Touched:
