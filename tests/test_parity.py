@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 import sparsestep
@@ -32,6 +32,7 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
 @each_engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @given(case=cases(dense=False, max_steps=20))
+@settings(max_examples=settings.default.max_examples // 2)  # of up to twenty steps each
 def test_step_by_step_like_torch(engine: str, dtype: torch.dtype, case: Case):
     """Both start each step from torch's params, so that the distance is that of one step."""
     ours = [torch.nn.Parameter(p) for p in case.params(dtype)]
@@ -63,6 +64,7 @@ def test_step_by_step_like_torch(engine: str, dtype: torch.dtype, case: Case):
 @each_engine
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @given(case=cases(dense=False, max_steps=20))
+@settings(max_examples=settings.default.max_examples // 2)  # of up to twenty steps each
 def test_half_precision_is_torch_in_float32_rounded_once(
     engine: str, dtype: torch.dtype, case: Case
 ):
