@@ -394,7 +394,9 @@ class RuleOptimizer(Optimizer):
 
         Args:
             model: its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer
-                has are watched; its ``state_dict()`` brings everything up to date first.
+                has are watched, and modules that say what they read by a method ``rows_read``, as
+                ``sparsestep.nn.EmbeddingBagCollection`` does; its ``state_dict()`` brings
+                everything up to date first.
 
         Returns:
             A handle; its ``remove()`` undoes it.

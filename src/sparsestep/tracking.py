@@ -68,9 +68,9 @@ class Tracking:
         inside = (ids.values() if ids.is_nested else ids).reshape(-1)
         if inside.numel():
             low, high = inside.aminmax()
-            if int(low) < 0 or int(high) >= len(weight):
+            if int(low) < 0 or int(high) >= weight.shape[0]:
                 return
-            self._optimizer.catch_up(weight, inside)
+            self._optimizer.bring(weight, inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:
