@@ -4,7 +4,8 @@
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
 
-#include "apply.h"
+#include "gradients.h"
+#include "rows.h"
 #include "rules/math.h"
 #include "types.h"
 

@@ -3,7 +3,7 @@
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
 
-#include "apply.h"
+#include "gradients.h"
 #include "rules/math.h"
 #include "types.h"
 
