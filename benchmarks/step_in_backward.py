@@ -8,23 +8,18 @@ backward and step is read. Afterwards, one gradient in memory at a time or all t
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
+
+from resident import growth
 
 from sparsestep.cli.options import whole_number
 
 TABLES, ROWS, DIM = 10, 50_000, 64
 
 CHILD = """
-import sys, torch, sparsestep
+import torch, sparsestep
 way, tables, rows, dim = sys.argv[1], *map(int, sys.argv[2:])
 torch.manual_seed(0)
-
-def kilobytes(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field))
 
 model = torch.nn.ModuleList(torch.nn.Embedding(rows, dim) for _ in range(tables))
 optimizer = sparsestep.Adam(model.parameters(), fused=True)  # fused: no working memory of torch's
@@ -41,21 +36,10 @@ def train():
     optimizer.zero_grad()
 
 train()                          # makes the state, starts the threads
-with open("/proc/self/clear_refs", "w") as refs:
-    refs.write("5")              # from here on, the peak counts anew
-before = kilobytes("VmRSS")
+begin()
 train()
-print((kilobytes("VmHWM") - before) * 1024)
+print(growth())
 """
-
-
-def growth(way: str, tables: int, rows: int, dim: int) -> int:
-    """Bytes by which the peak of resident memory grows during a step."""
-    # Large blocks go back to the system at once, so that what counts is what is in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", CHILD, way, *map(str, (tables, rows, dim))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return int(done.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"(default: {default:,})")
     options = parser.parse_args(arguments)
     shape = (options.tables, options.rows, options.dim)
-    ways = {way: growth(way, *shape) for way in ("backward and step", "step_in_backward")}
+    ways = {
+        way: growth(CHILD, way, *shape, at_once=True)
+        for way in ("backward and step", "step_in_backward")
+    }
     all_of_them, one_by_one = ways.values()
     print(f"step_in_backward takes {one_by_one / all_of_them:.2f} times the memory for gradients")
     gradient = options.rows * options.dim * 4
