@@ -67,7 +67,7 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
     CatchUpWork work{};
     work.rows = integers(rows);
-    work.last = static_cast<int32_t*>(address(last));
+    work.last = static_cast<int32_t*>(own_address(last));
     const int64_t slots = numel(last);
     const int64_t count = rows.is_none() ? slots : numel(rows);
     work.block = slots ? numel(tensors[0]) / slots : 0;
@@ -107,7 +107,7 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     work.l1 = number(6);
     work.l2 = number(7);
     const auto doubles = [&](int i) {
-        return static_cast<const double*>(address(tables[size_t(i)]));
+        return static_cast<const double*>(own_address(tables[size_t(i)]));
     };
     work.growth = doubles(0);
     work.sizes = doubles(1);
@@ -195,6 +195,7 @@ nb::list instruction_set_names() {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    watch_forks();
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
     nb::class_<Jobs>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
@@ -202,16 +203,18 @@ NB_MODULE(_native, module) {
              nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("take",
-             nb::overload_cast<nb::tuple, nb::list, nb::dict, nb::handle, nb::handle, nb::handle,
+             nb::overload_cast<nb::tuple, nb::sequence, nb::dict, nb::dict, nb::handle, nb::handle,
                                nb::handle, int64_t>(&Jobs::take),
-             nb::arg("group"), nb::arg("params"), nb::arg("state"), nb::arg("settled"),
+             nb::arg("group"), nb::arg("params"), nb::arg("state"), nb::arg("known"),
              nb::arg("seen"), nb::arg("selections").none(), nb::arg("grads").none(),
              nb::arg("first"),
              "Add jobs for the parameters in the usual form; the numbers of the others.")
-        .def("count", &Jobs::count, "Count the step of what was taken; the parameters.")
-        .def("run", &Jobs::run, nb::arg("threads"),
-             "Apply all jobs; or, where a position is no slot, change nothing and return (tag of "
-             "its group or -1, number in the group or among those added, slots, position).");
+        .def("prepare", &Jobs::prepare, nb::arg("threads"),
+             "Do all that may fail and write nothing. Where a position is no slot, return (tag of "
+             "its group or -1, number in the group or among those added, slots, position).")
+        .def("commit", &Jobs::commit,
+             "Apply what was prepared and count the steps of what was taken. Nothing can fail, and "
+             "no signal handler of Python's comes between.");
     module.def("limit", &run_limit, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"),
                nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
                nb::arg("instruction_set"),

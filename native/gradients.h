@@ -100,10 +100,20 @@ protected:
         if (negate_) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
-        if (l2_ != 0) {
-            for (int64_t j = 0; j < n; ++j) sum_[j] += l2_ * param[j];
-        }
+        if (l2_ != 0)
+            add_decay(row_of(entry) * job_.block + piece_.first_column + offset, n, param);
         return sum_;
+    }
+
+    // Of a slot that is held in part, only what is held decays. `first` is the number of its first
+    // element among those that `held` has.
+    void add_decay(int64_t first, int64_t n, const T* param) {
+        if (!job_.held) {
+            for (int64_t j = 0; j < n; ++j) sum_[j] += l2_ * param[j];
+            return;
+        }
+        const bool* const held = job_.held + first;
+        for (int64_t j = 0; j < n; ++j) sum_[j] += held[j] ? l2_ * param[j] : T(0);
     }
 
     // A row times its factor. A product is rounded to the precision of the values: it is then what

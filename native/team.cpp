@@ -21,7 +21,6 @@ OpenMpParallel torch_openmp() {
         // uses, even where another library has brought a second one.
         void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
         if (!torch) return nullptr;
-        pthread_atfork(nullptr, nullptr, [] { forked = true; });
         return reinterpret_cast<OpenMpParallel>(dlsym(torch, "GOMP_parallel"));
     }();
     return forked ? nullptr : found;
@@ -47,6 +46,10 @@ void on_team(int threads, void (*run)(void*), void* context) {
     } else {
         on_short_lived_threads(threads, run, context);
     }
+}
+
+void watch_forks() {
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
 }
 
 const char* team_kind() { return torch_openmp() ? "openmp (torch's)" : "short-lived"; }

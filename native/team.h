@@ -14,6 +14,10 @@ namespace sparsestep {
 // Calls run(context) on up to `threads` threads at once, the caller being one of them.
 void on_team(int threads, void (*run)(void*), void* context);
 
+// To be called once, before anybody forks: torch may have used its team before we do, and then a
+// child that asks for it waits forever.
+void watch_forks();
+
 // Whose threads on_team() uses: "openmp (torch's)" or "short-lived".
 const char* team_kind();
 

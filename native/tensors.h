@@ -52,12 +52,17 @@ struct Names {
     PyObject* parts = PyUnicode_InternFromString("_parts");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* step = PyUnicode_InternFromString("step");
+    PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+    PyObject* nbytes = PyUnicode_InternFromString("nbytes");
+    PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
+    PyObject* itemsize = PyUnicode_InternFromString("itemsize");
     PyObject* dtypes[4];
     PyObject* strided;
     PyObject* sparse_coo;
     PyObject* tensor;
     PyObject* parameter;
     PyObject* compact;
+    PyObject* increment_version;
     const DlExchange* exchange = nullptr;  // null: this torch has none
 
     Names() {
@@ -71,6 +76,7 @@ struct Names {
         parameter = nb::object(torch.attr("nn").attr("Parameter")).release().ptr();
         const nb::object compact_module = nb::module_::import_("sparsestep.compact");
         compact = nb::object(compact_module.attr("Compact")).release().ptr();
+        increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
         const char* const attribute = "__dlpack_c_exchange_api__";
         if (nb::hasattr(torch.attr("Tensor"), attribute)) {
             const nb::object capsule = torch.attr("Tensor").attr(attribute);
@@ -111,7 +117,31 @@ bool is_compact(nb::handle object) {
     return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == names().compact;
 }
 
-void* address(nb::handle tensor) {
+int64_t integer(nb::handle object, PyObject* method) {
+    return nb::cast<int64_t>(call(object, method));
+}
+
+int64_t numel(nb::handle tensor) { return integer(tensor, names().numel); }
+
+// Where `elements` numbers lie, counted from the tensor's first. Whoever made a tensor may have
+// taken its memory away again, or never have given it any: no pointer is used that was not looked
+// at.
+void* address(nb::handle tensor, int64_t elements) {
+    const Names& name = names();
+    void* const data = reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, name.data_ptr)));
+    if (elements <= 0) return data;
+    const int64_t bytes = integer(call(tensor, name.untyped_storage), name.nbytes);
+    const int64_t item = nb::cast<int64_t>(get(tensor, name.itemsize));
+    if (!data || (integer(tensor, name.storage_offset) + elements) * item > bytes) {
+        throw nb::value_error("sparsestep: a tensor has less memory than its shape says");
+    }
+    return data;
+}
+
+void* address(nb::handle tensor) { return address(tensor, numel(tensor)); }
+
+// Of a tensor that the library has made for itself and keeps from everybody.
+void* own_address(nb::handle tensor) {
     return reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, names().data_ptr)));
 }
 
@@ -130,12 +160,15 @@ std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
     const int code = dtype_code(tensor);
     if (code == 4 || get(tensor, name.is_cpu).ptr() != Py_True) return std::nullopt;
     if (call(tensor, name.is_contiguous).ptr() == Py_True) {
-        return View{address(tensor), Dtype(code), block, 1};
+        if (numel(tensor) != rows * block) throw nb::value_error("a tensor of another size");
+        return View{address(tensor, rows * block), Dtype(code), block, 1};
     }
     try {
         const nb::object strides = tensor.attr("view")(rows, block).attr("stride")();
-        return View{address(tensor), Dtype(code), nb::cast<int64_t>(strides[0]),
-                    nb::cast<int64_t>(strides[1])};
+        const int64_t down = nb::cast<int64_t>(strides[0]), across = nb::cast<int64_t>(strides[1]);
+        const bool empty = rows <= 0 || block <= 0;
+        const int64_t reach = empty ? 0 : (rows - 1) * down + (block - 1) * across + 1;
+        return View{address(tensor, reach), Dtype(code), down, across};
     } catch (nb::python_error& error) {
         if (!error.matches(PyExc_RuntimeError)) throw;
         return std::nullopt;
@@ -159,7 +192,7 @@ struct Plain {
             if (dl.shape[i] != 1 && dl.strides[i] != stride) return false;
             stride *= dl.shape[i];
         }
-        return true;
+        return dl.data || stride == 0;  // by now, how many elements it has
     }
     void* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
     int64_t numel() const {
@@ -191,8 +224,6 @@ struct Plain {
 const int64_t* integers(nb::handle tensor) {
     return tensor.is_none() ? nullptr : static_cast<const int64_t*>(address(tensor));
 }
-
-int64_t numel(nb::handle tensor) { return nb::cast<int64_t>(call(tensor, names().numel)); }
 
 }  // namespace
 }  // namespace sparsestep

@@ -54,6 +54,7 @@ struct Job {
     const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
     const Link* links;         // null: no slot comes twice
     int64_t entries;
+    int64_t rows;  // of values; as many as entries where there is no source
     int64_t slots;
     int64_t block;
     bool negate;  // maximize: the gradient is read with the opposite sign

@@ -24,19 +24,26 @@ struct Keys {
     int entry_bits;
 };
 
-// `table` holds, for each slot met so far, one more than the place of its latest key.
+// How often a look-up may meet another slot, on average, before the table is given up. Slots that
+// are chosen to collide would otherwise take time in the square of their number.
+constexpr int64_t most_collisions = 16;
+
+// `table` holds, for each slot met so far, one more than the place of its latest key. Returns false
+// where the slots collide too often; then the links are as good as not written.
 template <class Place>
-void link_keys(const Keys& keys, Place* table, int64_t capacity, Link* links) {
+bool link_keys(const Keys& keys, Place* table, int64_t capacity, Link* links) {
     std::fill(table, table + capacity, Place(0));
     const uint64_t* const data = keys.data;
     const int entry_bits = keys.entry_bits;
     const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
+    int64_t collisions_left = most_collisions * (keys.count + 64);
     for (int64_t i = 0; i < keys.count; ++i) {
         const uint64_t key = data[i];
         const uint64_t hash = mix(key >> entry_bits) & 0xffffffffu;
         uint64_t place = hash * uint64_t(capacity) >> 32;
         while (table[place] && (data[table[place] - 1] ^ key) >> entry_bits) {
             if (++place == uint64_t(capacity)) place = 0;
+            if (--collisions_left < 0) return false;
         }
         if (table[place]) {
             const Link entry = Link(key & entry_mask);
@@ -45,6 +52,19 @@ void link_keys(const Keys& keys, Place* table, int64_t capacity, Link* links) {
             links[entry] = chain_end | taken;
         }
         table[place] = Place(i + 1);
+    }
+    return true;
+}
+
+// The same by sorting: slower, whatever the slots.
+void link_sorted(uint64_t* keys, int64_t count, int entry_bits, Link* links) {
+    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
+    std::sort(keys, keys + count);  // by slot, then in order of appearance
+    for (int64_t i = 0; i < count; ++i) {
+        const bool first = i == 0 || (keys[i] ^ keys[i - 1]) >> entry_bits;
+        const bool last = i + 1 == count || (keys[i] ^ keys[i + 1]) >> entry_bits;
+        const Link next = last ? chain_end : Link(keys[i + 1] & entry_mask);
+        links[keys[i] & entry_mask] = first ? next : next | taken;
     }
 }
 
@@ -163,13 +183,16 @@ void Unique::link(int64_t bucket) {
         }
     }
     const Keys keys{keys_ + begin, count, entry_bits_};
+    bool linked;
     if (count <= bucket_size + bucket_size / 2) {
         // Sparsely filled, most look-ups succeed at once: a wrong guess costs more than the memory.
         uint16_t table[8 * (bucket_size + bucket_size / 2)];
-        link_keys(keys, table, 8 * count, links_);
+        linked = link_keys(keys, table, 8 * count, links_);
     } else {
-        link_keys(keys, reinterpret_cast<uint32_t*>(tables_ + begin), 2 * count, links_);
+        uint32_t* const table = reinterpret_cast<uint32_t*>(tables_ + begin);
+        linked = link_keys(keys, table, 2 * count, links_);
     }
+    if (!linked) link_sorted(keys_ + begin, count, entry_bits_, links_);
 }
 
 std::vector<int64_t> Unique::take_heavy(int64_t length) {

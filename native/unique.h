@@ -27,6 +27,7 @@ public:
 
     int64_t scratch_words() const;  // 64-bit words that the next steps need
     void use_scratch(uint64_t* scratch);
+    void use_positions(const int64_t* copy) { positions_ = copy; }  // the same ones, elsewhere
     bool is_dealt() const { return bucket_bits_ > 0; }  // else count() to deal() are not needed
     void count(int64_t chunk);
     void place_buckets();

@@ -140,7 +140,7 @@ class FunctionalOptimizer:
                 del params[index:]
                 if names is not None:
                     del names[index:]
-                self._optimizer.settled.discard(id(param))
+                self._optimizer.known.pop(id(param), None)
                 self._optimizer.idle.pop(id(param), None)
                 raise
             self._locks[id(param)] = Lock()

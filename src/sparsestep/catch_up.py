@@ -29,6 +29,7 @@ from torch import Tensor
 from sparsestep.contract import Idle, Settings
 from sparsestep.engines import native
 from sparsestep.errors import InputError, sentence
+from sparsestep.parameters import memory_of
 
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18
@@ -180,6 +181,7 @@ class Idling:
             had a gradient, so that momentum it does not have is not missed. In the CPU's memory,
             like the history.
         among: the rows that a mask lets move; ``None`` for all.
+        owner: the parameter. Held on to, so that no other can come to have its id.
     """
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
@@ -192,6 +194,7 @@ class Idling:
         self._latest: Settings | None = settings
         self.history = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
         self.among: Tensor | None = None
+        self.owner: Tensor | None = None
         self._movable: tuple[Tensor, Tensor] | None = None
         stamp = ~done if new else done
         self.last = torch.full((rows,), stamp, dtype=torch.int32, device="cpu")
@@ -222,7 +225,7 @@ class Idling:
             ``None`` where it is gone: whoever clears it wants the parameter to begin anew.
         """
         found = [kept.get(spec.name) if kept else None for spec in self.rule.state]
-        tensors = [tensor for tensor in found if tensor is not None]
+        tensors = [memory_of(tensor) for tensor in found if tensor is not None]
         return tensors if len(tensors) == len(found) else None
 
     def that_may_move(self, rows: Tensor) -> Tensor:
@@ -289,7 +292,7 @@ class Idling:
         if rows is None:
             self.last.fill_(step)
         else:
-            self.last[rows.cpu()] = step
+            self.last.index_fill_(0, rows.cpu(), step)
 
 
 def constants(settings: Settings) -> tuple[Any, ...]:

@@ -54,3 +54,21 @@ def implementation(group: Mapping[str, Any]) -> None:
         raise InputError("`fused` does not support `differentiable`. Set only one of them.")
     if group["fused"] and group["foreach"]:
         raise InputError("`fused` and `foreach` cannot be `True` together. Set only one of them.")
+
+
+def torch_kernel(group: Mapping[str, Any]) -> None:
+    """Refuse what torch's kernels refuse, before any of them is called.
+
+    The options may have been changed since the optimizer was made.
+    """
+    if group.get("foreach") or group.get("fused"):
+        known = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+        options = {**known, **group}
+        implementation(options)
+        for name, value in (("lr", group.get("lr")), *_betas(group)):
+            if isinstance(value, Tensor):
+                _one_element(name, value, options)
+
+
+def _betas(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"betas[{i}]", beta) for i, beta in enumerate(group.get("betas", ()))]

@@ -178,6 +178,7 @@ class Update:
         state: the rule's state tensors, written in place.
         step: the number of this update, from 1.
         seed: of this update's stochastic rounding.
+        owner: the parameter as the optimizer has it.
     """
 
     settings: Settings
@@ -186,7 +187,8 @@ class Update:
     touched: Touched
     state: list[Tensor]
     step: int
-    seed: int | None = None
+    seed: int | None
+    owner: Tensor
 
     def refuse(self, why: object) -> InputError:
         """The error that names the parameter."""

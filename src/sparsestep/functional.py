@@ -21,7 +21,8 @@ from sparsestep import state as states
 from sparsestep.contract import Rule, Settings, Update
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS, Touched
-from sparsestep.layouts import Gradient, has_internal_overlap, touched
+from sparsestep.layouts import Gradient, touched
+from sparsestep.parameters import check_writable, is_distributed, local_gradient, memory_of
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 
@@ -79,6 +80,11 @@ def apply_(
         hyper = _checked_options(hyper)
         checks.at_least_zero("weight_decay", weight_decay)
         _check_tensors(param, grad)
+        owner = param
+        if is_distributed(param):
+            grad = local_gradient(param, grad, by_row=rule.by_row)
+            param = memory_of(param)
+        check_writable("a parameter", param)
         gradient = touched(param, grad, by_row=rule.by_row)
         tensors = _checked_state(rule, param, state)
         if mask is not None:
@@ -99,8 +105,9 @@ def apply_(
     if seed is not None:
         seed &= 0xFFFFFFFFFFFFFFFF  # what the core takes; both engines look at no more than that
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
-    update = Update(settings, 0, written, gradient, tensors, number, seed)
-    engines.run([update], engine, engines.native_step(engine))
+    update = Update(settings, 0, written, gradient, tensors, number, seed, owner)
+    engines.run([update], engine)
+    tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:
         increment_version(tensors)  # they are the caller's own, who may have autograd watch them
 
@@ -148,9 +155,7 @@ def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) ->
         if tensor.is_complex() != wanted.is_complex:
             contract = f"the state {kept.name!r} of a {param.dtype} parameter must be {wanted}"
             raise InputError(sentence(contract, tensor.dtype))
-        if not tensor.is_contiguous() and has_internal_overlap(tensor):
-            contract = f"every element of the state {kept.name!r} must have memory of its own"
-            raise InputError(sentence(contract, f"strides {tensor.stride()}"))
+        check_writable(f"the state {kept.name!r}", tensor)
     return tensors
 
 

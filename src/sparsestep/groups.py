@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsestep import masks, options
+from sparsestep import checks, masks, options
 from sparsestep.catch_up import refusal
 from sparsestep.contract import Rule, Settings
 from sparsestep.errors import InputError, sentence
@@ -22,34 +22,43 @@ if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
 
 Group = dict[str, Any]
+Selections = list[masks.Selection | None]
 
 # What cannot change without being replaced.
 _CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
 
 
 class Groups:
-    """An optimizer's param groups, as its steps see them."""
+    """An optimizer's param groups, as its steps see them.
 
-    def __init__(self, optimizer: RuleOptimizer) -> None:
-        self._optimizer = optimizer
+    It does not know the optimizer, which would be freed only when the garbage collector finds the
+    circle.
+    """
+
+    def __init__(self) -> None:
         self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
-        self._selections: dict[int, masks.Selection] = {}
 
-    def settings_of(self, number: int, group: Group) -> Settings:
+    def settings_of(self, optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
         """What a param group says about its updates, now."""
         values = tuple(group.values())
         known = self._settings.get(number)
         if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
             return known[1]
-        settings = self.read(number, group)
+        settings = self.read(optimizer, number, group)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
         if all(isinstance(value, _CONSTANT) for value in changeable):
             self._settings[number] = (values, settings)
         return settings
 
-    def read(self, number: int, group: Group) -> Settings:
-        """Read it, whatever is known already; raises where dense semantics has no such form."""
-        optimizer = self._optimizer
+    @staticmethod
+    def read(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
+        """Read it, whatever is known already.
+
+        Raises where torch's kernel or dense semantics cannot work with an option: once gradients
+        are being applied, it is too late to.
+        """
+        if optimizer.has_torch_kernel:
+            checks.torch_kernel(group)
         rule = optimizer.rule_for(group)
         hyper = {name: group[name] for name in rule.hyperparameters}
         lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
@@ -73,37 +82,56 @@ class Groups:
             group.setdefault("rounding_seed", torch.initial_seed())
             if group.get("stochastic_rounding")
             else None,
-            partial(optimizer.name_of, number),
+            partial(name_of, type(optimizer).__name__, group, number),
             optimizer.uses_torch(group),
         )
 
+    @staticmethod
     def selections_of(
-        self, group: Group, settings: Settings
-    ) -> list[masks.Selection | None] | None:
+        optimizer: RuleOptimizer, group: Group, settings: Settings
+    ) -> Selections | None:
         """What the masks of a group select, looked at anew only when something has changed."""
         given = group.get("mask")
         if given is None:
             return None
-        known: list[masks.Selection | None] | None = settings.core.get("selections")
-        if known is None or not isinstance(given, Tensor):  # a list may have other masks now
-            params = group["params"]
-            by_row = settings.rule.by_row or self._optimizer.semantics == "dense"
+        params = group["params"]
+        found: tuple[tuple[Tensor, ...], Selections] = settings.core.get("selections", ((), []))
+        made_for, known = found
+        # A list may have other masks now, and the group other parameters.
+        same = isinstance(given, Tensor) and len(params) == len(made_for)
+        if not same or not all(map(is_, params, made_for)):
+            by_row = settings.rule.by_row or optimizer.semantics == "dense"
             masks.checked(given, params, by_row=by_row)
+            before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
-                None if mask is None else self._selection(param, mask)
+                None if mask is None else _selection(before.get(id(param)), param, mask)
                 for param, mask in zip(params, masks.listed(given, params), strict=True)
             ]
-            settings.core["selections"] = known
+            settings.core["selections"] = (tuple(params), known)
         for selection in known:
             if selection is not None:
                 selection.update()
         return known
 
-    def _selection(self, param: Tensor, mask: Tensor) -> masks.Selection:
-        found = self._selections.get(id(param))
-        if found is None or found.mask is not mask:
-            found = self._selections[id(param)] = masks.Selection(mask, param.shape)
-        return found
+
+def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:
+    if before is not None and before.mask is mask and before.shape == param.shape:
+        return before
+    return masks.Selection(mask, param.shape)
+
+
+def name_of(who: str, group: Group, number: int, index: int) -> str:
+    """How messages name a parameter.
+
+    Args:
+        who: the optimizer's name.
+        group: the param group.
+        number: the group's.
+        index: the parameter's, in the group.
+    """
+    names = group.get("param_names")
+    name = f" ({names[index]})" if names and index < len(names) else ""
+    return f"{who}: param {index} of group {number}{name}"
 
 
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:

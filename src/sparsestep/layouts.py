@@ -40,14 +40,6 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
         >>> t.positions.tolist(), t.slots, t.block
         ([[3, 1, 3]], 5, 2)
     """
-    if not param.is_contiguous() and has_internal_overlap(param):
-        raise InputError(
-            sentence(
-                "every element of a parameter must have memory of its own",
-                f"shape {tuple(param.shape)} with strides {param.stride()}",
-                "Make the parameter contiguous",
-            )
-        )
     if isinstance(grad, Touched):
         found = _by_hand(param, grad)
     elif isinstance(grad, Compact):
@@ -83,7 +75,7 @@ def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
     if grad.is_sparse:
         return _from_coo(param, grad)
     if grad.layout is torch.strided:
-        return Touched(None, grad.resolve_neg() if grad.is_neg() else grad, 1, grad.numel())
+        return Touched(None, _with_memory(grad), 1, grad.numel())
     if grad.layout in _BY_ROW or grad.layout in _BY_COLUMN:
         return _from_compressed(grad)
     raise InputError(
@@ -94,6 +86,15 @@ def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
             "Convert it with .to_dense() or .to_sparse_coo()",
         )
     )
+
+
+def _with_memory(grad: Tensor) -> Tensor:
+    """The gradient, or what it stands for: autograd has zeros that take no memory."""
+    if grad.is_neg():
+        return grad.resolve_neg()
+    if grad._is_zerotensor():
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    return grad
 
 
 def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
@@ -111,13 +112,6 @@ def _mismatch(param: Tensor, grad: Tensor) -> str:
         return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
     contract = f"the gradient must be on the parameter's device, {param.device}"
     return sentence(contract, grad.device)
-
-
-def has_internal_overlap(tensor: Tensor) -> bool:
-    """Whether two elements share memory, as in an expanded tensor."""
-    return any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _in_rows(param: Tensor, found: Touched) -> Touched:

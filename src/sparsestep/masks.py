@@ -60,7 +60,8 @@ class Selection:
         self._version: int | None = None
         self.mask = mask
         self.shape = shape  # of the parameter that the mask was found to fit
-        self.chosen = (mask, 0)  # the slots, and how many there are to choose from
+        # The slots, how many there are to choose from, and of a parameter of which shape.
+        self.chosen = (mask, 0, shape)
 
     def update(self) -> Selection:
         """Bring it up to date with the mask."""
@@ -69,7 +70,8 @@ class Selection:
         version = None if mask.is_inference() else mask._version
         if version is None or version != self._version:
             self._version = version
-            self.chosen = (mask.reshape(-1).nonzero().squeeze(1), mask.numel())
+            positions = mask.reshape(-1).nonzero().squeeze(1)
+            self.chosen = (positions, mask.numel(), self.shape)
         return self
 
     @property

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from threading import RLock
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     ParamsT,
@@ -24,14 +26,17 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from sparsestep import engines, masks, options
+from sparsestep import engines, masks, options, parameters
 from sparsestep import state as states
 from sparsestep.backward import StepInBackward
 from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings
 from sparsestep.errors import InputError, sentence
+from sparsestep.grads import Touched
 from sparsestep.groups import Groups
-from sparsestep.step import Step, rows_of
+from sparsestep.lagging import rows_of
+from sparsestep.signals import uninterrupted
+from sparsestep.step import Step
 from sparsestep.tracking import Tracking
 
 # Options that some optimizer has. A group that sets one which this optimizer does not have is
@@ -117,9 +122,12 @@ class RuleOptimizer(Optimizer):
         """What is neither pickled nor copied."""
         self._loading: StateDict | None = None
         self.rounds = 0  # how often step() or zero_grad() was called
-        self.groups = Groups(self)
+        self.groups = Groups()
         self.idle: dict[int, Idling] = {}  # by id of the parameter
-        self.settled: set[int] = set()  # ids of the parameters whose memory was looked after
+        # By id of the parameter: itself, so that no other comes to have its id, and the addresses
+        # of its memory and that of its state, when they were looked at.
+        self.known: dict[int, tuple[Any, ...]] = {}
+        self._lock = RLock()  # one step at a time, whoever calls
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
@@ -165,7 +173,7 @@ class RuleOptimizer(Optimizer):
                 self.check_params(number, param_group)
                 by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":
-                    self.groups.read(number, param_group)  # refuses what has no such form
+                    self.groups.read(self, number, param_group)  # refuses what has no such form
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
@@ -205,13 +213,18 @@ class RuleOptimizer(Optimizer):
         Args:
             closure: reevaluates the model and returns the loss, which is then returned.
         """
+        if torch.compiler.is_compiling():  # the step stays outside graphs
+            return _uncompiled_step(self, closure)
+        return self._uncompiled_step(closure)
+
+    # Tells torch not to wrap step() once more.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _uncompiled_step(self, closure: Callable[[], float] | None) -> float | None:
         if self._is_observed():
             given = () if closure is None else (closure,)
             return self._observed_step(*given)
         return self._step(closure)
-
-    # Tells torch not to wrap step() once more.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def _is_observed(self) -> bool:
         return bool(
@@ -228,16 +241,26 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._lock:
+            self._step_once()
+        return loss
+
+    def _step_once(self) -> None:
         step = Step(self)
         for number, group in enumerate(self.param_groups):
             step.plan(number, group)
+        if step.repeats:
+            uninterrupted(lambda: self._step_with_repeats(step))
+        else:
+            step.run()
+
+    def _step_with_repeats(self, step: Step) -> None:
         step.run()
         for number, index in step.repeats:
             # A parameter given more than once (torch warns of it) goes on from where it arrived.
             again = Step(self)
             again.plan(number, self.param_groups[number], only=index)
             again.run()
-        return loss
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
     # step itself, so it is used only where somebody would notice.
@@ -245,13 +268,38 @@ class RuleOptimizer(Optimizer):
 
     def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
         """What a param group says about its updates, now."""
-        return self.groups.settings_of(number, group)
+        return self.groups.settings_of(self, number, group)
 
-    def name_of(self, group: int, index: int) -> str:
-        """How messages name a parameter."""
-        names = self.param_groups[group].get("param_names")
-        name = f" ({names[index]})" if names else ""
-        return f"{type(self).__name__}: param {index} of group {group}{name}"
+    def look_at(
+        self,
+        param: Tensor,
+        memory: Tensor,
+        state: list[Tensor] | None = None,
+        gradient: Touched | None = None,
+    ) -> None:
+        """Refuse memory that cannot be written, unless it was looked at before.
+
+        Args:
+            param: the parameter.
+            memory: where its numbers are.
+            state: its state tensors, where there are any.
+            gradient: the one that it is about to be updated with.
+        """
+        tensors = (memory, *(state or ()))
+        addresses = tuple(map(parameters.address, tensors))
+        known = self.known.get(id(param))
+        if known is not None and known[0] is param and known[1 : 1 + len(tensors)] == addresses:
+            return
+        names = ("a parameter", *("its state" for _ in tensors[1:]))
+        for name, tensor in zip(names, tensors, strict=True):
+            parameters.check_writable(name, tensor)
+        if gradient is None or any(tensor.is_inference() for tensor in tensors):
+            return  # what is an inference tensor may be written at some times only
+        if known is None:
+            states.settle(memory, state, gradient)
+            if len(self.known) > sum(len(group["params"]) for group in self.param_groups):
+                self.known.clear()  # parameters were taken out of the groups
+        self.known[id(param)] = (param, *addresses)
 
     def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
         """A step count as torch's class keeps it."""
@@ -280,20 +328,22 @@ class RuleOptimizer(Optimizer):
             for param in group["params"]:
                 if self.state.get(param) or not rule.counts:
                     continue
-                made = states.new(rule, param, group, group.get("state_dtype"), None)
-                self.keep(group, rule, param, made)
+                memory = parameters.memory_of(param)
+                made = states.new(rule, memory, group, group.get("state_dtype"), None)
+                record = self.new_record(group, rule, param, made)
+                if record:
+                    self.state[param] = record
 
-    def keep(self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]) -> Any:
-        """Give a parameter its first state, with a step count of zero."""
-        counts = rule.counts or group.get("stochastic_rounding")
-        if not counts and not rule.state:
-            return {}  # as with torch's SGD, nothing shows that the parameter is known
-        kept = self.state[param]
-        if counts:
-            kept["step"] = self.new_count(group, param)
+    def new_record(
+        self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]
+    ) -> dict[str, Any]:
+        """A parameter's first state, with a step count of zero; empty where nothing is kept."""
+        record: dict[str, Any] = {}
+        if rule.counts or group.get("stochastic_rounding"):
+            record["step"] = self.new_count(group, param)
         for spec, tensor in zip(rule.state, tensors, strict=True):
-            kept[spec.name] = tensor
-        return kept
+            record[spec.name] = parameters.laid_out_like(param, tensor)
+        return record
 
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
@@ -326,6 +376,8 @@ class RuleOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch's optimizers do."""
+        if torch.compiler.is_compiling():
+            return _uncompiled_zero_grad(self, set_to_none)
         self.rounds += 1
         super().zero_grad(set_to_none)
 
@@ -376,14 +428,14 @@ class RuleOptimizer(Optimizer):
             rows: int64 or int32, of one dim; ``None`` for all.
         """
         idling = self.idle.get(id(param))
-        if idling is None:
+        if idling is None or idling.owner is not param:
             return
         state = idling.state_in(self.state.get(param))
         if state is None:  # cleared: the parameter begins anew, so nothing was missed
             return
-        real = rows_of(param, state)
+        real = rows_of(parameters.memory_of(param), state)
         if rows is None:
-            idling.bring_all(*real, engine=self.engine)
+            uninterrupted(lambda: idling.bring_all(*real, engine=self.engine))
             return
         idling.check(*real)
         rows = idling.that_may_move(rows.to(param.device))
@@ -465,3 +517,9 @@ class RuleOptimizer(Optimizer):
                 if "step" in kept:
                     kept["step"] = self.new_count(known, param, int(kept["step"]))
                 self.state[param] = kept
+
+
+# What is to run as it is when torch.compile comes across it. The compiler is not imported before
+# it does.
+_uncompiled_step = _disable_dynamo(RuleOptimizer._uncompiled_step)
+_uncompiled_zero_grad = _disable_dynamo(RuleOptimizer.zero_grad)

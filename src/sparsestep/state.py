@@ -12,6 +12,7 @@ from sparsestep import memory
 from sparsestep.contract import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.parameters import memory_of
 
 
 def shape_for(kept: State, param: Tensor) -> torch.Size:
@@ -87,6 +88,7 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
         if not isinstance(tensor, Tensor):
             contract = f"the state must hold a tensor {kept.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
+        tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
         wanted = shape[:1] if kept.per_row else shape
         if tensor.shape != wanted or not same_device:
@@ -106,6 +108,17 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
             raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
+
+
+def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
+    """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
+    count = state.get("step")
+    if rule.counts and not (
+        isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    ):
+        contract = "the state must hold 'step', how many steps were taken"
+        got = ", ".join(map(str, state)) if count is None else f"a {type(count).__name__}"
+        raise InputError(sentence(contract, got, "To begin anew, clear the parameter's state"))
 
 
 def loaded(

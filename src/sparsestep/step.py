@@ -1,7 +1,9 @@
-"""One step of an optimizer: planned and checked in full, then run.
+"""One step of an optimizer: planned and prepared in full, then committed.
 
 Per parameter and step it is decided who does the work: torch's own kernel where the gradient is
-dense and torch has the formula, an engine everywhere else.
+dense and torch has the formula, an engine everywhere else. Whatever may raise does so before
+anything is written, and what is written is written as a whole: no exception and no signal comes
+between.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable_supported_devices
 
-from sparsestep import engines, masks, rounding
+from sparsestep import engines, masks, parameters, rounding
 from sparsestep import state as states
-from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings, State, Update
 from sparsestep.errors import InputError, StaleWarning, sentence
-from sparsestep.grads import COMPLEX, FLOATS, Touched, check_positions
+from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.lagging import Lagging
 from sparsestep.layouts import Gradient, touched
+from sparsestep.signals import uninterrupted
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
 
 Group = dict[str, Any]
+Record = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -34,8 +39,11 @@ class Planned:
     """What is to be done with one parameter.
 
     Attributes:
-        param: the parameter.
-        grad: its gradient.
+        group: its param group.
+        rule: the formula.
+        owner: the parameter as the optimizer has it.
+        param: its memory: the same, but for a DTensor.
+        grad: its gradient, for that memory.
         gradient: the same in canonical form.
         kept: the optimizer's record of its state; ``None`` before the first step.
         tensors: the state tensors; ``None`` where they still have to be made.
@@ -43,98 +51,12 @@ class Planned:
 
     group: Group
     rule: Rule
+    owner: Tensor
     param: Tensor
     grad: Gradient
     gradient: Touched
-    kept: dict[str, Any] | None
+    kept: Record | None
     tensors: list[Tensor] | None
-
-
-@dataclass(slots=True)
-class Lagging:
-    """A parameter under dense semantics, before its step.
-
-    Attributes:
-        param: the parameter.
-        positions: the rows that its gradient holds; ``None`` for all.
-        kept: the optimizer's record of its state; ``None`` before the first step.
-        tensors: the state tensors; ``None`` before the first step.
-        settings: those of its param group.
-        selection: what a mask selects.
-    """
-
-    param: Tensor
-    positions: Tensor | None
-    kept: dict[str, Any] | None
-    tensors: list[Tensor] | None
-    settings: Settings
-    selection: masks.Selection | None
-
-    def catch_up(self, optimizer: RuleOptimizer) -> None:
-        """Bring up to date what the step touches."""
-        idling = self._known(optimizer) or self._anew()
-        optimizer.idle[id(self.param)] = idling
-        if self.positions is None:
-            idling.stamp(idling.among)
-            return
-        rows = idling.that_may_move(self.positions.reshape(-1))
-        if self.tensors is None and idling.rule.state:
-            idling.stamp(rows)  # nothing is kept yet, so nothing was missed
-            return
-        real = rows_of(self.param, self.tensors or [])
-        if idling.bring(*real, rows, touch=True, engine=optimizer.engine):
-            _say_once_that_it_was_stale()
-
-    @property
-    def rows(self) -> int:
-        """How many it has."""
-        shape = self.param.shape
-        return shape[0] if shape else 1
-
-    @property
-    def _among(self) -> Tensor | None:
-        return None if self.selection is None else self.selection.positions
-
-    def _known(self, optimizer: RuleOptimizer) -> Idling | None:
-        """What is known of its rows; ``None`` where the parameter is new, or begins anew."""
-        idling = optimizer.idle.get(id(self.param))
-        if idling is None or idling.rows != self.rows:  # the parameter was replaced
-            return None
-        # What was missed is made up for by the rule that was missed, with its own state.
-        missed, among = idling.state_in(self.kept), self._among
-        if missed is None:
-            return None
-        other = not idling.is_under(self.settings)
-        if other or idling.among is not among or idling.history.is_full or self.positions is None:
-            idling.bring_all(*rows_of(self.param, missed), engine=optimizer.engine)
-        if other:
-            now, fresh = idling.history.now, idling.last < 0
-            idling = Idling(self.settings, idling.rows, now, new=False)
-            idling.stamp_all(now, fresh=fresh)
-        idling.among = among
-        return idling
-
-    def _anew(self) -> Idling:
-        kept = self.kept
-        done = int(kept.get("step", 0)) if kept else 0
-        # State that was made in advance has seen no gradient either.
-        new = kept is None or (self.settings.rule.counts and not done)
-        idling = Idling(self.settings, self.rows, done, new=new)
-        idling.among = self._among
-        return idling
-
-
-def rows_of(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A parameter and its state as real tensors whose first dim are the rows."""
-    if param.dim() and not param.is_complex():
-        return param, state
-
-    def real(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return tensor if param.dim() else tensor.unsqueeze(0)
-
-    return real(param), [real(tensor) for tensor in state]
 
 
 _said: set[str] = set()
@@ -148,7 +70,7 @@ def _say_once_that_it_was_stale() -> None:
             "(semantics='dense'). Call optimizer.track(model) once, or "
             "optimizer.catch_up(param, rows) before each look-up.",
             StaleWarning,
-            stacklevel=8,  # the caller of optimizer.step()
+            stacklevel=6,  # the caller of optimizer.step()
         )
 
 
@@ -163,6 +85,7 @@ class Step:
         self._updates: list[Update] = []
         self._updated: list[Planned] = []
         self._dense: list[list[Planned]] = []
+        self._records: list[list[Record]] = []  # of those: the state as it is, or is to be
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._numbers = 0  # of parameters in the groups before
         self.repeats: list[tuple[int, int]] = []
@@ -184,8 +107,8 @@ class Step:
         """
         optimizer, params = self._optimizer, group["params"]
         try:
-            settings = optimizer.groups.settings_of(number, group)
-            selections = optimizer.groups.selections_of(group, settings)
+            settings = optimizer.groups.settings_of(optimizer, number, group)
+            selections = optimizer.groups.selections_of(optimizer, group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         dense: list[Planned] = []
@@ -206,9 +129,10 @@ class Step:
             try:
                 planned = self._planned(group, settings, param, grad)
                 if self._dense_semantics:
-                    positions, kept = planned.gradient.positions, planned.kept
-                    self._lags(
-                        Lagging(param, positions, kept, planned.tensors, settings, selection)
+                    memory, positions = planned.param, planned.gradient.positions
+                    kept, tensors = planned.kept, planned.tensors
+                    self._idle.append(
+                        Lagging(param, memory, positions, kept, tensors, settings, selection)
                     )
                 if selection is None and settings.uses_torch and _fits_torch(planned, settings):
                     dense.append(planned)
@@ -245,7 +169,7 @@ class Step:
                 return numbers
             chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
         left = self._natively.take(
-            settings, meant, optimizer.state, optimizer.settled, self._seen, chosen, grads, first
+            settings, meant, optimizer.state, optimizer.known, self._seen, chosen, grads, first
         )
         if self._dense_semantics:
             self._lag_but_for(left, numbers, meant, grads, settings)
@@ -269,26 +193,30 @@ class Step:
             tensors = [kept[spec.name] for spec in settings.rule.state] if kept else []
             try:
                 positions = touched(param, grad).positions
-                self._lags(Lagging(param, positions, kept, tensors, settings, None))
+                self._idle.append(Lagging(param, param, positions, kept, tensors, settings, None))
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
 
     def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Gradient) -> Planned:
         """A parameter's gradient and state, checked."""
-        rule = settings.rule
-        gradient = touched(param, grad, by_row=rule.by_row or self._dense_semantics)
+        rule, memory = settings.rule, param
+        kept = self._optimizer.state.get(param)
+        if type(param) is not torch.nn.Parameter and parameters.is_distributed(param):
+            by_row = rule.by_row or self._dense_semantics
+            grad = parameters.local_gradient(param, grad, by_row=by_row)
+            memory = parameters.memory_of(param)
+        self._optimizer.look_at(param, memory)
+        gradient = touched(memory, grad, by_row=rule.by_row or self._dense_semantics)
         if self._dense_semantics:
             gradient = gradient._replace(held=None)  # what is not held is zero, and counts
-        kept = self._optimizer.state.get(param)
+        tensors = None
         if not kept or (not rule.counts and any(kept.get(s.name) is None for s in rule.state)):
-            planned = Planned(group, rule, param, grad, gradient, None, None)
+            kept = None
         else:
-            tensors = states.checked(rule, param, kept)
-            planned = Planned(group, rule, param, grad, gradient, kept, tensors)
-        if id(param) not in self._optimizer.settled:
-            self._optimizer.settled.add(id(param))
-            states.settle(param, planned.tensors, gradient)
-        return planned
+            states.check_count(rule, kept)
+            tensors = states.checked(rule, memory, kept)
+        self._optimizer.look_at(param, memory, tensors, gradient)
+        return Planned(group, rule, param, memory, grad, gradient, kept, tensors)
 
     def _take(
         self,
@@ -300,6 +228,9 @@ class Step:
         """Make it an engine's update."""
         rule, param, group = settings.rule, planned.param, planned.group
         gradient = planned.gradient
+        if selection is not None and planned.owner is not param:
+            contract = "a DTensor parameter takes no mask"
+            raise InputError(sentence(contract, "one", "Use a group of its own without mask"))
         if param.dtype not in FLOATS and param.dtype not in COMPLEX:
             raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
         if group.get("differentiable"):
@@ -321,68 +252,102 @@ class Step:
         seed = None
         if settings.seed is not None:
             seed = rounding.seed_for(settings.seed, self._numbers + index, step)
-        self._updates.append(Update(settings, index, param, gradient, state, step, seed))
+        owner = planned.owner
+        self._updates.append(Update(settings, index, param, gradient, state, step, seed, owner))
         self._updated.append(planned)
-
-    def _lags(self, lagging: Lagging) -> None:
-        """Note that its rows have to be brought up to date before they are updated."""
-        if lagging.positions is not None:
-            check_positions(lagging.positions, lagging.rows)
-        self._idle.append(lagging)
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
+        work = self._prepare()
+        if work.is_native and not (self._updates or self._dense or self._idle):
+            work.commit()  # one call of the core, which counts the steps as well
+        else:
+            uninterrupted(lambda: self._commit(work))
+
+    def _prepare(self) -> engines.Work:
+        """Do all that may fail."""
         optimizer = self._optimizer
-        others = [self._run_torch] if self._dense else []
-        before = [self._catch_up] if self._idle else []
-        engines.run(self._updates, optimizer.engine, self._natively, others, before)
+        work = engines.Work(self._updates, optimizer.engine, self._natively)
+        work.prepare()
+        self._records = [[self._record(planned) for planned in dense] for dense in self._dense]
+        stale = 0
         for lagging in self._idle:
-            optimizer.idle[id(lagging.param)].advance(lagging.settings)
-        for planned, update in zip(self._updated, self._updates, strict=True):
-            kept = planned.kept
-            if kept is None:  # the first step: only now does the parameter have a state
-                tensors = planned.tensors
-                assert tensors is not None
-                kept = optimizer.keep(planned.group, planned.rule, planned.param, tensors)
-            count = kept.get("step")
-            if isinstance(count, Tensor):
-                with torch.no_grad():
-                    count.add_(1)
-            elif count is not None:
-                kept["step"] = update.step
-            elif update.seed is not None:  # a state that came without a count
-                kept["step"] = optimizer.new_count(planned.group, planned.param, update.step)
+            stale += lagging.prepare(optimizer)
+        if stale:
+            _say_once_that_it_was_stale()
+        if not work.is_native:
+            work.compute(p for group in optimizer.param_groups for p in group["params"])
+        return work
 
-    def _catch_up(self) -> None:
-        for lagging in self._idle:
-            lagging.catch_up(self._optimizer)
-
-    def _run_torch(self) -> None:
-        optimizer = self._optimizer
-        for dense in self._dense:
-            group, rule = dense[0].group, dense[0].rule
-            records = [planned.kept or self._first_record(planned) for planned in dense]
-            batch = Batch(
-                group,
-                [planned.param for planned in dense],
-                [planned.gradient.values for planned in dense],
-                {spec.name: [kept.get(spec.name) for kept in records] for spec in rule.state},
-                [kept["step"] for kept in records] if rule.counts else [],
-            )
-            with torch.set_grad_enabled(bool(group.get("differentiable"))):
-                optimizer.torch_kernel(batch)
-            for name, tensors in batch.state.items():
-                for kept, tensor in zip(records, tensors, strict=True):
-                    kept[name] = tensor
-
-    def _first_record(self, planned: Planned) -> dict[str, Any]:
+    def _record(self, planned: Planned) -> Record:
+        """The state for torch's kernel; new state is not the optimizer's before the commit."""
+        if planned.kept is not None:
+            return planned.kept
         group, rule, param = planned.group, planned.rule, planned.param
-        if not rule.counts:  # torch takes a missing tensor for a first step
-            return self._optimizer.state[param] if rule.state else {}
+        if not rule.counts:
+            return {}  # torch takes a missing tensor for a first step
         dtype = group.get("state_dtype")
-        tensors = states.new(rule, param, group, dtype, planned.gradient)
-        record: dict[str, Any] = self._optimizer.keep(group, rule, param, tensors)
-        return record
+        planned.tensors = states.new(rule, param, group, dtype, planned.gradient)
+        return self._optimizer.new_record(group, rule, planned.owner, planned.tensors)
+
+    def _commit(self, work: engines.Work) -> None:
+        """Write everything; nothing can fail."""
+        optimizer = self._optimizer
+        for dense, records in zip(self._dense, self._records, strict=True):
+            self._run_torch(dense, records)
+        work.commit()
+        for planned, update in zip(self._updated, self._updates, strict=True):
+            self._count(planned, update)
+        for lagging in self._idle:
+            lagging.commit(optimizer)
+        apart = [p for p in (*self._updated, *self._dense_planned()) if p.owner is not p.param]
+        if apart:
+            increment_version([planned.owner for planned in apart])
+
+    def _dense_planned(self) -> list[Planned]:
+        return [planned for dense in self._dense for planned in dense]
+
+    def _count(self, planned: Planned, update: Update) -> None:
+        """Count the step; with the first, the parameter gets its state."""
+        optimizer, kept = self._optimizer, planned.kept
+        if kept is None:
+            tensors = planned.tensors
+            assert tensors is not None
+            kept = optimizer.new_record(planned.group, planned.rule, planned.owner, tensors)
+            if kept:  # as with torch's SGD, nothing may show that the parameter is known
+                optimizer.state[planned.owner] = kept
+        count = kept.get("step")
+        if isinstance(count, Tensor):
+            with torch.no_grad():
+                count.add_(1)
+        elif count is not None:
+            kept["step"] = update.step
+        elif update.seed is not None:  # a state that came without a count
+            kept["step"] = optimizer.new_count(planned.group, planned.param, update.step)
+
+    def _run_torch(self, dense: list[Planned], records: list[Record]) -> None:
+        optimizer, group, rule = self._optimizer, dense[0].group, dense[0].rule
+        names = [spec.name for spec in rule.state]
+        memory = [
+            {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
+            for r in records
+        ]
+        batch = Batch(
+            group,
+            [planned.param for planned in dense],
+            [planned.gradient.values for planned in dense],
+            {name: [state.get(name) for state in memory] for name in names},
+            [record["step"] for record in records] if rule.counts else [],
+        )
+        with torch.set_grad_enabled(bool(group.get("differentiable"))):
+            optimizer.torch_kernel(batch)
+        for name, tensors in batch.state.items():
+            for planned, record, state, tensor in zip(dense, records, memory, tensors, strict=True):
+                if tensor is not state.get(name):  # the kernel has made it
+                    record[name] = parameters.laid_out_like(planned.owner, tensor)
+        for planned, record in zip(dense, records, strict=True):
+            if planned.kept is None and record:
+                optimizer.state[planned.owner] = record
 
 
 def _kind(grad: Gradient) -> str:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparsestep
 from sparsestep.engines import native
 from sparsestep.grads import Touched
-from tests.table import VARIANTS
+from tests.table import VARIANTS, same_bits
 
 NATIVE = Path(__file__).parents[2] / "native"
 
@@ -171,7 +172,7 @@ def test_a_bad_call_into_the_core_is_refused():
     assert not jobs.add(0, numbers, whole, integers, [one, one], None)
     elsewhere = Touched(None, one.to("meta"), 1, 1)
     assert not jobs.add(0, numbers, elsewhere, one, [one, one], None)
-    assert jobs.run(1) is None  # nothing was added
+    assert jobs.prepare(1) is None  # nothing was added
 
 
 PURE = """
@@ -213,3 +214,25 @@ def test_tables_above_two_billion_slots():
     assert param[rows - 1, columns - 1] == -0.5
     assert param[0, 1] == -0.5
     assert param[0, 0] == 0
+
+
+def colliding_slots(count: int) -> Tensor:
+    """Slots that lie side by side in the core's hash tables: see ``mix`` in native/unique.cpp."""
+    slots = torch.arange(1 << 24)
+    product = slots * (0x9E3779B97F4A7C15 - (1 << 64))
+    mixed = product ^ (product >> 29 & 0x7FFFFFFFF)
+    return slots[(mixed & 0xFFFFFFFF) >> 22 == 0][:count]
+
+
+def test_slots_that_are_chosen_to_collide_are_summed_in_order_all_the_same():
+    """They are brought together by sorting, where the hash tables would take forever."""
+    chosen = colliding_slots(4000)
+    assert len(chosen) == 4000
+    order = torch.randint(4000, (12_500,), generator=torch.Generator().manual_seed(0))
+    positions, slots = chosen[order], int(chosen.max()) + 1
+    values = torch.sin(torch.arange(12_500.0))[:, None]
+    found, expected = torch.zeros(slots, 1), torch.zeros(slots, 1)
+    for param, engine in ((found, "native"), (expected, "reference")):
+        sparsestep.functional.sgd_(param, Touched(positions, values), lr=1.0, engine=engine)
+    assert same_bits(found, expected)
+    assert int((found != 0).sum()) == len(order.unique())

@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from sparsestep.contract import Update
 from sparsestep.engines import native, reference
 from sparsestep.errors import InputError, SlowWarning, sentence
+from sparsestep.parameters import overlapping
+from sparsestep.signals import uninterrupted
 
 ENGINES = ("auto", "native", "reference")
 
@@ -34,49 +38,82 @@ def native_step(engine: str) -> native.Step | None:
     return None if engine == "reference" or native.core is None else native.Step()
 
 
-def run(
-    updates: Sequence[Update],
-    engine: str,
-    natively: native.Step | None = None,
-    others: Sequence[Callable[[], None]] = (),
-    before: Sequence[Callable[[], None]] = (),
-) -> None:
-    """Apply all updates, or raise and apply none.
+class Work:
+    """Updates on their way through the engines: claimed, prepared, committed.
 
-    What the reference engine runs is computed first and written last, and the native core checks
-    everything before it writes, so nothing can fail once something is written.
-
-    Args:
-        updates: what the engines are to do.
-        engine: one of ``ENGINES``.
-        natively: what ``native_step`` gave, with whatever it has taken already.
-        others: called once nothing can fail any more: what torch's own kernels do.
-        before: called once every engine has taken its updates: what brings rows up to date. Then
-            positions must have been checked.
+    Whatever may raise does so before ``commit``, for all engines: the core checks positions and
+    allocates, the reference engine computes all new values and writes none.
     """
-    others_than_native = []
-    for update in updates:
-        if natively is not None and natively.add(update):
-            continue
-        if engine == "native":
-            raise update.refuse(_why_not_native(update))
-        if engine == "auto":
-            _say_once_that_it_is_slow(update)
-        others_than_native.append(update)
-    for bring_up_to_date in before:
-        bring_up_to_date()
-    results = []
-    for update in others_than_native:
-        try:
-            results.append(reference.compute(update))
-        except InputError as error:
-            raise update.refuse(error) from None
-    if natively is not None:
-        natively.run()
-    for other in others:
-        other()
-    for result in results:
-        result.write()
+
+    def __init__(
+        self, updates: Sequence[Update], engine: str, natively: native.Step | None = None
+    ) -> None:
+        """Let each engine claim the updates that it can run.
+
+        Args:
+            updates: what is to be done.
+            engine: one of ``ENGINES``.
+            natively: what ``native_step`` gave, with whatever it has taken already.
+        """
+        self._natively = natively
+        self._others = []
+        for update in updates:
+            if natively is not None and natively.add(update):
+                continue
+            if engine == "native":
+                raise update.refuse(_why_not_native(update))
+            if engine == "auto":
+                _say_once_that_it_is_slow(update)
+            self._others.append(update)
+        self._results: list[reference.Result] = []
+        self._shared: set[int] = set()
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the core runs all of it."""
+        return not self._others
+
+    def prepare(self) -> None:
+        """Check what does not depend on the values, and allocate."""
+        if self._natively is not None:
+            self._natively.prepare()
+
+    def compute(self, written: Iterable[Tensor]) -> None:
+        """Compute what the core does not, from the values as they are now.
+
+        Args:
+            written: every parameter that the step writes, by whichever engine.
+        """
+        if not self._others:
+            return
+        self._shared = overlapping(written)
+        for update in self._others:
+            try:
+                self._results.append(reference.compute(update))
+            except InputError as error:
+                raise update.refuse(error) from None
+
+    def commit(self) -> None:
+        """Write; nothing can fail."""
+        if self._natively is not None:
+            self._natively.commit()
+        for result in self._results:
+            if id(result.update.owner) in self._shared:
+                # Another view of the same memory may have been written meanwhile. That the rule can
+                # be run was seen when it was run in vain.
+                result = reference.compute(result.update)
+            result.write()
+
+
+def run(updates: Sequence[Update], engine: str) -> None:
+    """Apply all updates, or raise and apply none."""
+    work = Work(updates, engine, native_step(engine))
+    work.prepare()
+    work.compute([update.owner for update in updates])
+    if work.is_native:
+        work.commit()  # one call of the core
+    else:
+        uninterrupted(work.commit)
 
 
 def _why_not_native(update: Update) -> str:

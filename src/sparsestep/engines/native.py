@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -71,18 +71,23 @@ def use_instruction_set(name: str) -> None:
 
 
 class _Numbers(dict[int, tuple[float, ...]]):
-    """What the core is told for each step count of a group, computed when it is asked for."""
+    """What the core is told for each step count of a group, computed when it is asked for.
+
+    It knows parts of the settings, not the settings: these lead to it, and to the parameters, which
+    would be freed only when the garbage collector finds the circle.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        assert settings.rule.coefficients is not None
+        self._coefficients = settings.rule.coefficients
+        self._hyper = settings.hyper
+        self._common = (settings.sign, settings.l2, settings.shrink)
 
     def __missing__(self, step: int) -> tuple[float, ...]:
-        settings = self._settings
-        assert settings.rule.coefficients is not None
         if len(self) > 64:  # the settings may stay the same for long
             self.clear()
-        coefficients = settings.rule.coefficients(step=step, **settings.hyper)
-        self[step] = found = (settings.sign, settings.l2, settings.shrink, *coefficients)
+        found = (*self._common, *self._coefficients(step=step, **self._hyper))
+        self[step] = found
         return found
 
 
@@ -100,9 +105,9 @@ class Step:
         settings: Settings,
         params: list[Tensor],
         state: dict[Tensor, Any],
-        settled: set[int],
+        known: dict[int, tuple[Any, ...]],
         seen: set[int],
-        selections: list[tuple[Tensor, int] | None] | None,
+        selections: list[tuple[Tensor, int, torch.Size] | None] | None,
         grads: Sequence[Gradient | None] | None,
         first: int,
     ) -> Sequence[int]:
@@ -116,7 +121,7 @@ class Step:
             settings: of the group.
             params: of the group, all or some that follow each other.
             state: of the optimizer.
-            settled: ids of parameters that have been looked at before.
+            known: where the memory of each parameter and its state was when it was looked at.
             seen: ids of parameters that were taken in this step.
             selections: what masks select, for each parameter.
             grads: the gradients, where they are not those that the parameters have.
@@ -137,7 +142,7 @@ class Step:
             settings.core[tag] = group
         self._settings.append(settings)
         left: list[int] = self._jobs.take(
-            group, params, state, settled, seen, selections, grads, first
+            group, params, state, known, seen, selections, grads, first
         )
         return left
 
@@ -164,19 +169,21 @@ class Step:
             found = settings.core["numbers"] = _Numbers(settings)
         return found
 
-    def run(self) -> None:
-        """Apply the updates; raises with nothing written if any position is no slot."""
-        bad = self._jobs.run(torch.get_num_threads())
+    def prepare(self) -> None:
+        """Do all that may fail; raises if any position is no slot."""
+        bad = self._jobs.prepare(torch.get_num_threads())
         if bad is not None:
             tag, index, slots, position = bad
             why = bad_index(0, slots, position)
             if tag < 0:
                 raise self._updates[index].refuse(why)
             raise InputError(f"{self._settings[tag].who(index)}: {why}")
-        written = self._jobs.count()
-        written += [update.param for update in self._updates]
-        if written:
-            increment_version(written)
+
+    @property
+    def commit(self) -> Callable[[], None]:
+        """Apply the updates, and count those that were taken: one call of the core."""
+        commit: Callable[[], None] = self._jobs.commit
+        return commit
 
 
 _ALONG = ("nothing", "buffer", "sign", "quotient", "leader")  # as in native/types.h

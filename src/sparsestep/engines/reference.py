@@ -63,15 +63,17 @@ def compute(update: Update) -> Result:
         for tensor, block in zip(tensors, blocks, strict=True)
     ]
     param, *state = old
+    held = touched.held
+    if held is not None and touched.source is not None:
+        held = held[touched.source]
     if settings.l2:
-        grad = grad + settings.l2 * param
+        decay = settings.l2 * param
+        grad = grad + (decay if held is None else torch.where(held, decay, 0.0))
     if settings.shrink != 1.0:
         param = param * settings.shrink
     new = settings.rule.new_values([param, *state], grad, update.step, settings.hyper)
-    held = touched.held
     if held is not None:
         # Only what is held moves; what is kept per row moves anyway. Positions are in order here.
-        held = held if touched.source is None else held[touched.source]
         new = [
             torch.where(held, value, before) if value.shape == held.shape else value
             for value, before in zip(new, old, strict=True)

@@ -1,0 +1,78 @@
+"""One of two processes that share a model by FSDP2, so that its parameters are DTensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.rules import OPTIMIZERS
+from tests.distributed import pair
+
+ROWS = 7  # not the same number for both
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(ROWS, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
+
+
+def options_of(optimizer: type) -> dict[str, object]:
+    return {"lr": 0.05, **({"momentum": 0.9} if optimizer is sparsestep.SGD else {})}
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        opt.zero_grad()
+        ids = torch.tensor([step % ROWS, (step * 3 + 1) % ROWS, 2])
+        model(ids).square().sum().backward()
+        opt.step()
+
+
+def work(rank: int, meeting: str) -> pair.Results:
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    found: pair.Results = {}
+    for optimizer in OPTIMIZERS:
+        model = fully_shard(Model(), mesh=mesh)
+        opt = optimizer(model.parameters(), **options_of(optimizer))
+        train(model, opt, range(3))
+        saved = state_dict.get_optimizer_state_dict(model, opt)
+        # A new optimizer goes on from the checkpoint of the old one.
+        again = optimizer(model.parameters(), **options_of(optimizer))
+        state_dict.set_optimizer_state_dict(model, again, saved)
+        train(model, again, range(3, 6))
+        record = again.state[model.table.weight]
+        found[optimizer.__name__] = {
+            "params": [p.full_tensor().detach() for p in model.parameters()],
+            "state": {k: v.full_tensor() for k, v in record.items() if isinstance(v, DTensor)},
+            "rows": model.table.weight.to_local().shape[0],
+        }
+    table = fully_shard(nn.Embedding(ROWS, 4), mesh=mesh).weight
+    found["sparse"] = sparse_gradient(table)
+    dist.destroy_process_group()
+    return found
+
+
+def sparse_gradient(table: Tensor) -> Tensor:
+    """A gradient for the rows that this process has, passed by hand."""
+    with torch.no_grad():
+        table.to_local().zero_()
+    opt = sparsestep.FunctionalSGD([table], lr=1.0)
+    opt.step([sparsestep.Touched(torch.tensor([0, 2, 0]), torch.ones(3, 4))])
+    return table.full_tensor().detach()
+
+
+if __name__ == "__main__":
+    pair.main(work)

@@ -1,0 +1,44 @@
+"""Parameters that are DTensors, as FSDP2 makes them: each process updates the part that it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsestep.rules import OPTIMIZERS
+from tests.table import same_bits
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("needs gloo", allow_module_level=True)
+
+from tests.distributed.pair import Results, run_pair
+from tests.distributed.sharded_worker import ROWS, Model, options_of, train
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return run_pair("tests.distributed.sharded_worker", tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sharded_training_has_the_bits_of_one_process(
+    found: list[Results], optimizer: type[torch.optim.Optimizer]
+):
+    """Across a checkpoint. Both have the same batch: the mean of their gradients is each one."""
+    model = Model()
+    opt = optimizer(model.parameters(), **options_of(optimizer))
+    train(model, opt, range(6))
+    state = opt.state[model.table.weight]
+    for rank, rows in ((0, 4), (1, 3)):
+        result = found[rank][optimizer.__name__]
+        assert all(map(same_bits, result["params"], model.parameters()))
+        assert result["state"], "the state is sharded like the parameter"
+        assert all(same_bits(value, state[name]) for name, value in result["state"].items())
+        assert result["rows"] == rows
+
+
+def test_a_sparse_gradient_is_that_of_the_local_rows(found: list[Results]):
+    moved = [-2.0, 0.0, -1.0, 0.0, -2.0, 0.0, -1.0]
+    assert len(moved) == ROWS
+    for rank in (0, 1):
+        assert found[rank]["sparse"].tolist() == [[value] * 4 for value in moved]

@@ -1,0 +1,173 @@
+"""What a parameter must be for its numbers to be written, and memory that several share."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import sparsestep
+from sparsestep.parameters import has_internal_overlap, overlapping
+from sparsestep.rules import OPTIMIZERS
+from tests.table import same_bits
+
+
+class Wrapper(Tensor):
+    """A tensor around another, without memory of its own."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda w: w.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, Wrapper, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_wrapper_without_memory_is_refused(optimizer: type[torch.optim.Optimizer], sparse: bool):
+    plain, wrapper = torch.zeros(5, 2), Wrapper(torch.zeros(5, 2))
+    opt = getattr(sparsestep, f"Functional{optimizer.__name__}")([plain, wrapper])
+    grad = torch.ones(5, 2)
+    with pytest.raises(sparsestep.InputError, match=r"must have memory of its own.* Got a Wrapper"):
+        opt.step([grad, grad.to_sparse(1) if sparse else grad])
+    assert not plain.any()
+
+
+def test_a_fake_tensor_is_refused():
+    with FakeTensorMode():
+        fake = torch.zeros(5, 2)
+    with pytest.raises(sparsestep.InputError, match="Got a FakeTensor"):
+        sparsestep.functional.lion_(fake, torch.ones(5, 2), torch.zeros(5, 2), step=1)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 16])
+def test_memory_that_was_taken_away_is_noticed(bytes_left: int):
+    table = nn.Parameter(torch.zeros(5, 2))
+    opt = sparsestep.Lion([table])
+    table.grad = torch.ones(5, 2).to_sparse(1)
+    for _ in range(2):
+        opt.step()
+    table.untyped_storage().resize_(bytes_left)
+    with pytest.raises(sparsestep.InputError, match="as much as its shape says"):
+        opt.step()
+
+
+@given(st.data())
+def test_internal_overlap_is_that_of_the_elements(data: st.DataObject):
+    """Strides alone tell it in the usual cases only."""
+    dims = data.draw(st.integers(0, 3))
+    shape = data.draw(st.tuples(*[st.integers(0, 4)] * dims))
+    strides = data.draw(st.tuples(*[st.integers(0, 7)] * dims))
+    places = [
+        sum(map(int.__mul__, index, strides))
+        for index in itertools.product(*(range(n) for n in shape))
+    ]
+    tensor = torch.zeros(100).as_strided(shape, strides)
+    assert has_internal_overlap(tensor) == (len(set(places)) < len(places))
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_parameter_whose_elements_overlap_is_refused(engine: str):
+    table = torch.zeros(8).as_strided((4, 4), (1, 1))
+    with pytest.raises(sparsestep.InputError, match="every element of a parameter"):
+        sparsestep.functional.sgd_(table, torch.ones(4, 4), lr=1.0, engine=engine)
+    assert not table.any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6))
+def test_tensors_that_overlap_are_found(bounds: list[tuple[int, int]]):
+    line = torch.zeros(12)
+    views = [line[min(pair) : max(pair)] for pair in bounds]
+    places = [set(range(min(pair), max(pair))) for pair in bounds]
+    found = overlapping(views)
+    for i, view in enumerate(views):
+        shared = any(places[i] & other for j, other in enumerate(places) if i != j)
+        assert (id(view) in found) == shared
+
+
+KINDS = list(itertools.product(["native", "reference", "torch"], repeat=2))
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.SlowWarning")
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_no_update_of_overlapping_views_is_lost(kinds: tuple[str, str]):
+    """Whoever runs each: the core, the reference engine where strides are odd, torch's kernel."""
+    line = torch.zeros(12)
+    params, grads = [], []
+    for kind, begin in zip(kinds, (0, 4), strict=True):
+        view = line[begin : begin + 8].view(2, 2, 2)
+        odd = kind == "reference"
+        params.append(view.transpose(1, 2) if odd else view)
+        dense = torch.ones(2, 2, 2)
+        sparse = sparsestep.Touched(torch.tensor([0, 1]), dense)
+        grads.append(dense if kind == "torch" else sparse)
+    sparsestep.FunctionalSGD(params, lr=1.0).step(grads)
+    assert line.tolist() == [-1.0] * 4 + [-2.0] * 4 + [-1.0] * 4
+
+
+# Gradients in memory of the parameter, or in none
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gradient_of_zeros_without_memory(optimizer: type[torch.optim.Optimizer]):
+    params = [nn.Parameter(torch.ones(5, 2)) for _ in range(2)]
+    grads = torch._efficientzerotensor((5, 2)), torch.zeros(5, 2)
+    for param, grad in zip(params, grads, strict=True):
+        opt = optimizer([param])
+        for _ in range(2):
+            param.grad = grad
+            opt.step()
+    assert same_bits(*params)
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_positions_in_the_memory_of_the_parameter(engine: str):
+    """They are overwritten by the step that reads them."""
+    positions = torch.zeros(40, dtype=torch.int64)
+    param = positions.view(torch.float64)
+    grad = sparsestep.Touched(positions, torch.ones(40, dtype=torch.float64))
+    sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
+    assert param.tolist() == [-20.0] + [0.0] * 39
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_values_in_the_memory_of_the_parameter(engine: str, sparse: bool):
+    param = torch.arange(3000.0).view(1000, 3)
+    expected = param.clone()
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    if sparse:
+        expected[order] -= 0.5 * param
+    else:
+        expected -= 0.5 * param
+    grad = sparsestep.Touched(order, param) if sparse else param
+    sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
+    assert same_bits(param, expected)
+
+
+def test_steps_under_another_default_device():
+    table = nn.Parameter(torch.zeros(5, 2))
+    table.grad = torch.ones(5, 2).to_sparse(1)
+    opt = sparsestep.AdamW([table], semantics="dense")
+    torch.set_default_device("meta")
+    try:
+        for _ in range(3):
+            opt.step()
+        opt.catch_up()
+    finally:
+        torch.set_default_device(None)
+    assert table.ne(0).all()
