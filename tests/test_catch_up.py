@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import catch_up
+from sparsestep import history as histories
 from sparsestep.catch_up import History, Idling
 from sparsestep.contract import Settings
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
@@ -187,13 +188,37 @@ def test_without_a_first_moment_nothing_is_left_after_a_step():
 
 def test_a_history_is_full_after_so_many_steps(monkeypatch):
     history = new_history(ADAM)
-    monkeypatch.setattr(catch_up, "_MOST_STEPS", 10)
+    monkeypatch.setattr(histories, "_MOST_STEPS", 10)
     advance(history, ADAM, rates(7))
     assert not history.is_full
     advance(history, ADAM, rates(1))
     assert history.is_full
     history.begin_anew()
     assert not history.is_full
+
+
+@pytest.mark.parametrize(
+    "variant", [*SUMMED, Variant(sparsestep.Lion, {"weight_decay": 0.1})], ids=str
+)
+def test_a_history_that_forgets_its_oldest_steps_is_as_one_that_began_later(variant: Variant):
+    long, short = new_history(variant), new_history(variant, base=300)
+    lrs = rates(500)
+    advance(long, variant, lrs)
+    advance(short, variant, lrs[300:])
+    long.forget(300)
+    assert (
+        (long.base, long.steps, long.now) == (short.base, short.steps, short.now) == (300, 200, 500)
+    )
+    for more in (0, 100):
+        advance(long, variant, rates(more))
+        advance(short, variant, rates(more))
+        n = short.steps + 1
+        for ours, wanted in ((long.growth, short.growth), (long.sums.T, short.sums.T)):
+            assert torch.allclose(ours[:n], wanted[:n], rtol=1e-11, atol=1e-280)
+            assert not long.sums[:, n:].any()
+        assert torch.equal(long.sizes[1:n], short.sizes[1:n])
+        assert torch.equal(long.roots[1:n], short.roots[1:n])
+        assert long.grown == float(long.growth[n - 1])
 
 
 def test_a_history_is_full_when_decay_has_left_almost_nothing():
@@ -315,7 +340,7 @@ def idling_like(idling: Idling) -> Idling:
     """Another parameter with the same history."""
     other = object.__new__(Idling)
     other.__dict__.update(idling.__dict__)
-    other.last = idling.last.clone()
+    other._stamps = copy.deepcopy(idling._stamps)
     return other
 
 
