@@ -7,9 +7,8 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar, overload
 
 import torch
@@ -24,7 +23,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from sparsestep import engines, masks, options
+from sparsestep import checkpoint, engines, masks, options
 from sparsestep import state as states
 from sparsestep.backward import StepInBackward
 from sparsestep.catch_up import Idling
@@ -115,7 +114,7 @@ class RuleOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
-        self._loading: StateDict | None = None
+        self._loading: checkpoint.Checkpoint | None = None
         self.rounds = 0  # how often step() or zero_grad() was called
         self.groups = Groups(self)
         self.idle: dict[int, Idling] = {}  # by id of the parameter
@@ -414,24 +413,24 @@ class RuleOptimizer(Optimizer):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know keep the values that they have.
+        Options that the checkpoint does not know keep the values that they have. A checkpoint that
+        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are brought
+        up to date first, for the parameters themselves are no part of the checkpoint.
         """
 
-        def capture(_: Optimizer, after_hooks: StateDict) -> None:
-            self._loading = after_hooks
+        if not isinstance(state_dict, Mapping):
+            checkpoint.read(self, state_dict, ())  # says what is wrong with it
 
-        before = [dict(group) for group in self.param_groups]
-        handle = self.register_load_state_dict_pre_hook(capture)
+        def look(_: Optimizer, after_hooks: StateDict) -> None:
+            names = self._option_names + self.extras
+            self._loading = checkpoint.read(self, after_hooks, names)
+
+        handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
-        self.idle.clear()
-        for group, old in zip(self.param_groups, before, strict=True):
-            for name in self._option_names + self.extras:
-                if name in old:
-                    group.setdefault(name, old[name])
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
@@ -446,22 +445,21 @@ class RuleOptimizer(Optimizer):
         # Torch calls this at the end of load_state_dict too, with state and groups alone.
         if "_loading" not in self.__dict__:
             self._prepare()
+        loading = self._loading
+        if loading is not None:
+            self._restore(loading, state)
         super().__setstate__(state)
-        if self._loading is not None:
-            self._restore(self._loading)
 
-    def _restore(self, saved: StateDict) -> None:
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        for group in self.param_groups:
-            # Torch's classes set a few options after loading; here the values stay as they were.
-            known = {**{k: self.defaults[k] for k in self._option_names}, **group}
-            rule = self.rule_for(known)
-            # The params first: the ids go on in the next group.
-            for param, saved_id in zip(group["params"], ids, strict=False):
-                if saved_id not in saved["state"]:
-                    continue
-                found = saved["state"][saved_id]
-                kept = states.loaded(rule, param, found, known.get("state_dtype"))
-                if "step" in kept:
-                    kept["step"] = self.new_count(known, param, int(kept["step"]))
-                self.state[param] = kept
+    def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
+        """Put what a checkpoint says into the state that torch has read from it."""
+        for param in checkpoint.all_params(self):
+            # The parameters are no part of it, so what they have missed is made up for. But where
+            # another hand has written them since, they have been loaded already, and stand.
+            idling = self.idle.get(id(param))
+            if idling is not None and not idling.was_written(param):
+                self.bring(param, None)
+        self.idle.clear()
+        for group, missing in zip(state["param_groups"], loading.missing, strict=True):
+            for name, value in missing.items():
+                group.setdefault(name, value)
+        state["state"].update(loading.state)

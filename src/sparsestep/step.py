@@ -337,7 +337,7 @@ class Step:
         before = [self._catch_up] if self._idle else []
         engines.run(self._updates, optimizer.engine, self._natively, others, before)
         for lagging in self._idle:
-            optimizer.idle[id(lagging.param)].advance(lagging.settings)
+            optimizer.idle[id(lagging.param)].advance(lagging.settings, lagging.param)
         for planned, update in zip(self._updated, self._updates, strict=True):
             kept = planned.kept
             if kept is None:  # the first step: only now does the parameter have a state
