@@ -149,7 +149,7 @@ def test_what_a_hook_makes_of_it_is_what_must_fit():
 
 
 def test_parameters_that_missed_something_are_brought_up_to_date_first():
-    """They are no part of a checkpoint, so they go on from where dense training has brought them."""
+    """They are no part of a checkpoint: they go on from where dense training has brought them."""
     opt, params = trained()
     fresh, _ = trained()
     exact, theirs = trained()

@@ -417,9 +417,9 @@ class RuleOptimizer(Optimizer):
         does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are brought
         up to date first, for the parameters themselves are no part of the checkpoint.
         """
-
-        if not isinstance(state_dict, Mapping):
-            checkpoint.read(self, state_dict, ())  # says what is wrong with it
+        given: Any = state_dict
+        if not isinstance(given, Mapping):
+            checkpoint.read(self, given, ())  # says what is wrong with it
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
             names = self._option_names + self.extras
