@@ -14,6 +14,7 @@ import sparsestep
 from sparsestep import history as histories
 from sparsestep.catch_up import History, Idling
 from sparsestep.contract import Settings
+from sparsestep.errors import InputError
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
 
 # One for each way in which an idle row moves.
@@ -540,13 +541,38 @@ def test_catch_up_of_one_row(engine: str):
     assert param.flatten().tolist() == [-1.0, -1.75, -1.0, -1.0, 0.0]
 
 
-def test_catch_up_of_an_unknown_parameter_does_nothing():
+@pytest.mark.parametrize("semantics", ["dense", "masked"])
+def test_catch_up_of_an_unknown_parameter_is_refused(semantics: str):
+    param = torch.nn.Parameter(torch.ones(5, 1))
+    opt = sparsestep.AdamW([param], semantics=semantics)
+    for other in (torch.nn.Parameter(torch.ones(5, 1)), param.detach(), param.data):
+        for rows in (None, torch.tensor([0])):
+            with pytest.raises(InputError, match=r"^AdamW: .*Got another, \(5, 1\)\.$"):
+                opt.catch_up(other, rows)
+    with pytest.raises(InputError, match=r"one of this optimizer's\. Got str"):
+        opt.catch_up("weight")  # type: ignore[arg-type]
+
+
+def test_under_masked_semantics_there_is_nothing_to_catch_up():
+    """Code that does not know which semantics it has may call it."""
+    param = torch.nn.Parameter(torch.ones(5, 1))
+    opt = sparsestep.AdamW([param])
+    param.grad = torch.ones(5, 1).to_sparse_coo()
+    opt.step()
+    before = param.detach().clone()
+    opt.catch_up()
+    opt.catch_up(param, torch.tensor([3]))
+    assert same_bits(param.detach(), before)
+
+
+def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
+    """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
-    other = torch.nn.Parameter(torch.ones(5, 1))
-    opt.catch_up(other)
-    opt.catch_up(other, torch.tensor([0, 77]))
-    assert param.flatten().tolist() == [-1.0, -1.0, -1.0, -1.0, 0.0]
-    assert torch.equal(other, torch.ones(5, 1))
+    idling, state = opt.idle[id(param)], [opt.state[param]["momentum_buffer"]]
+    assert idling.is_behind
+    assert idling.bring_all(param.detach(), state) == 3
+    assert not idling.is_behind
+    assert idling.bring_all(param.detach(), state) == 0
 
 
 def test_catch_up_before_the_first_step_does_nothing():

@@ -19,7 +19,7 @@ from sparsestep import history as histories
 from sparsestep import motions
 from sparsestep.contract import Settings
 from sparsestep.engines import native
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
 from sparsestep.history import History
 from sparsestep.stamps import Stamps
 
@@ -36,6 +36,7 @@ class Idling:
         busy: a step or a catch-up is under way, which may read rows that are behind.
         announced: somebody has called ``catch_up`` by hand since the latest step, as one does
             before writing rows.
+        read_by: what has read all rows since the latest step, as far as is known.
     """
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
@@ -55,6 +56,7 @@ class Idling:
         self._mark: tuple[int, int] | None = None  # of the parameter after our latest write
         self.busy = False
         self.announced = False
+        self.read_by: str | None = None
 
     @property
     def last(self) -> Tensor:
@@ -73,6 +75,7 @@ class Idling:
         """
         self._mark = None if param is None else _mark_of(param)
         self.busy = self.announced = False
+        self.read_by = None
         idle, hyper = self.history.idle, settings.hyper
         if hyper.get("lr"):  # FTRL rests where the latest rate put it
             self.history.hyper = hyper
@@ -128,6 +131,9 @@ class Idling:
             engine: as for a step.
         """
         rows = None if rows is None else rows.reshape(-1).long()
+        if touch:
+            self.notice(param)
+            self._say_what_is_slow()
         self.busy = True
         try:
             if touch and self.history.is_half_full:
@@ -173,6 +179,32 @@ class Idling:
         Rows that were behind were read for it, if they were read at all, as they should not be.
         """
         return self._mark is not None and self._mark != _mark_of(param)
+
+    def notice(self, param: Tensor) -> None:
+        """Say so if rows were behind when another hand wrote the parameter."""
+        if (
+            self._mark is None
+            or self.announced
+            or not self.is_behind
+            or not self.was_written(param)
+        ):
+            return
+        warn_once(
+            StaleWarning,
+            "a parameter was written while rows of it were behind (semantics='dense'), by another "
+            "optimizer or by hand; what was read for it was not what dense training would have. "
+            "Call optimizer.catch_up() before, or optimizer.track(model, guard=True) once.",
+        )
+
+    def _say_what_is_slow(self) -> None:
+        if self.read_by is not None:
+            warn_once(
+                SlowWarning,
+                f"{self.read_by} was called, which holds a table of {self.rows} rows, so all of "
+                "them were brought up to date (semantics='dense'); but only some got a gradient. "
+                "If it reads only those, give it a method rows_read that yields the weight and the "
+                "ids that a call reads.",
+            )
 
     def written(self, param: Tensor) -> None:
         """Take note of a write that only concerned rows that are current."""

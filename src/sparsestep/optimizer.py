@@ -334,7 +334,8 @@ class RuleOptimizer(Optimizer):
         """Bring rows up to date that ``semantics="dense"`` has left behind.
 
         Args:
-            param: whose rows; all parameters' by default.
+            param: whose rows; all parameters' by default. Under ``semantics="masked"`` no row is
+                ever behind, and there is nothing to do.
             rows: which ones, integers of any shape, with repetitions; all by default.
 
         Example:
@@ -352,20 +353,23 @@ class RuleOptimizer(Optimizer):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        if param is None:
-            known = [each for group in self.param_groups for each in group["params"]]
-        else:
+        known = list(checkpoint.all_params(self))
+        if param is not None:
+            if not any(param is each for each in known):
+                contract = "a parameter that is brought up to date must be one of this optimizer's"
+                shape = getattr(param, "shape", None)
+                got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+                raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
             known = [param]
         for each in known:
             idling = self.idle.get(id(each))
             if idling is None:
                 continue
             if rows is not None:
-                try:
+                with _speaking(type(self).__name__):
                     rows = _row_numbers(rows, idling.rows)
-                except InputError as error:
-                    raise InputError(f"{type(self).__name__}: {error}") from None
             self.bring(each, rows)
+            idling.announced = True
 
     def bring(self, param: Tensor, rows: Tensor | None) -> None:
         """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
@@ -375,32 +379,44 @@ class RuleOptimizer(Optimizer):
             rows: int64 or int32, of one dim; ``None`` for all.
         """
         idling = self.idle.get(id(param))
-        if idling is None:
+        if idling is None or not idling.is_behind:
             return
         state = idling.state_in(self.state.get(param))
         if state is None:  # cleared: the parameter begins anew, so nothing was missed
             return
         real = rows_of(param, state)
+        idling.check(*real)
+        idling.notice(param)
         if rows is None:
             idling.bring_all(*real, engine=self.engine)
             return
-        idling.check(*real)
         rows = idling.that_may_move(rows.to(param.device))
         idling.bring(*real, rows, touch=False, engine=self.engine)
 
-    def track(self, model: torch.nn.Module) -> Tracking:
-        """Bring rows up to date before the embeddings of a model look them up.
+    def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
+        """Bring rows up to date before a model reads them.
+
+        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer has bring
+        up to date what they look up, as do modules that say what they read by a method
+        ``rows_read`` (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module that
+        holds such a weight reads all of it. Everything is current after ``eval()``, and in what
+        ``state_dict()``, pickles and copies of the model hold.
 
         Args:
-            model: its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer
-                has are watched, and modules that say what they read by a method ``rows_read``, as
-                ``sparsestep.nn.EmbeddingBagCollection`` does; its ``state_dict()`` brings
-                everything up to date first.
+            model: it must have parameters of this optimizer, whose semantics must be ``"dense"``.
+            guard: bring rows up to date whoever reads the tables, in whatever way. Costs a call
+                into Python for every operation on them.
 
         Returns:
             A handle; its ``remove()`` undoes it.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 1, sparse=True)
+            >>> optimizer = sparsestep.SGD(table.parameters(), momentum=0.5, semantics="dense")
+            >>> handle = optimizer.track(table)
         """
-        return Tracking(self, model)
+        return Tracking(self, model, guard=guard)
 
     def state_dict(self) -> StateDict:
         """As torch's: everything is current, so it is an ordinary checkpoint of the dense class."""
@@ -414,8 +430,8 @@ class RuleOptimizer(Optimizer):
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
         Options that the checkpoint does not know keep the values that they have. A checkpoint that
-        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are brought
-        up to date first, for the parameters themselves are no part of the checkpoint.
+        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
+        brought up to date first, for the parameters themselves are no part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
