@@ -1021,9 +1021,10 @@ def test_the_engines_agree_to_a_few_roundings(variant: Variant):
             run.train(opt, param)
             opt.catch_up()
         results.append(kept(opt, param))
-    # FTRL multiplies what is rounded by 1 / lr.
-    room = 1e-3 if variant.cls is sparsestep.Ftrl else 1e-5
-    assert_close(results[0], results[-1], room)
+    # The reference engine rounds a row once per catch-up, the core in a few operations, and torch's
+    # square root is not rounded correctly: 2.5 roundings at most were seen, relative to the largest
+    # number of the tensor.
+    assert_close(results[0], results[-1], 6 * 2.0**-24)
 
 
 # Training loops
