@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import catch_up
+from sparsestep import history as histories
 from sparsestep.catch_up import History, Idling
 from sparsestep.contract import Settings
+from sparsestep.errors import InputError
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
 
 # One for each way in which an idle row moves.
@@ -187,13 +189,37 @@ def test_without_a_first_moment_nothing_is_left_after_a_step():
 
 def test_a_history_is_full_after_so_many_steps(monkeypatch):
     history = new_history(ADAM)
-    monkeypatch.setattr(catch_up, "_MOST_STEPS", 10)
+    monkeypatch.setattr(histories, "_MOST_STEPS", 10)
     advance(history, ADAM, rates(7))
     assert not history.is_full
     advance(history, ADAM, rates(1))
     assert history.is_full
     history.begin_anew()
     assert not history.is_full
+
+
+@pytest.mark.parametrize(
+    "variant", [*SUMMED, Variant(sparsestep.Lion, {"weight_decay": 0.1})], ids=str
+)
+def test_a_history_that_forgets_its_oldest_steps_is_as_one_that_began_later(variant: Variant):
+    long, short = new_history(variant), new_history(variant, base=300)
+    lrs = rates(500)
+    advance(long, variant, lrs)
+    advance(short, variant, lrs[300:])
+    long.forget(300)
+    assert (
+        (long.base, long.steps, long.now) == (short.base, short.steps, short.now) == (300, 200, 500)
+    )
+    for more in (0, 100):
+        advance(long, variant, rates(more))
+        advance(short, variant, rates(more))
+        n = short.steps + 1
+        for ours, wanted in ((long.growth, short.growth), (long.sums.T, short.sums.T)):
+            assert torch.allclose(ours[:n], wanted[:n], rtol=1e-11, atol=1e-280)
+            assert not long.sums[:, n:].any()
+        assert torch.equal(long.sizes[1:n], short.sizes[1:n])
+        assert torch.equal(long.roots[1:n], short.roots[1:n])
+        assert long.grown == float(long.growth[n - 1])
 
 
 def test_a_history_is_full_when_decay_has_left_almost_nothing():
@@ -272,7 +298,7 @@ def test_a_row_that_missed_some_steps(variant: Variant, engine: str, missed: int
     exact = one_by_one(idling, variant, lrs, param, state)
     miss(idling, variant, lrs)
     with running_on(engine) as name:
-        idling.bring(param, state, None, touch=False, engine=name)
+        idling.bring(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours, wanted) <= 1e-13
     assert idling.last.tolist() == [3 + missed] * 8 + [~(3 + missed)]
@@ -315,7 +341,7 @@ def idling_like(idling: Idling) -> Idling:
     """Another parameter with the same history."""
     other = object.__new__(Idling)
     other.__dict__.update(idling.__dict__)
-    other.last = idling.last.clone()
+    other._stamps = copy.deepcopy(idling._stamps)
     return other
 
 
@@ -323,7 +349,7 @@ def bring_each(idling: Idling, runs: list[Any]) -> None:
     for one, param, state, engine, _ in runs:
         one.history = idling.history
         with running_on(engine) as name:
-            one.bring(param, state, None, touch=False, engine=name)
+            one.bring(param, state, None, engine=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -337,7 +363,7 @@ def test_an_average_whose_sign_counts_never_fades_to_zero(dtype: torch.dtype, en
     with running_on(engine) as name:
         for _ in range(2):
             miss(idling, variant, [2.0**-10] * 1200)
-            idling.bring(param, [average], None, touch=False, engine=name)
+            idling.bring(param, [average], None, engine=name)
     assert param.flatten().tolist() == [-2.34375, 2.34375, 0.0]
     assert average.sign().flatten().tolist() == [1.0, -1.0, 0.0]
     assert float(average.abs().max()) < 1e-7
@@ -354,7 +380,7 @@ def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
         before = [t.clone() for t in (param, *state)]
         miss(idling, variant, lrs)
         with running_on(engine) as name:
-            idling.bring(param, state, given, touch=False, engine=name)
+            idling.bring(param, state, given, engine=name)
         chosen = torch.zeros(9, dtype=torch.bool)
         chosen[given.flatten().long()] = True
         for ours, was in zip((param, *state), before, strict=True):
@@ -378,7 +404,10 @@ def test_stamps(engine: str):
 
         def bring(rows: list[int] | None, touch: bool) -> int:
             given = None if rows is None else torch.tensor(rows)
-            return idling.bring(param, [buffer], given, touch=touch, engine=name)
+            stale = idling.bring(param, [buffer], given, engine=name)
+            if touch:
+                idling.stamp(given)
+            return stale
 
         bring([1], touch=True)
         assert idling.last.tolist() == [~7, 8, ~7, ~7, ~7]
@@ -439,8 +468,8 @@ def test_how_many_rows_were_stale(case: str, engine: str):
     miss(idling, variant, [lr, lr])
     with running_on(engine) as name:
         found = [
-            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), touch=True, engine=name),
-            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), touch=False, engine=name),
+            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
+            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
         ]
     assert found == [stale, 0]
 
@@ -458,11 +487,11 @@ def test_a_leader_that_stays_is_not_stale(engine: str, dtype: torch.dtype):
             opt.step()
         idling = opt.idle[id(param)]
         real = (param.detach(), [opt.state[param][n] for n in ("linear", "sum")])
-        assert idling.bring(*real, torch.arange(4), touch=False, engine=name) == 0
+        assert idling.bring(*real, torch.arange(4), engine=name) == 0
         opt.param_groups[0]["lr"] = 0.2
         param.grad = torch.sparse_coo_tensor([[9]], torch.randn(1, 3).to(dtype), (50, 3))
         opt.step()
-        assert idling.bring(*real, torch.arange(9), touch=False, engine=name) == 4
+        assert idling.bring(*real, torch.arange(9), engine=name) == 4
 
 
 # What the optimizer offers
@@ -515,13 +544,38 @@ def test_catch_up_of_one_row(engine: str):
     assert param.flatten().tolist() == [-1.0, -1.75, -1.0, -1.0, 0.0]
 
 
-def test_catch_up_of_an_unknown_parameter_does_nothing():
+@pytest.mark.parametrize("semantics", ["dense", "masked"])
+def test_catch_up_of_an_unknown_parameter_is_refused(semantics: str):
+    param = torch.nn.Parameter(torch.ones(5, 1))
+    opt = sparsestep.AdamW([param], semantics=semantics)
+    for other in (torch.nn.Parameter(torch.ones(5, 1)), param.detach(), param.data):
+        for rows in (None, torch.tensor([0])):
+            with pytest.raises(InputError, match=r"^AdamW: .*Got another, \(5, 1\)\.$"):
+                opt.catch_up(other, rows)
+    with pytest.raises(InputError, match=r"one of this optimizer's\. Got str"):
+        opt.catch_up("weight")  # type: ignore[arg-type]
+
+
+def test_under_masked_semantics_there_is_nothing_to_catch_up():
+    """Code that does not know which semantics it has may call it."""
+    param = torch.nn.Parameter(torch.ones(5, 1))
+    opt = sparsestep.AdamW([param])
+    param.grad = torch.ones(5, 1).to_sparse_coo()
+    opt.step()
+    before = param.detach().clone()
+    opt.catch_up()
+    opt.catch_up(param, torch.tensor([3]))
+    assert same_bits(param.detach(), before)
+
+
+def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
+    """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
-    other = torch.nn.Parameter(torch.ones(5, 1))
-    opt.catch_up(other)
-    opt.catch_up(other, torch.tensor([0, 77]))
-    assert param.flatten().tolist() == [-1.0, -1.0, -1.0, -1.0, 0.0]
-    assert torch.equal(other, torch.ones(5, 1))
+    idling, state = opt.idle[id(param)], [opt.state[param]["momentum_buffer"]]
+    assert idling.is_behind
+    assert idling.bring_all(param.detach(), state) == 3
+    assert not idling.is_behind
+    assert idling.bring_all(param.detach(), state) == 0
 
 
 def test_catch_up_before_the_first_step_does_nothing():
@@ -582,7 +636,7 @@ def test_many_rows_are_shared_out(engine: str, threads: int):
     miss(idling, variant, lrs)
     torch.set_num_threads(threads)
     with running_on(engine) as name:
-        stale = idling.bring(param, state, rows, touch=True, engine=name)
+        stale = idling.bring(param, state, rows, engine=name)
     chosen = torch.zeros(3000, dtype=torch.bool)
     chosen[rows] = True
     assert stale == int(chosen.sum())
@@ -614,7 +668,7 @@ def test_tensors_that_lie_otherwise(engine: str, strides: str):
     assert not param.is_contiguous()
     miss(idling, variant, lrs)
     with running_on(engine) as name:
-        idling.bring(param, state, torch.tensor([8, 3]), touch=False, engine=name)
-        idling.bring(param, state, None, touch=False, engine=name)
+        idling.bring(param, state, torch.tensor([8, 3]), engine=name)
+        idling.bring(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours.reshape(wanted.shape), wanted) <= 1e-13

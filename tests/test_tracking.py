@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sparsestep
+from sparsestep.errors import InputError
 from sparsestep.optimizer import RuleOptimizer
 from tests.table import each_engine, running_on, same_bits
 
 
 @pytest.fixture(autouse=True)
 def _said_once_per_test(monkeypatch):
-    monkeypatch.setattr("sparsestep.step._said", set())
+    monkeypatch.setattr("sparsestep.step._said", set(), raising=False)
+    monkeypatch.setattr("sparsestep.errors._said", set())
     torch.set_num_threads(1)  # the tensors are small
 
 
@@ -301,8 +303,8 @@ def test_a_copy_of_the_model_is_current_and_on_its_own(root: bool, how: Any):
         copied = how(model.table if root else model)
     table = copied if root else copied.table
     opt.catch_up()
-    if not (root and how is not copy.deepcopy and how is not None):  # pickled before its hooks
-        assert same_bits(table.weight.detach(), model.table.weight.detach())
+    assert same_bits(table.weight.detach(), model.table.weight.detach())
+    assert not {"train", "__getstate__"} & vars(table).keys()
     weight = table.weight.detach().clone()
     finish(model, opt, range(10, 15))
     table(torch.arange(20))
@@ -310,22 +312,6 @@ def test_a_copy_of_the_model_is_current_and_on_its_own(root: bool, how: Any):
     assert same_bits(table.weight.detach(), weight)
     for hook in table._forward_pre_hooks.values():
         assert not any(isinstance(v, RuleOptimizer) for v in vars(hook.__self__).values())
-
-
-def test_an_average_of_the_model_is_of_current_rows():
-    """What is averaged is read directly, so it has to be brought up to date, as documented."""
-    results = []
-    for sparse in (True, False):
-        model, opt = made(Nested, sparse)
-        if sparse:
-            opt.track(model)
-        averaged = torch.optim.swa_utils.AveragedModel(model)
-        for _ in train(model, opt, range(12)):
-            if sparse:
-                opt.catch_up()
-            averaged.update_parameters(model)
-        results.append(averaged.module(50).item())
-    assert results[0] == pytest.approx(results[1], rel=1e-11)
 
 
 # What is watched
@@ -398,16 +384,20 @@ def test_modules_whose_weight_is_not_in_the_optimizer_are_ignored():
     assert same_bits(model.table.weight.detach(), before)
 
 
-def test_masked_semantics_may_be_tracked_as_well():
-    """Then there is nothing to do."""
-    torch.manual_seed(0)
-    model = OneTable(True)
-    opt = sparsestep.AdamW(model.parameters(), lr=0.1)
-    opt.track(model)
-    before = model.table.weight.detach().clone()
-    finish(model, opt, range(5))
-    model.state_dict()
-    assert same_bits(model.table.weight.detach()[18:], before[18:])
+def test_what_cannot_be_tracked_is_refused():
+    """Where it would do nothing, it is a mistake: another optimizer, or a copy of the model."""
+    model, opt = made(OneTable, True)
+    masked = sparsestep.AdamW(model.parameters())
+    with pytest.raises(
+        InputError, match=r"AdamW: only under semantics='dense'.*Got semantics='mas"
+    ):
+        masked.track(model)
+    with pytest.raises(InputError, match=r"parameters of this optimizer. Got OneTable with none"):
+        opt.track(copy.deepcopy(model))
+    with pytest.raises(InputError, match=r"must be a model, an nn.Module. Got Parameter"):
+        opt.track(model.table.weight)
+    assert not model.table._forward_pre_hooks
+    assert "train" not in vars(model.table)
 
 
 @pytest.mark.parametrize(

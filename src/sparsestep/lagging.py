@@ -40,6 +40,7 @@ class Lagging:
     settings: Settings
     selection: masks.Selection | None
     idling: Idling | None = None
+    _stale: int = 0
 
     def __post_init__(self) -> None:
         if self.positions is not None:
@@ -53,10 +54,16 @@ class Lagging:
         """
         self.idling = idling = self._known(optimizer) or self._anew()
         if self.positions is None or (self.tensors is None and idling.rule.state):
-            return 0  # all are current already, or nothing is kept yet, so nothing was missed
+            idling.busy = True
+            return self._stale  # all are current, or nothing is kept yet, so nothing was missed
         rows = idling.that_may_move(self.positions.reshape(-1))
         real = rows_of(self.param, self.tensors or [])
-        return idling.bring(*real, rows, touch=False, engine=optimizer.engine)
+        return idling.begin_step(*real, rows, engine=optimizer.engine)
+
+    def cancel(self) -> None:
+        """The step is not done."""
+        if self.idling is not None:
+            self.idling.cancel_step()
 
     def commit(self, optimizer: RuleOptimizer) -> None:
         """Take note of the step that was just done."""
@@ -66,7 +73,7 @@ class Lagging:
             idling.stamp(idling.among)
         else:
             idling.stamp(idling.that_may_move(self.positions.reshape(-1)))
-        idling.advance(self.settings)
+        idling.advance(self.settings, self.param)
         optimizer.idle[id(self.owner)] = idling
 
     @property
@@ -90,9 +97,11 @@ class Lagging:
             return None
         other = not idling.is_under(self.settings)
         if other or idling.among is not among or idling.history.is_full or self.positions is None:
-            idling.bring_all(*rows_of(self.param, missed), engine=optimizer.engine)
+            stale = idling.bring_all(*rows_of(self.param, missed), engine=optimizer.engine)
+            if self.positions is None:  # a gradient for all rows, so all were read
+                self._stale = stale
         if other:
-            now, fresh = idling.history.now, idling.last < 0
+            now, fresh = idling.history.now, idling.fresh
             idling = Idling(self.settings, idling.rows, now, new=False)
             idling.stamp_all(now, fresh=fresh)
             idling.owner = self.owner

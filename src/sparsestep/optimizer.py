@@ -7,9 +7,9 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
 from threading import RLock
 from typing import Any, ClassVar, overload
 
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from sparsestep import engines, masks, options, parameters
+from sparsestep import checkpoint, engines, masks, options, parameters
 from sparsestep import state as states
 from sparsestep.backward import StepInBackward
 from sparsestep.catch_up import Idling
@@ -120,7 +120,7 @@ class RuleOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
-        self._loading: StateDict | None = None
+        self._loading: checkpoint.Checkpoint | None = None
         self.rounds = 0  # how often step() or zero_grad() was called
         self.groups = Groups()
         self.idle: dict[int, Idling] = {}  # by id of the parameter
@@ -387,7 +387,8 @@ class RuleOptimizer(Optimizer):
         """Bring rows up to date that ``semantics="dense"`` has left behind.
 
         Args:
-            param: whose rows; all parameters' by default.
+            param: whose rows; all parameters' by default. Under ``semantics="masked"`` no row is
+                ever behind, and there is nothing to do.
             rows: which ones, integers of any shape, with repetitions; all by default.
 
         Example:
@@ -405,20 +406,23 @@ class RuleOptimizer(Optimizer):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        if param is None:
-            known = [each for group in self.param_groups for each in group["params"]]
-        else:
+        known = list(checkpoint.all_params(self))
+        if param is not None:
+            if not any(param is each for each in known):
+                contract = "a parameter that is brought up to date must be one of this optimizer's"
+                shape = getattr(param, "shape", None)
+                got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+                raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
             known = [param]
         for each in known:
             idling = self.idle.get(id(each))
             if idling is None:
                 continue
             if rows is not None:
-                try:
+                with _speaking(type(self).__name__):
                     rows = _row_numbers(rows, idling.rows)
-                except InputError as error:
-                    raise InputError(f"{type(self).__name__}: {error}") from None
             self.bring(each, rows)
+            idling.announced = True
 
     def bring(self, param: Tensor, rows: Tensor | None) -> None:
         """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
@@ -428,32 +432,45 @@ class RuleOptimizer(Optimizer):
             rows: int64 or int32, of one dim; ``None`` for all.
         """
         idling = self.idle.get(id(param))
-        if idling is None or idling.owner is not param:
+        if idling is None or idling.owner is not param or not idling.is_behind:
             return
         state = idling.state_in(self.state.get(param))
         if state is None:  # cleared: the parameter begins anew, so nothing was missed
             return
-        real = rows_of(parameters.memory_of(param), state)
-        if rows is None:
-            uninterrupted(lambda: idling.bring_all(*real, engine=self.engine))
-            return
+        memory = parameters.memory_of(param)
+        real = rows_of(memory, state)
         idling.check(*real)
+        idling.notice(memory)
+        if rows is None:
+            uninterrupted(partial(idling.bring_all, *real, engine=self.engine))
+            return
         rows = idling.that_may_move(rows.to(param.device))
-        idling.bring(*real, rows, touch=False, engine=self.engine)
+        idling.bring(*real, rows, engine=self.engine)
 
-    def track(self, model: torch.nn.Module) -> Tracking:
-        """Bring rows up to date before the embeddings of a model look them up.
+    def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
+        """Bring rows up to date before a model reads them.
+
+        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer has bring
+        up to date what they look up, as do modules that say what they read by a method
+        ``rows_read`` (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module that
+        holds such a weight reads all of it. Everything is current after ``eval()``, and in what
+        ``state_dict()``, pickles and copies of the model hold.
 
         Args:
-            model: its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer
-                has are watched, and modules that say what they read by a method ``rows_read``, as
-                ``sparsestep.nn.EmbeddingBagCollection`` does; its ``state_dict()`` brings
-                everything up to date first.
+            model: it must have parameters of this optimizer, whose semantics must be ``"dense"``.
+            guard: bring rows up to date whoever reads the tables, in whatever way. Costs a call
+                into Python for every operation on them.
 
         Returns:
             A handle; its ``remove()`` undoes it.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 1, sparse=True)
+            >>> optimizer = sparsestep.SGD(table.parameters(), momentum=0.5, semantics="dense")
+            >>> handle = optimizer.track(table)
         """
-        return Tracking(self, model)
+        return Tracking(self, model, guard=guard)
 
     def state_dict(self) -> StateDict:
         """As torch's: everything is current, so it is an ordinary checkpoint of the dense class."""
@@ -466,24 +483,24 @@ class RuleOptimizer(Optimizer):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know keep the values that they have.
+        Options that the checkpoint does not know keep the values that they have. A checkpoint that
+        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
+        brought up to date first, for the parameters themselves are no part of the checkpoint.
         """
+        given: Any = state_dict
+        if not isinstance(given, Mapping):
+            checkpoint.read(self, given, ())  # says what is wrong with it
 
-        def capture(_: Optimizer, after_hooks: StateDict) -> None:
-            self._loading = after_hooks
+        def look(_: Optimizer, after_hooks: StateDict) -> None:
+            names = self._option_names + self.extras
+            self._loading = checkpoint.read(self, after_hooks, names)
 
-        before = [dict(group) for group in self.param_groups]
-        handle = self.register_load_state_dict_pre_hook(capture)
+        handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
-        self.idle.clear()
-        for group, old in zip(self.param_groups, before, strict=True):
-            for name in self._option_names + self.extras:
-                if name in old:
-                    group.setdefault(name, old[name])
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
@@ -498,25 +515,24 @@ class RuleOptimizer(Optimizer):
         # Torch calls this at the end of load_state_dict too, with state and groups alone.
         if "_loading" not in self.__dict__:
             self._prepare()
+        loading = self._loading
+        if loading is not None:
+            self._restore(loading, state)
         super().__setstate__(state)
-        if self._loading is not None:
-            self._restore(self._loading)
 
-    def _restore(self, saved: StateDict) -> None:
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        for group in self.param_groups:
-            # Torch's classes set a few options after loading; here the values stay as they were.
-            known = {**{k: self.defaults[k] for k in self._option_names}, **group}
-            rule = self.rule_for(known)
-            # The params first: the ids go on in the next group.
-            for param, saved_id in zip(group["params"], ids, strict=False):
-                if saved_id not in saved["state"]:
-                    continue
-                found = saved["state"][saved_id]
-                kept = states.loaded(rule, param, found, known.get("state_dtype"))
-                if "step" in kept:
-                    kept["step"] = self.new_count(known, param, int(kept["step"]))
-                self.state[param] = kept
+    def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
+        """Put what a checkpoint says into the state that torch has read from it."""
+        for param in checkpoint.all_params(self):
+            # The parameters are no part of it, so what they have missed is made up for. But where
+            # another hand has written them since, they have been loaded already, and stand.
+            idling = self.idle.get(id(param))
+            if idling is not None and not idling.was_written(param):
+                self.bring(param, None)
+        self.idle.clear()
+        for group, missing in zip(state["param_groups"], loading.missing, strict=True):
+            for name, value in missing.items():
+                group.setdefault(name, value)
+        state["state"].update(loading.state)
 
 
 # What is to run as it is when torch.compile comes across it. The compiler is not imported before

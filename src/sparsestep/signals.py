@@ -15,7 +15,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVT
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
-def uninterrupted(work: Callable[[], None]) -> None:
+def uninterrupted(work: Callable[[], object]) -> None:
     """Call ``work``; signals that arrive meanwhile are handled when it has returned.
 
     Example:

@@ -258,7 +258,12 @@ class Step:
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
-        work = self._prepare()
+        try:
+            work = self._prepare()
+        except BaseException:
+            for lagging in self._idle:
+                lagging.cancel()
+            raise
         if work.is_native and not (self._updates or self._dense or self._idle):
             work.commit()  # one call of the core, which counts the steps as well
         else:

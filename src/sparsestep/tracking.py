@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.guard import Guard, Guarded
+from sparsestep.watching import Watch, follow_averages
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
@@ -19,28 +25,53 @@ class Tracking:
     A copy of the model is current but not watched: its weights are not this optimizer's.
     """
 
-    def __init__(self, optimizer: RuleOptimizer | None, model: nn.Module) -> None:
+    def __init__(
+        self, optimizer: RuleOptimizer | None, model: nn.Module, *, guard: bool = False
+    ) -> None:
         self._optimizer = optimizer
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         if optimizer is None:
             return
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _check(optimizer, model, known)
+        tables = {id(p): p for p in _tables(model) if id(p) in known}
         self._watch_as_a_whole(model)
         for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in known:
-                hook = module.register_forward_pre_hook(self._before_reading, with_kwargs=True)
-                self._handles.append(hook)
-                if module is not model:  # it may be saved and loaded alone
-                    self._watch_as_a_whole(module)
-            elif hasattr(type(module), "rows_read"):  # it reads several tables by itself
-                hook = module.register_forward_pre_hook(self._before_reading_all, with_kwargs=True)
-                self._handles.append(hook)
+            own = any(id(p) in tables for p in module._parameters.values())
+            self._watch_reads(module, own=own)
+            if not own:
+                continue
+            if module is not model:  # it may be saved and loaded alone
+                self._watch_as_a_whole(module)
+            self._undo.append(Watch.add(module, self._catch_up))
+        follow_averages()
+        if guard:
+            # What is no ordinary parameter has ideas of its own about what torch does with it.
+            plain = (table for table in tables.values() if type(table) in (nn.Parameter, Guarded))
+            self._undo += [Guard(optimizer, table).remove for table in plain]
+        if "torch._dynamo" in sys.modules:  # what was compiled before does not call the hooks
+            torch.compiler.reset()
+
+    def _watch_reads(self, module: nn.Module, *, own: bool) -> None:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if not own:
+                return
+            before: Any = self._before_reading
+            if module.max_norm is not None:  # it writes the rows that it has read, no others
+                self._undo.append(module.register_forward_hook(self._after_writing).remove)
+        elif hasattr(type(module), "rows_read"):  # it reads tables by itself
+            before = self._before_reading_all
+        elif own:
+            before = self._before_reading_whole
+        else:
+            return
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _watch_as_a_whole(self, module: nn.Module) -> None:
         # What is loaded stands as it is: what was missed before must not be made up for after.
-        self._handles += [
-            module.register_state_dict_pre_hook(self._catch_up),
-            module.register_load_state_dict_pre_hook(self._catch_up),
+        self._undo += [
+            module.register_state_dict_pre_hook(self._catch_up).remove,
+            module.register_load_state_dict_pre_hook(self._catch_up).remove,
         ]
 
     def _before_reading(
@@ -56,35 +87,56 @@ class Tracking:
         for weight, ids in module.rows_read(*args, **kwargs):
             self._read(weight, ids)
 
+    def _before_reading_whole(self, module: nn.Module, *_: Any) -> None:
+        reader = type(module).__name__ if torch.is_grad_enabled() else None
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._bring_whole)(module, reader)
+        else:
+            self._bring_whole(module, reader)
+
+    def _bring_whole(self, module: nn.Module, reader: str | None = None) -> None:
+        optimizer = self._optimizer
+        for param in module._parameters.values():
+            if param is not None and optimizer is not None:
+                table = _known(optimizer, param)
+                idling = optimizer.idle.get(id(table))
+                if idling is not None and idling.is_behind:
+                    optimizer.bring(table, None)
+                    idling.read_by = reader
+
+    def _after_writing(self, module: nn.Module, *_: Any) -> None:
+        weight = module.weight
+        if self._optimizer is not None and isinstance(weight, Tensor):
+            idling = self._optimizer.idle.get(id(weight))
+            if idling is not None:
+                idling.written(weight)
+
     def _read(self, weight: Tensor, ids: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._bring)(weight, ids)
+        else:
+            self._bring(weight, ids)
+
+    def _bring(self, weight: Tensor, ids: Any) -> None:
         # What is no row is left to the module, which says so.
-        if (
-            self._optimizer is None
-            or not isinstance(ids, Tensor)
-            or ids.dtype not in _INTEGERS
-            or ids.device != weight.device
-        ):
-            return
-        inside = (ids.values() if ids.is_nested else ids).reshape(-1)
-        if inside.numel():
-            low, high = inside.aminmax()
-            if int(low) < 0 or int(high) >= weight.shape[0]:
-                return
-            self._optimizer.bring(weight, inside)
+        if self._optimizer is not None:
+            inside = rows_in(ids, weight)
+            if inside is not None:
+                self._optimizer.bring(_known(self._optimizer, weight), inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            self._optimizer.catch_up(module.weight)
+            self._bring_whole(module)
         else:
             self._optimizer.catch_up()
 
     def remove(self) -> None:
         """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracking:
@@ -100,6 +152,65 @@ class Tracking:
         if self._optimizer is not None:
             self._optimizer.catch_up()
         return _untracked, ()
+
+
+def rows_in(ids: Any, weight: Tensor) -> Tensor | None:
+    """The rows of a table that ids name, if they are ids of rows at all."""
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dtype not in _INTEGERS
+        or ids.device != weight.device
+        or not weight.dim()
+    ):
+        return None
+    inside = (ids.values() if ids.is_nested else ids).reshape(-1)
+    if inside.numel():
+        low, high = inside.aminmax()
+        if int(low) < 0 or int(high) >= weight.shape[0]:
+            return None
+    return inside
+
+
+def _known(optimizer: RuleOptimizer, weight: Tensor) -> Tensor:
+    """The optimizer's parameter in the memory of a tensor: functional_call puts aliases there."""
+    if not optimizer.idle or id(weight) in optimizer.idle or weight.is_meta:
+        return weight
+    address = weight.data_ptr()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.data_ptr() == address and param.shape == weight.shape and address:
+                found: Tensor = param
+                return found
+    return weight
+
+
+def _tables(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters that may be read row by row.
+
+    Those of embeddings, and those that a module of the user's own holds: torch's other layers read
+    theirs as a whole, and their gradients are dense.
+    """
+    for module in model.modules():
+        by_rows = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if by_rows or not type(module).__module__.startswith("torch.nn."):
+            yield from (param for param in module._parameters.values() if param is not None)
+        elif hasattr(module, "parametrizations"):  # what the weight is computed from
+            yield from module.parameters()
+
+
+def _check(optimizer: RuleOptimizer, model: Any, known: set[int]) -> None:
+    who = type(optimizer).__name__
+    if not isinstance(model, nn.Module):
+        contract = f"{who}: what is tracked must be a model, an nn.Module"
+        raise InputError(sentence(contract, type(model).__name__))
+    if optimizer.semantics != "dense":
+        contract = f"{who}: only under semantics='dense' are there rows to bring up to date"
+        remedy = "Leave out track(), or make the optimizer with semantics='dense'"
+        raise InputError(sentence(contract, f"semantics={optimizer.semantics!r}", remedy))
+    if not any(id(param) in known for param in model.parameters()):
+        contract = f"{who}: a model that is tracked must have parameters of this optimizer"
+        remedy = "Was the model copied or converted after the optimizer was made?"
+        raise InputError(f"{sentence(contract, f'{type(model).__name__} with none')} {remedy}")
 
 
 def _untracked() -> Tracking:

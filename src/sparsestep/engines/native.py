@@ -189,9 +189,7 @@ class Step:
 _ALONG = ("nothing", "buffer", "sign", "quotient", "leader")  # as in native/types.h
 
 
-def catch_up(
-    idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | None, touch: bool
-) -> int | None:
+def catch_up(idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | None) -> int | None:
     """Bring rows up to date; returns how many were not where they should have been.
 
     ``None``, and nothing done, where the core cannot.
@@ -204,7 +202,7 @@ def catch_up(
     integers = (
         history.now,
         history.base,
-        int(touch),
+        0,
         elements,
         len(specs) - elements,
         _ALONG.index(idle.along),
