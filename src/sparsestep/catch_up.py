@@ -265,7 +265,7 @@ class Idling:
             self._whole = step
         else:
             self._stamps.begin(rows.reshape(-1))
-            self.last.index_fill_(0, rows.cpu(), step)
+            self.last.index_fill_(0, rows.cpu().long(), step)
 
 
 def _mark_of(param: Tensor) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def _rule_of(optimizer: RuleOptimizer, number: int, group: Group) -> Rule:
         rule = optimizer.rule_for(group)
         by_row = rule.by_row or optimizer.semantics == "dense"
         if optimizer.semantics == "dense":
-            optimizer.groups.read(number, dict(group))  # refuses what has no such form
+            optimizer.groups.read(optimizer, number, dict(group))  # refuses what has no such form
         masks.checked(group.get("mask"), group["params"], by_row=by_row)
     except InputError:
         raise
