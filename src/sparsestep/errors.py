@@ -1,6 +1,12 @@
-"""How a message is phrased: who, what must hold, what came instead, what to do."""
+"""How a message is phrased: who, what must hold, what came instead, what to do; and said once."""
 
 from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import torch
 
 
 class InputError(ValueError, RuntimeError):
@@ -20,7 +26,7 @@ class InputError(ValueError, RuntimeError):
 
 
 class SlowWarning(UserWarning):
-    """A slower way was taken than the fast one that is usually there. Said once.
+    """A slower way was taken than the fast one that is usually there. Said once for each reason.
 
     Example:
         >>> import warnings, sparsestep
@@ -29,7 +35,7 @@ class SlowWarning(UserWarning):
 
 
 class StaleWarning(UserWarning):
-    """Rows were read before they were brought up to date. Said once.
+    """Rows were read before they were brought up to date. Said once for each reason.
 
     Example:
         >>> import warnings, sparsestep
@@ -48,3 +54,33 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
     """
     text = f"{contract}. Got {got}."
     return f"{text} {remedy}." if remedy else text
+
+
+# Whose lines are nobody's mistake: a warning points at the first line outside of these.
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+)
+_said: set[tuple[type[Warning], str]] = set()
+
+
+def warn_once(category: type[Warning], reason: str) -> None:
+    """Say something once, and point at the user's line, whoever of us and torch lies between.
+
+    Another reason is another warning. Where a filter makes it an error it is raised every time.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     for reason in ("it rains", "it rains", "it snows"):
+        ...         warn_once(SlowWarning, reason)
+        >>> [str(warning.message) for warning in said]
+        ['sparsestep: it rains', 'sparsestep: it snows']
+    """
+    if (category, reason) in _said:
+        return
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"sparsestep: {reason}", category, stacklevel=level)
+    _said.add((category, reason))

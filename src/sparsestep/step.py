@@ -6,7 +6,6 @@ dense and torch has the formula, an engine everywhere else.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from sparsestep import engines, masks, rounding
 from sparsestep import state as states
 from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings, State, Update
-from sparsestep.errors import InputError, StaleWarning, sentence
+from sparsestep.errors import InputError, StaleWarning, sentence, warn_once
 from sparsestep.grads import COMPLEX, FLOATS, Touched, check_positions
 from sparsestep.layouts import Gradient, touched
 
@@ -137,19 +136,13 @@ def rows_of(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return real(param), [real(tensor) for tensor in state]
 
 
-_said: set[str] = set()
-
-
 def _say_once_that_it_was_stale() -> None:
-    if not _said:
-        _said.add("stale")
-        warnings.warn(
-            "sparsestep: rows got a gradient that were read before they were brought up to date "
-            "(semantics='dense'). Call optimizer.track(model) once, or "
-            "optimizer.catch_up(param, rows) before each look-up.",
-            StaleWarning,
-            stacklevel=8,  # the caller of optimizer.step()
-        )
+    warn_once(
+        StaleWarning,
+        "rows got a gradient that were read before they were brought up to date "
+        "(semantics='dense'). Call optimizer.track(model) once, or "
+        "optimizer.catch_up(param, rows) before each look-up.",
+    )
 
 
 class Step:
