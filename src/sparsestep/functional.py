@@ -117,17 +117,14 @@ _ANY_NUMBER = ("dampening", "nesterov")
 
 def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
     """The formula's options as plain numbers; refuses what it cannot work with."""
-    found = dict(hyper)
     for name, value in hyper.items():
         if name == "lr":
             checks.learning_rate(value)
-            found[name] = options.number(value)
         elif name == "betas":
             checks.betas(value)
-            found[name] = tuple(map(options.number, value))
         elif name not in _ANY_NUMBER:
             checks.at_least_zero("epsilon" if name == "eps" else name, value)
-    return found
+    return {name: options.plain(value) for name, value in hyper.items()}
 
 
 def _check_tensors(param: Tensor, grad: object) -> None:

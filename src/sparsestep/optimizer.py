@@ -7,7 +7,7 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, overload
@@ -33,18 +33,6 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.groups import Groups
 from sparsestep.step import Step, rows_of
 from sparsestep.tracking import Tracking
-
-# Options that some optimizer has. A group that sets one which this optimizer does not have is
-# refused; other keys are the user's own notes, as with torch.
-_OPTIONS = frozenset(
-    {
-        *("alpha", "amsgrad", "beta", "betas", "bias_correction", "capturable", "centered"),
-        *("dampening", "eps", "l1", "l2"),
-        *("decoupled_weight_decay", "differentiable", "engine", "foreach", "fused"),
-        *("initial_accumulator_value", "lr_decay", "mask", "momentum", "nesterov", "semantics"),
-        *("state_dtype", "stochastic_rounding", "weight_decay"),
-    }
-)
 
 
 @contextmanager
@@ -80,7 +68,11 @@ class RuleOptimizer(Optimizer):
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
     counts_in_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.
-    extras: ClassVar[tuple[str, ...]] = ("mask", "state_dtype", "stochastic_rounding")
+    extras: ClassVar[tuple[str, ...]] = (
+        *("mask", "state_dtype", "stochastic_rounding", "rounding_seed"),
+    )
+    # Options of other optimizers, and what values of them ask for nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
     supports_complex: ClassVar[bool] = True
     always_decoupled: ClassVar[bool] = False
     # Options that a user's formula takes itself, though they usually are everybody's.
@@ -111,7 +103,13 @@ class RuleOptimizer(Optimizer):
             options.check(extras)
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
-        super().__init__(params, defaults)
+        # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
+        super().__init__(params, {**defaults, **self._set_as_a_whole()})
+
+    def _set_as_a_whole(self) -> dict[str, Any]:
+        """What was chosen for the optimizer as a whole, but for the defaults."""
+        chosen = {name: getattr(self, name) for name in options.WHOLE}
+        return {name: value for name, value in chosen.items() if value != options.WHOLE[name]}
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
@@ -155,10 +153,12 @@ class RuleOptimizer(Optimizer):
         number = len(self.param_groups)
         with _speaking(type(self).__name__):
             if isinstance(param_group, dict):
-                self._check_keys(param_group)
+                options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
                 if param_group.get("stochastic_rounding"):
                     param_group.setdefault("rounding_seed", torch.initial_seed())
             super().add_param_group(param_group)
+            for name in options.WHOLE:  # torch has put all defaults into the group
+                param_group.pop(name, None)
             try:
                 self.check_options(param_group)
                 options.check(param_group)
@@ -170,13 +170,6 @@ class RuleOptimizer(Optimizer):
             except Exception:
                 self.param_groups.pop()
                 raise
-
-    def _check_keys(self, group: dict[str, Any]) -> None:
-        unknown = sorted((_OPTIONS & group.keys()) - self.defaults.keys() - set(self.extras))
-        if unknown:
-            known = dict.fromkeys([*self.defaults, *self.extras])
-            contract = f"a param group may set {', '.join(known)}"
-            raise InputError(sentence(contract, ", ".join(unknown)))
 
     def check_params(self, group: int, options: dict[str, Any]) -> None:
         """Refuse parameters that the optimizer cannot work with."""
@@ -192,6 +185,11 @@ class RuleOptimizer(Optimizer):
         if imaginary and options.get("state_dtype") is not None:
             contract = "the state of complex parameters has their dtype: state_dtype must be None"
             raise InputError(sentence(contract, options["state_dtype"]))
+
+    def __repr__(self) -> str:
+        who, rest = super().__repr__().split(" (", 1)
+        chosen = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
+        return f"{who} ({chosen}{rest}"
 
     # The step
 

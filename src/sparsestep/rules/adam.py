@@ -11,8 +11,9 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks, options
+from sparsestep import checks
 from sparsestep.contract import Batch, Idle, Rule, State
+from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import AdamExtras
 from sparsestep.rules import bias
@@ -260,7 +261,6 @@ class Adam(RuleOptimizer):
         checks.betas(group["betas"], group)
         checks.at_least_zero("weight_decay", group["weight_decay"])
         checks.implementation(group)
-        group["betas"] = tuple(map(options.number, group["betas"]))
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -294,6 +294,7 @@ class AdamW(Adam):
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
+        decoupled_weight_decay: always ``True``.
         **extras: see :class:`sparsestep.options.AdamExtras`.
 
     Example:
@@ -328,8 +329,12 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
         **extras: Unpack[AdamExtras],
     ) -> None:
+        if decoupled_weight_decay is not True:
+            contract = "AdamW: decoupled_weight_decay must be True"
+            raise InputError(sentence(contract, repr(decoupled_weight_decay), "Use Adam"))
         super().__init__(
             params,
             lr,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
+from sparsestep import checks, options
 from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import Extras
@@ -73,6 +74,10 @@ class Lion(RuleOptimizer):
     """
 
     always_decoupled = True
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **options.NEUTRAL,
+        "decoupled_weight_decay": (True,),
+    }
 
     def __init__(
         self,
