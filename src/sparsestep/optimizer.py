@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -60,8 +60,21 @@ def _row_numbers(rows: Tensor, count: int) -> Tensor:
     return rows
 
 
-class RuleOptimizer(Optimizer):
-    """Base of every optimizer here; a subclass names its rule and checks its options."""
+# At run time the base of our classes is not torch's Optimizer; each of them also derives from it.
+# Whoever goes through the subclasses of Optimizer (class_resolver, hence PyKEEN) takes a class that
+# is not in the package of its own base for somebody else's. Below a base of ours, our Adam would
+# come up as a second Adam.
+if TYPE_CHECKING:
+    _Base = Optimizer
+else:
+    _Base = object
+
+
+class RuleOptimizer(_Base):
+    """Base of every optimizer here; a subclass names its rule and checks its options.
+
+    It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
+    """
 
     # Whether torch has a kernel for dense gradients under the same formula.
     has_torch_kernel: ClassVar[bool] = False
@@ -105,6 +118,7 @@ class RuleOptimizer(Optimizer):
         self._option_names = tuple(defaults)
         # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
         super().__init__(params, {**defaults, **self._set_as_a_whole()})
+        self._complete_on_demand()
 
     def _set_as_a_whole(self) -> dict[str, Any]:
         """What was chosen for the optimizer as a whole, but for the defaults."""
@@ -262,8 +276,8 @@ class RuleOptimizer(Optimizer):
     def materialize_state(self) -> None:
         """Make the state of every parameter that has none yet, as a first step would find it.
 
-        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum is
-        left out: it takes a missing buffer for a first step, as torch does.
+        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum
+        with dampening is left out: it takes a missing buffer for a first step, as torch does.
 
         Example:
             >>> import sparsestep
@@ -273,13 +287,61 @@ class RuleOptimizer(Optimizer):
             >>> list(optimizer.state[weight])
             ['step', 'sum']
         """
+        self._materialize(lambda param: True)
+
+    def _materialize(self, chosen: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
             rule = self.rule_for(group)
             for param in group["params"]:
-                if self.state.get(param) or not rule.counts:
+                if self.state.get(param) or not self.begins_with_zeros(group) or not chosen(param):
                     continue
                 made = states.new(rule, param, group, group.get("state_dtype"), None)
                 self.keep(group, rule, param, made)
+
+    @classmethod
+    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+        """Whether state that was made in advance does as well as none at the first step."""
+        return True
+
+    def _complete_on_demand(self) -> None:
+        """See to it that state exists when it is asked for."""
+        if not isinstance(self.state, states.Records):
+            self.state = states.Records(self.state, self._complete_state)
+
+    def _complete_state(self) -> None:
+        self._materialize(lambda param: param.requires_grad)
+        if len(self.state):  # a parameter that needs no state has an empty one beside others
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]
+
+    def share_memory(self) -> None:
+        """Move the state to shared memory, for processes that train one model together.
+
+        What is missing is made first. A step count that is a plain number, SparseAdam's, remains
+        each process's own.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.RowwiseAdagrad([weight], lr=0.1)
+            >>> optimizer.share_memory()
+            >>> optimizer.state[weight]["sum"].is_shared()
+            True
+        """
+        with _speaking(type(self).__name__):
+            if self.semantics == "dense":
+                contract = "processes cannot share what rows have missed: semantics must be masked"
+                raise InputError(sentence(contract, "'dense'"))
+            self.materialize_state()
+            for group in self.param_groups:
+                if self.rule_for(group).state and not all(map(self.state.get, group["params"])):
+                    contract = "with dampening a first step makes the state, before it is shared"
+                    raise InputError(sentence(contract, "none yet", "Call step() first"))
+        tensors = (value for kept in self.state.values() for value in kept.values())
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor.share_memory_()
 
     def keep(self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]) -> Any:
         """Give a parameter its first state, with a step count of zero."""
@@ -445,6 +507,7 @@ class RuleOptimizer(Optimizer):
         if "_loading" not in self.__dict__:
             self._prepare()
         super().__setstate__(state)
+        self._complete_on_demand()
         if self._loading is not None:
             self._restore(self._loading)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -167,55 +167,8 @@ _KERNEL_OPTIONS = (
 )
 
 
-class Adam(RuleOptimizer):
-    r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
-
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
-
-    .. math::
-        g &\leftarrow g + \lambda p \\
-        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
-        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
-        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
-            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
-
-    A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
-    are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
-    by default its state is float32). Entries that a sparse gradient does not hold keep their bits,
-    moments included. With ``amsgrad`` the largest :math:`v` so far divides.
-
-    The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
-    ``max_exp_avg_sq``; checkpoints go back and forth.
-
-    Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages of the gradient and its square forget.
-        eps: added to the square root after bias correction.
-        weight_decay: :math:`\lambda`.
-        amsgrad: divide by the largest second moment so far.
-        foreach: for torch's kernel.
-        maximize: go along the gradient instead of against it.
-        capturable: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        **extras: see :class:`sparsestep.options.AdamExtras`.
-
-    Example:
-        One optimizer for a table with sparse gradients and a layer with dense ones.
-
-        >>> import torch, sparsestep
-        >>> table, layer = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1)
-        >>> optimizer = sparsestep.Adam([*table.parameters(), *layer.parameters()], lr=0.01)
-        >>> layer(table(torch.tensor([2, 7, 2]))).sum().backward()
-        >>> optimizer.step()
-
-    References:
-        Kingma and Ba, `Adam: A Method for Stochastic Optimization
-        <https://arxiv.org/abs/1412.6980>`_, 2014. Reddi, Kale and Kumar, `On the Convergence of
-        Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
-    """
+class _Family(RuleOptimizer):
+    """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
     has_torch_kernel = True
     torch_kernel = staticmethod(_torch_kernel)
@@ -268,7 +221,58 @@ class Adam(RuleOptimizer):
         return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
 
 
-class AdamW(Adam):
+class Adam(_Family, Optimizer):
+    r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
+    are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
+    by default its state is float32). Entries that a sparse gradient does not hold keep their bits,
+    moments included. With ``amsgrad`` the largest :math:`v` so far divides.
+
+    The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
+    ``max_exp_avg_sq``; checkpoints go back and forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages of the gradient and its square forget.
+        eps: added to the square root after bias correction.
+        weight_decay: :math:`\lambda`.
+        amsgrad: divide by the largest second moment so far.
+        foreach: for torch's kernel.
+        maximize: go along the gradient instead of against it.
+        capturable: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        **extras: see :class:`sparsestep.options.AdamExtras`.
+
+    Example:
+        One optimizer for a table with sparse gradients and a layer with dense ones.
+
+        >>> import torch, sparsestep
+        >>> table, layer = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1)
+        >>> optimizer = sparsestep.Adam([*table.parameters(), *layer.parameters()], lr=0.01)
+        >>> layer(table(torch.tensor([2, 7, 2]))).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2014. Reddi, Kale and Kumar, `On the Convergence of
+        Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
+    """
+
+
+class AdamW(_Family, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:

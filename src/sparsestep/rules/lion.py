@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks, options
@@ -41,7 +41,7 @@ _IDLE = Idle(
 RULE = Rule("lion", update, (State("exp_avg"),), coefficients, idle=_IDLE)
 
 
-class Lion(RuleOptimizer):
+class Lion(RuleOptimizer, Optimizer):
     r"""Lion, with one running average as its only state.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
