@@ -20,8 +20,8 @@ from sparsestep import checks, engines, masks, options
 from sparsestep import state as states
 from sparsestep.contract import Rule, Settings, Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS, Touched
-from sparsestep.layouts import Gradient, has_internal_overlap, touched
+from sparsestep.grads import COMPLEX, FLOATS
+from sparsestep.layouts import Gradient, check_memory, has_internal_overlap, touched
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 
@@ -78,7 +78,7 @@ def apply_(
         number = _checked_step(step)
         hyper = _checked_options(hyper)
         checks.at_least_zero("weight_decay", weight_decay)
-        _check_tensors(param, grad)
+        _check_param(param)
         gradient = touched(param, grad, by_row=rule.by_row)
         tensors = _checked_state(rule, param, state)
         if mask is not None:
@@ -127,14 +127,14 @@ def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
     return {name: options.plain(value) for name, value in hyper.items()}
 
 
-def _check_tensors(param: Tensor, grad: object) -> None:
+def _check_param(param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        raise InputError(sentence("the parameter must be a tensor", type(param).__name__))
     if param.layout is not torch.strided:
         raise InputError(sentence("the parameter must be a strided tensor", param.layout))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
         raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-    if not isinstance(grad, Tensor | Touched):
-        contract = "the gradient must be a tensor or a Touched"
-        raise InputError(sentence(contract, type(grad).__name__))
+    check_memory("the parameter", param)
 
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
@@ -145,6 +145,7 @@ def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) ->
         if tensor.is_complex() != wanted.is_complex:
             contract = f"the state {kept.name!r} of a {param.dtype} parameter must be {wanted}"
             raise InputError(sentence(contract, tensor.dtype))
+        check_memory(f"the state {kept.name!r}", tensor)
         if not tensor.is_contiguous() and has_internal_overlap(tensor):
             contract = f"every element of the state {kept.name!r} must have memory of its own"
             raise InputError(sentence(contract, f"strides {tensor.stride()}"))
@@ -173,7 +174,7 @@ def sparse_adam_(
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -0.5, 0.0]
     """
-    if param.is_complex():  # as SparseAdam
+    if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
     if eps == 0:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
