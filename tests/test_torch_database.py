@@ -83,7 +83,7 @@ def test_groups_without_weight_decay(ours, info, given):
             {"params": [table.weight], **kwargs},
             {"params": [bias.weight], **kwargs, "weight_decay": 0.0},
         ]
-        opt = cls(groups)
+        opt = cls(groups, **kwargs)
         for ids in torch.randint(0, 12, (5, 20)):
             opt.zero_grad()
             (table(ids) + bias(ids) - 1).square().mean().backward()
