@@ -18,9 +18,9 @@ torch.sparse.check_sparse_tensor_invariants.disable()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said_before(monkeypatch):
+def _nothing_said_before():
     """What is said once is said in every test that gives the reason."""
-    monkeypatch.setattr(errors, "_said", set())
+    errors._said.clear()
 
 
 @pytest.fixture(autouse=True)
