@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 
+from sparsestep import errors
 from sparsestep.engines import native
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
@@ -14,6 +15,12 @@ hypothesis.settings.load_profile(os.environ.get("SPARSESTEP_HYPOTHESIS", "ci"))
 
 # Tests make broken tensors on purpose; torch asks to be told so explicitly.
 torch.sparse.check_sparse_tensor_invariants.disable()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before():
+    """What is said once is said in every test that gives the reason."""
+    errors._said.clear()
 
 
 @pytest.fixture(autouse=True)

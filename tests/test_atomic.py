@@ -48,6 +48,10 @@ class TwoRowsOfValues:
     def __init__(self, coo: Tensor) -> None:
         self.coo = coo
 
+    @property
+    def __class__(self) -> type:
+        return Tensor
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.coo, name)
 

@@ -98,9 +98,7 @@ def test_every_optimizer_is_covered():
 
 
 @pytest.fixture(autouse=True)
-def _said_once_per_test(monkeypatch):
-    monkeypatch.setattr("sparsestep.step._said", set(), raising=False)
-    monkeypatch.setattr("sparsestep.errors._said", set())
+def _one_thread():
     torch.set_num_threads(1)  # the tensors are small
 
 

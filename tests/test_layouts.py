@@ -1130,7 +1130,7 @@ def test_what_is_broken_is_refused_in_one_sentence_and_changes_nothing(bad: str,
             assert "\n" not in text
     assert all(map(same_bits, tensors, before))
     assert [tensor._version for tensor in tensors] == versions
-    assert not opt.state
+    assert len(opt.state) == 0
     assert not rowwise.state
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +77,45 @@ def test_a_step_on_a_large_table_takes_memory_for_the_batch_only():
         [sys.executable, "-c", LARGE_TABLE], capture_output=True, text=True, check=False
     )
     assert done.stdout == "ok\n", done.stderr
+
+
+def strict_overcommit() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(strict_overcommit(), reason="the system promises no more than it has")
+def test_state_may_be_larger_than_the_machine():
+    """As long as only a little of it is touched."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count = 2 * machine // 4
+    state = memory.zeros(torch.Size([count]), torch.float32, torch.device("cpu"), touches=1)
+    state[-1] = 1.0
+    assert state[[0, -1]].tolist() == [0.0, 1.0]
+
+
+TOO_LARGE = """
+import resource, torch, sparsestep
+size = 1 << 25
+param = torch.zeros(size // 8, 4).requires_grad_()
+opt = sparsestep.Adam([param])
+param.grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 4), param.shape, check_invariants=True)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+try:
+    opt.step()
+except sparsestep.InputError as error:
+    print(error)
+assert len(opt.state) == 0 and not param[3].any()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much is in use")
+def test_state_for_which_there_is_no_room_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_LARGE], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("Adam: param 0 of group 0: the state of a parameter needs")
+    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in done.stdout

@@ -71,6 +71,29 @@ def test_inputs_train_like_torch(ours, info, given, engine):
 
 
 @each_input
+def test_groups_without_weight_decay(ours, info, given):
+    """As torch's suite has them for every class, SparseAdam too, which has no weight decay."""
+    results = []
+    for cls in (ours, info.optim_cls):
+        torch.manual_seed(0)
+        sparse = info.only_supports_sparse_grads
+        table, bias = (torch.nn.Embedding(12, 5, sparse=sparse) for _ in range(2))
+        kwargs = copy.deepcopy(given.kwargs)
+        groups = [
+            {"params": [table.weight], **kwargs},
+            {"params": [bias.weight], **kwargs, "weight_decay": 0.0},
+        ]
+        opt = cls(groups, **kwargs)
+        for ids in torch.randint(0, 12, (5, 20)):
+            opt.zero_grad()
+            (table(ids) + bias(ids) - 1).square().mean().backward()
+            opt.step()
+        results.append((table.weight.detach(), bias.weight.detach()))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@each_input
 def test_inputs_survive_pickle_deepcopy_and_repr(ours, info, given):
     _, opt, _ = train(ours, copy.deepcopy(given.kwargs), sparse=True, steps=2)
     for again in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt)):

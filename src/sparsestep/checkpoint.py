@@ -13,6 +13,7 @@ from sparsestep import state as states
 from sparsestep.contract import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS
+from sparsestep.groups import name_of
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
@@ -67,7 +68,7 @@ def read(optimizer: RuleOptimizer, saved: Any, names: tuple[str, ...]) -> Checkp
             try:
                 kept = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
             except InputError as error:
-                raise InputError(f"{optimizer.name_of(number, index)}: {error}") from None
+                raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
             if "step" in kept:
                 kept["step"] = optimizer.new_count(known, param, int(kept["step"]))
             found.state.append((param, kept))

@@ -20,7 +20,7 @@ from sparsestep import checks, engines, masks, options
 from sparsestep import state as states
 from sparsestep.contract import Rule, Settings, Update
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import COMPLEX, FLOATS, Touched
+from sparsestep.grads import COMPLEX, FLOATS
 from sparsestep.layouts import Gradient, touched
 from sparsestep.parameters import check_writable, is_distributed, local_gradient, memory_of
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
@@ -79,7 +79,7 @@ def apply_(
         number = _checked_step(step)
         hyper = _checked_options(hyper)
         checks.at_least_zero("weight_decay", weight_decay)
-        _check_tensors(param, grad)
+        _check_param(param)
         owner = param
         if is_distributed(param):
             grad = local_gradient(param, grad, by_row=rule.by_row)
@@ -124,27 +124,23 @@ _ANY_NUMBER = ("dampening", "nesterov")
 
 def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
     """The formula's options as plain numbers; refuses what it cannot work with."""
-    found = dict(hyper)
     for name, value in hyper.items():
         if name == "lr":
             checks.learning_rate(value)
-            found[name] = options.number(value)
         elif name == "betas":
             checks.betas(value)
-            found[name] = tuple(map(options.number, value))
         elif name not in _ANY_NUMBER:
             checks.at_least_zero("epsilon" if name == "eps" else name, value)
-    return found
+    return {name: options.plain(value) for name, value in hyper.items()}
 
 
-def _check_tensors(param: Tensor, grad: object) -> None:
+def _check_param(param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        raise InputError(sentence("the parameter must be a tensor", type(param).__name__))
     if param.layout is not torch.strided:
         raise InputError(sentence("the parameter must be a strided tensor", param.layout))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
         raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-    if not isinstance(grad, Tensor | Touched):
-        contract = "the gradient must be a tensor or a Touched"
-        raise InputError(sentence(contract, type(grad).__name__))
 
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
@@ -181,7 +177,7 @@ def sparse_adam_(
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -0.5, 0.0]
     """
-    if param.is_complex():  # as SparseAdam
+    if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
     if eps == 0:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
 
-# What cannot change without being replaced.
-_CONSTANT = (float, int, str, tuple, torch.dtype, type(None))
+_CONSTANT = (float, int, str, torch.dtype, type(None))
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it cannot change without being replaced."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANT)
 
 
 class Groups:
@@ -46,7 +52,7 @@ class Groups:
             return known[1]
         settings = self.read(optimizer, number, group)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
-        if all(isinstance(value, _CONSTANT) for value in changeable):
+        if all(map(_is_constant, changeable)):
             self._settings[number] = (values, settings)
         return settings
 
@@ -60,7 +66,12 @@ class Groups:
         if optimizer.has_torch_kernel:
             checks.torch_kernel(group)
         rule = optimizer.rule_for(group)
-        hyper = {name: group[name] for name in rule.hyperparameters}
+        # One-element tensors may be changed in place, so they are read in every step.
+        own = optimizer.own_options
+        hyper = {
+            name: group[name] if name in own else options.plain(group[name])
+            for name in rule.hyperparameters
+        }
         lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
         if "lr" in hyper:
             hyper["lr"] = lr

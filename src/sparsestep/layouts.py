@@ -16,6 +16,7 @@ from sparsestep.compact import Compact
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import FLOATS, Touched, bad_index
+from sparsestep.parameters import address
 
 Gradient = Tensor | Touched
 
@@ -70,31 +71,49 @@ def _check_fits(param: Tensor, grad: Tensor) -> None:
         raise InputError(_mismatch(param, grad))
 
 
-def _from_tensor(param: Tensor, grad: Tensor) -> Touched:
+def _from_tensor(param: Tensor, grad: object) -> Touched:
+    if not isinstance(grad, Tensor):
+        contract = "the gradient must be a tensor or a Touched"
+        raise InputError(sentence(contract, type(grad).__name__))
+    if grad.is_nested:  # before its shape, which it may not have
+        raise InputError(_wrong_layout("a nested tensor"))
     _check_fits(param, grad)
     if grad.is_sparse:
         return _from_coo(param, grad)
     if grad.layout is torch.strided:
-        return Touched(None, _with_memory(grad), 1, grad.numel())
+        grad = _with_memory(grad)
+        return Touched(None, grad, 1, grad.numel())
     if grad.layout in _BY_ROW or grad.layout in _BY_COLUMN:
         return _from_compressed(grad)
-    raise InputError(
-        sentence(
-            "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a "
-            "Touched",
-            f"layout {grad.layout}",
-            "Convert it with .to_dense() or .to_sparse_coo()",
-        )
+    raise InputError(_wrong_layout(f"layout {grad.layout}"))
+
+
+def _wrong_layout(got: str) -> str:
+    return sentence(
+        "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a "
+        "Touched",
+        got,
+        "Convert it with .to_dense() or .to_sparse_coo()",
     )
 
 
 def _with_memory(grad: Tensor) -> Tensor:
-    """The gradient, or what it stands for: autograd has zeros that take no memory."""
-    if grad.is_neg():
-        return grad.resolve_neg()
-    if grad._is_zerotensor():
+    """The gradient, or what it stands for; refuses one that only pretends to have values."""
+    # Torch may keep beside the values that they are still to be negated or conjugated.
+    if grad.is_neg() or grad.is_conj():
+        grad = grad.resolve_neg().resolve_conj()
+    if grad._is_zerotensor():  # autograd has zeros that take no memory
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    check_memory("the gradient", grad)
     return grad
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that only pretends to have values: a fake one, or a wrapper."""
+    if tensor.is_cpu and not address(tensor) and tensor.numel():
+        contract = f"{name} must be a tensor with values in memory"
+        kind = type(tensor).__name__
+        raise InputError(sentence(contract, f"a {kind} without", "Pass an ordinary tensor"))
 
 
 def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
@@ -152,7 +171,8 @@ def _from_coo(param: Tensor, grad: Tensor) -> Touched:
                 tuple(values.shape),
             )
         )
-    if values.is_neg():  # torch may keep a sign that is still to be flipped beside the values
+    check_memory("the gradient", values)
+    if values.is_neg():
         values = values.resolve_neg()
     return Touched(positions, values, slots, block)
 
@@ -332,7 +352,7 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
         if values.shape != param.shape:
             contract = f"without positions the values must have shape {tuple(param.shape)}"
             raise InputError(sentence(contract, tuple(values.shape)))
-        return Touched(None, values.resolve_neg(), 1, param.numel())
+        return Touched(None, values.resolve_neg().resolve_conj(), 1, param.numel())
     positions = _integers("positions", positions)
     source = None if source is None else _integers("source", source)
     blocks = values.numel() // block if block else math.prod(values.shape[:1])
@@ -359,11 +379,13 @@ def _check_tensor(name: str, tensor: object, param: Tensor, *, optional: bool) -
     if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
         contract = f"the {name} of a Touched must be a strided tensor"
         raise InputError(sentence(contract, type(tensor).__name__))
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         contract = f"the {name} of a Touched must be a strided tensor"
-        raise InputError(sentence(contract, f"layout {tensor.layout}"))
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise InputError(sentence(contract, got))
     if tensor.device != param.device:
         raise InputError(sentence(f"the {name} must be on {param.device}", tensor.device))
+    check_memory(f"the {name} of a Touched", tensor)
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:

@@ -7,16 +7,26 @@ import ctypes
 import functools
 import math
 import mmap
+import platform
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
 
 # Windows has no private anonymous maps; there, zeros are written at once.
 _LAZY = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
+
+# The system is not asked to hold memory ready for pages that may never be touched: it would refuse
+# whatever is larger than all that it has. Python has a name for it from 3.13 on.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
+    _NORESERVE = 0x4000
 
 # Linux. Elsewhere pages have the size that they have.
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -53,7 +63,12 @@ def zeros(
     size = count * dtype.itemsize
     if device.type != "cpu" or size < _SMALL_BYTES or not _LAZY:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    except OSError as error:
+        contract = f"the state of a parameter needs {size:,} bytes of address space"
+        remedy = "Choose a smaller state_dtype, or an optimizer that keeps numbers per row"
+        raise InputError(sentence(contract, error.strerror, remedy)) from None
     if _HUGE is not None and wants_huge_pages(size, touches):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(_HUGE)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -39,18 +39,6 @@ from sparsestep.signals import uninterrupted
 from sparsestep.step import Step
 from sparsestep.tracking import Tracking
 
-# Options that some optimizer has. A group that sets one which this optimizer does not have is
-# refused; other keys are the user's own notes, as with torch.
-_OPTIONS = frozenset(
-    {
-        *("alpha", "amsgrad", "beta", "betas", "bias_correction", "capturable", "centered"),
-        *("dampening", "eps", "l1", "l2"),
-        *("decoupled_weight_decay", "differentiable", "engine", "foreach", "fused"),
-        *("initial_accumulator_value", "lr_decay", "mask", "momentum", "nesterov", "semantics"),
-        *("state_dtype", "stochastic_rounding", "weight_decay"),
-    }
-)
-
 
 @contextmanager
 def _speaking(who: str) -> Iterator[None]:
@@ -77,15 +65,32 @@ def _row_numbers(rows: Tensor, count: int) -> Tensor:
     return rows
 
 
-class RuleOptimizer(Optimizer):
-    """Base of every optimizer here; a subclass names its rule and checks its options."""
+# At run time the base of our classes is not torch's Optimizer; each of them also derives from it.
+# Whoever goes through the subclasses of Optimizer (class_resolver, hence PyKEEN) takes a class that
+# is not in the package of its own base for somebody else's. Below a base of ours, our Adam would
+# come up as a second Adam.
+if TYPE_CHECKING:
+    _Base = Optimizer
+else:
+    _Base = object
+
+
+class RuleOptimizer(_Base):
+    """Base of every optimizer here; a subclass names its rule and checks its options.
+
+    It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
+    """
 
     # Whether torch has a kernel for dense gradients under the same formula.
     has_torch_kernel: ClassVar[bool] = False
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
     counts_in_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.
-    extras: ClassVar[tuple[str, ...]] = ("mask", "state_dtype", "stochastic_rounding")
+    extras: ClassVar[tuple[str, ...]] = (
+        *("mask", "state_dtype", "stochastic_rounding", "rounding_seed"),
+    )
+    # Options of other optimizers, and what values of them ask for nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
     supports_complex: ClassVar[bool] = True
     always_decoupled: ClassVar[bool] = False
     # Options that a user's formula takes itself, though they usually are everybody's.
@@ -116,7 +121,14 @@ class RuleOptimizer(Optimizer):
             options.check(extras)
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
-        super().__init__(params, defaults)
+        # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
+        super().__init__(params, {**defaults, **self._set_as_a_whole()})
+        self._complete_on_demand()
+
+    def _set_as_a_whole(self) -> dict[str, Any]:
+        """What was chosen for the optimizer as a whole, but for the defaults."""
+        chosen = {name: getattr(self, name) for name in options.WHOLE}
+        return {name: value for name, value in chosen.items() if value != options.WHOLE[name]}
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
@@ -163,10 +175,12 @@ class RuleOptimizer(Optimizer):
         number = len(self.param_groups)
         with _speaking(type(self).__name__):
             if isinstance(param_group, dict):
-                self._check_keys(param_group)
+                options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
                 if param_group.get("stochastic_rounding"):
                     param_group.setdefault("rounding_seed", torch.initial_seed())
             super().add_param_group(param_group)
+            for name in options.WHOLE:  # torch has put all defaults into the group
+                param_group.pop(name, None)
             try:
                 self.check_options(param_group)
                 options.check(param_group)
@@ -178,13 +192,6 @@ class RuleOptimizer(Optimizer):
             except Exception:
                 self.param_groups.pop()
                 raise
-
-    def _check_keys(self, group: dict[str, Any]) -> None:
-        unknown = sorted((_OPTIONS & group.keys()) - self.defaults.keys() - set(self.extras))
-        if unknown:
-            known = dict.fromkeys([*self.defaults, *self.extras])
-            contract = f"a param group may set {', '.join(known)}"
-            raise InputError(sentence(contract, ", ".join(unknown)))
 
     def check_params(self, group: int, options: dict[str, Any]) -> None:
         """Refuse parameters that the optimizer cannot work with."""
@@ -200,6 +207,11 @@ class RuleOptimizer(Optimizer):
         if imaginary and options.get("state_dtype") is not None:
             contract = "the state of complex parameters has their dtype: state_dtype must be None"
             raise InputError(sentence(contract, options["state_dtype"]))
+
+    def __repr__(self) -> str:
+        who, rest = super().__repr__().split(" (", 1)
+        chosen = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
+        return f"{who} ({chosen}{rest}"
 
     # The step
 
@@ -312,8 +324,8 @@ class RuleOptimizer(Optimizer):
     def materialize_state(self) -> None:
         """Make the state of every parameter that has none yet, as a first step would find it.
 
-        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum is
-        left out: it takes a missing buffer for a first step, as torch does.
+        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum
+        with dampening is left out: it takes a missing buffer for a first step, as torch does.
 
         Example:
             >>> import sparsestep
@@ -323,16 +335,64 @@ class RuleOptimizer(Optimizer):
             >>> list(optimizer.state[weight])
             ['step', 'sum']
         """
+        self._materialize(lambda param: True)
+
+    def _materialize(self, chosen: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
             rule = self.rule_for(group)
             for param in group["params"]:
-                if self.state.get(param) or not rule.counts:
+                if self.state.get(param) or not self.begins_with_zeros(group) or not chosen(param):
                     continue
                 memory = parameters.memory_of(param)
                 made = states.new(rule, memory, group, group.get("state_dtype"), None)
                 record = self.new_record(group, rule, param, made)
                 if record:
                     self.state[param] = record
+
+    @classmethod
+    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+        """Whether state that was made in advance does as well as none at the first step."""
+        return True
+
+    def _complete_on_demand(self) -> None:
+        """See to it that state exists when it is asked for."""
+        if not isinstance(self.state, states.Records):
+            self.state = states.Records(self.state, self._complete_state)
+
+    def _complete_state(self) -> None:
+        self._materialize(lambda param: param.requires_grad)
+        if len(self.state):  # a parameter that needs no state has an empty one beside others
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]
+
+    def share_memory(self) -> None:
+        """Move the state to shared memory, for processes that train one model together.
+
+        What is missing is made first. A step count that is a plain number, SparseAdam's, remains
+        each process's own.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.RowwiseAdagrad([weight], lr=0.1)
+            >>> optimizer.share_memory()
+            >>> optimizer.state[weight]["sum"].is_shared()
+            True
+        """
+        with _speaking(type(self).__name__):
+            if self.semantics == "dense":
+                contract = "processes cannot share what rows have missed: semantics must be masked"
+                raise InputError(sentence(contract, "'dense'"))
+            self.materialize_state()
+            for group in self.param_groups:
+                if self.rule_for(group).state and not all(map(self.state.get, group["params"])):
+                    contract = "with dampening a first step makes the state, before it is shared"
+                    raise InputError(sentence(contract, "none yet", "Call step() first"))
+        tensors = (value for kept in self.state.values() for value in kept.values())
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor.share_memory_()
 
     def new_record(
         self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]
@@ -519,6 +579,7 @@ class RuleOptimizer(Optimizer):
         if loading is not None:
             self._restore(loading, state)
         super().__setstate__(state)
+        self._complete_on_demand()
 
     def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
         """Put what a checkpoint says into the state that torch has read from it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -13,6 +15,36 @@ from sparsestep.contract import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS, Touched
 from sparsestep.parameters import memory_of
+
+
+class Records(defaultdict[Tensor, Any]):
+    """An optimizer's state by parameter. Whoever asks whether there is any has it made.
+
+    ``torch.distributed.checkpoint`` asks; where there is none it runs a step of zeros to have some,
+    which would count, and where some parameters have none, what it saves cannot be loaded.
+
+    Args:
+        records: what there is.
+        complete: makes what is missing; a method, which is not kept alive.
+    """
+
+    def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
+        super().__init__(dict, records)
+        self._complete = WeakMethod(complete)
+
+    def __bool__(self) -> bool:
+        complete = self._complete()
+        if complete is not None:
+            complete()
+        return len(self) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self)
+
+    copy = __copy__
 
 
 def shape_for(kept: State, param: Tensor) -> torch.Size:

@@ -8,7 +8,6 @@ between.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable
 from sparsestep import engines, masks, parameters, rounding
 from sparsestep import state as states
 from sparsestep.contract import Batch, Rule, Settings, State, Update
-from sparsestep.errors import InputError, StaleWarning, sentence
+from sparsestep.errors import InputError, StaleWarning, sentence, warn_once
 from sparsestep.grads import COMPLEX, FLOATS, Touched
 from sparsestep.lagging import Lagging
 from sparsestep.layouts import Gradient, touched
@@ -59,19 +58,13 @@ class Planned:
     tensors: list[Tensor] | None
 
 
-_said: set[str] = set()
-
-
 def _say_once_that_it_was_stale() -> None:
-    if not _said:
-        _said.add("stale")
-        warnings.warn(
-            "sparsestep: rows got a gradient that were read before they were brought up to date "
-            "(semantics='dense'). Call optimizer.track(model) once, or "
-            "optimizer.catch_up(param, rows) before each look-up.",
-            StaleWarning,
-            stacklevel=6,  # the caller of optimizer.step()
-        )
+    warn_once(
+        StaleWarning,
+        "rows got a gradient that were read before they were brought up to date "
+        "(semantics='dense'). Call optimizer.track(model) once, or "
+        "optimizer.catch_up(param, rows) before each look-up.",
+    )
 
 
 class Step:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep import checks
 from sparsestep import options as extras
@@ -188,7 +188,7 @@ def _optimizer_class(
     # Decoupled decay is by lr * weight_decay.
     decays = ["decoupled_weight_decay"] if "weight_decay" in common and "lr" in options else []
 
-    class UserRule(RuleOptimizer):
+    class UserRule(RuleOptimizer, Optimizer):
         __doc__ = function.__doc__
         extras = (*RuleOptimizer.extras, *decays, *required)
         own_options = frozenset(options)

@@ -7,6 +7,8 @@ command line needs (rich, matplotlib) is imported when a command runs, never bef
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -36,6 +38,7 @@ COMMANDS: dict[str, Command] = {
 
 _EXTRA = ("rich", "matplotlib")  # what sparsestep[cli] brings
 _MISSING = 1
+_UNWRITTEN = 1
 _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 
 _EXAMPLES = """\
@@ -82,6 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows ``sparsestep`` on the command line; by default, just that.
     """
     try:
+        try:
+            return _run(arguments)
+        finally:
+            _flush()  # what cannot be written shows here, and not when the interpreter ends
+    except BrokenPipeError:  # whoever was reading has seen enough
+        _stop_writing()
+        return _UNWRITTEN
+    except OSError as error:
+        _stop_writing()
+        with contextlib.suppress(OSError):  # stderr may be what cannot be written
+            print(f"sparsestep: cannot go on: {error}.", file=sys.stderr, flush=True)
+        return _UNWRITTEN
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
         options = parser().parse_args(arguments)
         code: int = options.run(options)
         return code
@@ -95,3 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remedy = 'pip install "sparsestep[cli]"'
         print(f"sparsestep: this command needs {name}; install it with {remedy}.", file=sys.stderr)
         return _MISSING
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+def _stop_writing() -> None:
+    """Send what is still in the streams' buffers nowhere, so that nobody complains at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

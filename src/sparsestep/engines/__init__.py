@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from sparsestep.contract import Update
 from sparsestep.engines import native, reference
-from sparsestep.errors import InputError, SlowWarning, sentence
+from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
 from sparsestep.parameters import overlapping
 from sparsestep.signals import uninterrupted
 
@@ -128,9 +127,6 @@ def _why_not_native(update: Update) -> str:
     )
 
 
-_said: set[str] = set()
-
-
 def _say_once_that_it_is_slow(update: Update) -> None:
     if update.settings.rule.coefficients is None:
         return  # a user's own rule: it was never to run elsewhere
@@ -140,11 +136,5 @@ def _say_once_that_it_is_slow(update: Update) -> None:
         reason = _why_not_native(update)
     else:
         return  # torch's own kernels are the fast way for this device or a dense gradient
-    if not _said:
-        _said.add(reason)
-        warnings.warn(
-            f"sparsestep: the reference engine is used, about ten times slower than the native "
-            f"one: {reason}",
-            SlowWarning,
-            stacklevel=6,  # the caller of optimizer.step()
-        )
+    slow = "the reference engine is used, about ten times slower than the native one"
+    warn_once(SlowWarning, f"{slow}: {reason}")

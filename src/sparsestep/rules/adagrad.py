@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -49,7 +49,7 @@ def _torch_kernel(batch: Batch) -> None:
     )
 
 
-class Adagrad(RuleOptimizer):
+class Adagrad(RuleOptimizer, Optimizer):
     r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -137,8 +137,3 @@ class Adagrad(RuleOptimizer):
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
-
-    def share_memory(self) -> None:
-        """Move the sums to shared memory, as torch's class does."""
-        for kept in self.state.values():
-            kept["sum"].share_memory_()

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks, options
+from sparsestep import checks
 from sparsestep.contract import Batch, Idle, Rule, State
+from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import AdamExtras
 from sparsestep.rules import bias
@@ -166,7 +167,61 @@ _KERNEL_OPTIONS = (
 )
 
 
-class Adam(RuleOptimizer):
+class _Family(RuleOptimizer):
+    """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
+
+    has_torch_kernel = True
+    torch_kernel = staticmethod(_torch_kernel)
+    extras = (*RuleOptimizer.extras, "bias_correction")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **extras: Unpack[AdamExtras],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, **extras)
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"], group)
+        checks.at_least_zero("epsilon", group["eps"])
+        checks.betas(group["betas"], group)
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+        checks.implementation(group)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
+
+
+class Adam(_Family, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -216,59 +271,8 @@ class Adam(RuleOptimizer):
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
 
-    has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
-    extras = (*RuleOptimizer.extras, "bias_correction")
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        **extras: Unpack[AdamExtras],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, **extras)
-
-    @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"], group)
-        checks.at_least_zero("epsilon", group["eps"])
-        checks.betas(group["betas"], group)
-        checks.at_least_zero("weight_decay", group["weight_decay"])
-        checks.implementation(group)
-        group["betas"] = tuple(map(options.number, group["betas"]))
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
-
-
-class AdamW(Adam):
+class AdamW(_Family, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -294,6 +298,7 @@ class AdamW(Adam):
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
+        decoupled_weight_decay: always ``True``.
         **extras: see :class:`sparsestep.options.AdamExtras`.
 
     Example:
@@ -328,8 +333,12 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
         **extras: Unpack[AdamExtras],
     ) -> None:
+        if decoupled_weight_decay is not True:
+            contract = "AdamW: decoupled_weight_decay must be True"
+            raise InputError(sentence(contract, repr(decoupled_weight_decay), "Use Adam"))
         super().__init__(
             params,
             lr,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -49,7 +49,7 @@ _STATE = (State("linear"), State("sum", "initial_accumulator_value"))
 RULE = Rule("ftrl", update, _STATE, coefficients, idle=Idle(along="leader"))
 
 
-class Ftrl(RuleOptimizer):
+class Ftrl(RuleOptimizer, Optimizer):
     r"""FTRL-Proximal with L1 and L2 regularisation.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:

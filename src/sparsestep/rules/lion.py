@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
+from sparsestep import checks, options
 from sparsestep.contract import Idle, Rule, State
 from sparsestep.optimizer import RuleOptimizer
 from sparsestep.options import Extras
@@ -40,7 +41,7 @@ _IDLE = Idle(
 RULE = Rule("lion", update, (State("exp_avg"),), coefficients, idle=_IDLE)
 
 
-class Lion(RuleOptimizer):
+class Lion(RuleOptimizer, Optimizer):
     r"""Lion, with one running average as its only state.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -73,6 +74,10 @@ class Lion(RuleOptimizer):
     """
 
     always_decoupled = True
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **options.NEUTRAL,
+        "decoupled_weight_decay": (True,),
+    }
 
     def __init__(
         self,

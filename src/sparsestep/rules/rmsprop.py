@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
@@ -157,7 +157,7 @@ def _torch_kernel(batch: Batch) -> None:
     )
 
 
-class RMSprop(RuleOptimizer):
+class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -31,7 +31,7 @@ _SUM = State("sum", "initial_accumulator_value", per_row=True)
 RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients, idle=Idle())
 
 
-class RowwiseAdagrad(RuleOptimizer):
+class RowwiseAdagrad(RuleOptimizer, Optimizer):
     r"""Adagrad with one sum per row, for embeddings.
 
     For every row that the gradient holds, with :math:`g` the sum of its duplicates and :math:`D`

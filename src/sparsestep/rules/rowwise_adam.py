@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -86,7 +86,7 @@ PER_ROW = Rule(
 )
 
 
-class RowwiseAdam(RuleOptimizer):
+class RowwiseAdam(RuleOptimizer, Optimizer):
     r"""Adam with one second moment per row, for embeddings.
 
     For every row that the gradient holds, with :math:`g` the sum of its duplicates and :math:`D`

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 from typing_extensions import Unpack
 
@@ -88,7 +88,7 @@ def _torch_kernel(batch: Batch) -> None:
     )
 
 
-class SGD(RuleOptimizer):
+class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -174,6 +174,12 @@ class SGD(RuleOptimizer):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise InputError("Nesterov momentum requires a momentum and zero dampening.")
         checks.implementation(group)
+
+    @classmethod
+    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+        """Not with dampening, which leaves out the first gradient of a parameter."""
+        counted = bool(group.get("stochastic_rounding"))
+        return counted or not group["momentum"] or not group["dampening"]
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep import checks
@@ -98,7 +98,7 @@ PER_ROW = Rule(
 )
 
 
-class SparseAdam(RuleOptimizer):
+class SparseAdam(RuleOptimizer, Optimizer):
     r"""Adam that updates only what the gradient holds; a drop-in for ``torch.optim.SparseAdam``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:

@@ -1,0 +1,108 @@
+"""Warnings: once for each reason, and at the user's line whoever calls."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import sparsestep
+from sparsestep.errors import warn_once
+
+
+def odd_param(*sizes: int) -> torch.Tensor:
+    """One for which the native engine has no way."""
+    param = torch.ones(sizes or (2, 3, 4)).permute(2, 1, 0).requires_grad_()
+    param.grad = torch.ones(param.shape).to_sparse(2)
+    return param
+
+
+def by_step():
+    sparsestep.SGD([odd_param()]).step()
+
+
+def by_a_wrapped_step():
+    opt = sparsestep.SGD([odd_param()])
+    torch.optim.lr_scheduler.ConstantLR(opt)  # wraps step()
+    opt.register_step_pre_hook(lambda *_: None)  # and so does torch, for a hook
+    opt.step()
+
+
+def by_step_with_a_closure():
+    sparsestep.SGD([odd_param()]).step(lambda: 1.0)
+
+
+def by_step_in_backward():
+    param = odd_param()
+    param.grad = None
+    sparsestep.SGD([param]).step_in_backward()
+    loss = _SparseGradient.apply(param)
+    loss.backward()
+
+
+def by_a_function():
+    param = odd_param()
+    sparsestep.functional.sgd_(param, param.grad)
+
+
+def by_a_functional_class():
+    param = odd_param()
+    sparsestep.FunctionalSGD([param]).step([param.grad])
+
+
+def by_one_param_of_a_functional_class():
+    param = odd_param()
+    sparsestep.FunctionalSGD([], _allow_empty_param_list=True).step_param(param, param.grad)
+
+
+class _SparseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, param):
+        ctx.shape = param.shape
+        return param.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return torch.ones(ctx.shape).to_sparse(2)
+
+
+CALLERS = [
+    by_step,
+    by_a_wrapped_step,
+    by_step_with_a_closure,
+    by_step_in_backward,
+    by_a_function,
+    by_a_functional_class,
+    by_one_param_of_a_functional_class,
+]
+
+
+@pytest.mark.parametrize("call", CALLERS)
+def test_a_warning_points_at_the_line_that_calls(call: Callable[[], None]):
+    with pytest.warns(sparsestep.SlowWarning) as said:
+        call()
+    lines, first = inspect.getsourcelines(call)
+    assert [warning.filename for warning in said] == [__file__]
+    assert said[0].lineno == first + len(lines) - 1, "the last line is what calls"
+
+
+def test_each_reason_is_said_once():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for sizes in [(2, 3, 4), (2, 3, 4), (5, 3, 4)]:
+            for _ in range(2):
+                sparsestep.SGD([odd_param(*sizes)]).step()
+        warn_once(sparsestep.StaleWarning, "another kind")
+        warn_once(sparsestep.SlowWarning, "another kind")
+    shapes = [str(warning.message).partition("shape ")[2][:9] for warning in said]
+    assert shapes == ["(4, 3, 2)", "(4, 3, 5)", "", ""]
+
+
+def test_a_warning_that_is_an_error_is_not_said_to_be_over():
+    for _ in range(2):
+        param = odd_param()
+        opt = sparsestep.SGD([param], lr=1.0)
+        with pytest.raises(sparsestep.SlowWarning):  # the suite makes warnings errors
+            opt.step()
+        assert (param == 1).all()

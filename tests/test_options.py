@@ -1,0 +1,246 @@
+"""Options: what a param group may hold, what re-creates an optimizer, tensors that change."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep import options
+from sparsestep.by_hand import FUNCTIONAL
+from sparsestep.errors import InputError
+from sparsestep.optimizer import RuleOptimizer
+from tests.table import VARIANTS, Variant, each_optimizer, each_variant, same_bits
+
+
+def table(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.linspace(-1, 1, 24).reshape(6, 4).to(dtype).requires_grad_()
+
+
+def rows(*numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.linspace(0.5, 1, 4 * len(numbers)).reshape(-1, 4).to(dtype)
+    return torch.sparse_coo_tensor(torch.tensor([numbers]), values, (6, 4), check_invariants=True)
+
+
+def train(opt: RuleOptimizer, param: Tensor, steps: int = 4) -> Tensor:
+    for step in range(steps):
+        param.grad = rows(step, 5, dtype=param.dtype)
+        opt.step()
+    opt.catch_up()
+    return param.detach()
+
+
+# Keys of a param group
+
+MISSPELT = {
+    "masks": "mask",
+    "maks": "mask",
+    "bias_corection": "bias_correction",
+    "weigth_decay": "weight_decay",
+    "weight-decay": "weight_decay",
+    "Weight_Decay": "weight_decay",
+    "weightdecay": "weight_decay",
+    "momemtum": "momentum",
+    "beta_s": "betas",
+    "esp": "eps",
+    "LR": "lr",
+    "ams_grad": "amsgrad",
+    "state_type": "state_dtype",
+    "stochastic_roundng": "stochastic_rounding",
+    "roundingseed": "rounding_seed",
+    "semantic": "semantics",
+    "engines": "engine",
+}
+
+
+@each_optimizer
+def test_a_misspelt_option_is_refused_with_the_right_name(optimizer: type[RuleOptimizer]):
+    opt = optimizer([table()])
+    for key, name in MISSPELT.items():
+        group = {"params": [table()], key: None}
+        with pytest.raises(InputError, match=f"must be spelt '{name}'. Got '{key}'. Rename"):
+            optimizer([group])
+        with pytest.raises(InputError, match=f"^{optimizer.__name__}: .* '{name}'"):
+            opt.add_param_group(group)
+    assert len(opt.param_groups) == 1
+
+
+# Of torch's schedulers, of well-known libraries, and of nobody in particular.
+NOTES = [
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_lr",
+    "swa_lr",
+    "max_momentum",
+    "base_momentum",
+    "lr_scale",
+    "lr_mult",
+    "layer_decay",
+    "weight_decay_scale",
+    "wd_mult",
+    "name",
+    "names",
+    "group_name",
+    "layer",
+    "layer_id",
+    "task",
+    "tag",
+    "step",
+    "fix_step",
+    "frozen",
+    "kind",
+    "dtype",
+    "scale",
+    "order",
+    "param_group_id",
+    "no_decay",
+]
+
+
+@each_optimizer
+def test_notes_of_ones_own_are_kept(optimizer: type[RuleOptimizer]):
+    own: dict[Any, Any] = {**dict.fromkeys(NOTES, "mine"), 7: "not even a string"}
+    opt = optimizer([{"params": [table()], **own}])
+    assert own.items() <= opt.param_groups[0].items()
+
+
+@pytest.mark.parametrize("key", ["engine", "semantics"])
+@each_optimizer
+def test_what_belongs_to_the_whole_optimizer_is_no_key_of_a_group(optimizer, key: str):
+    with pytest.raises(InputError, match=f"{key} belongs to the optimizer as a whole .* Pass"):
+        optimizer([{"params": [table()], key: options.WHOLE[key]}])
+
+
+@each_optimizer
+def test_values_that_ask_for_nothing_are_accepted(optimizer: type[RuleOptimizer]):
+    known = {*optimizer([table()]).defaults, *optimizer.extras}
+    foreign = [name for name in optimizer.neutral if name not in known]
+    for name in foreign:
+        for value in optimizer.neutral[name]:
+            param, other = table(), table()
+            with_key = optimizer([{"params": [param], name: value}])
+            assert same_bits(train(with_key, param), train(optimizer([other]), other)), name
+        asking = {"bias_correction": "per_row", "decoupled_weight_decay": not value}
+        for value in (asking.get(name, 0.5), torch.tensor(0.0), [0]):
+            with pytest.raises(InputError, match=f"may set .*Got {name}"):
+                optimizer([{"params": [table()], name: value}])
+
+
+# What re-creates an optimizer
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"semantics": "dense"},
+    {"engine": "reference"},
+    {"mask": torch.arange(6) < 5},
+    {"state_dtype": torch.float64},
+    {"maximize": True, "stochastic_rounding": True},
+    {"stochastic_rounding": True, "rounding_seed": 7, "engine": "reference"},
+]
+
+
+def may_be_dense(variant: Variant) -> bool:
+    coupled = {"weight_decay"} <= variant.options.keys() and not variant.options.get(
+        "decoupled_weight_decay", variant.cls.always_decoupled
+    )
+    return variant.rule.idle is not None and not coupled
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize("more", SETTINGS, ids=lambda m: "-".join(m) or "none")
+@each_variant
+def test_an_optimizer_is_re_created_from_its_defaults(variant: Variant, more: dict[str, Any]):
+    if more.get("semantics") == "dense" and not may_be_dense(variant):
+        pytest.skip("has no dense semantics")
+    torch.manual_seed(1)
+    dtype = torch.bfloat16 if "stochastic_rounding" in more else torch.float32
+    param, other = table(dtype), table(dtype)
+    opt = variant([param], lr=0.5, **more)
+    torch.manual_seed(2)  # the seed of rounding is part of it
+    again = type(opt)([other], **opt.defaults)
+    assert repr(again) == repr(opt)
+    assert (again.engine, again.semantics) == (opt.engine, opt.semantics)
+    for name in more:
+        assert f"{name}: " in repr(opt)
+    assert same_bits(train(again, other), train(opt, param))
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize("functional", FUNCTIONAL)
+def test_a_functional_optimizer_too(functional: Any):
+    param, other = table(), table()
+    opt = functional([param], lr=0.5, semantics="dense", engine="reference")
+    again = functional([other], **opt.defaults)
+    assert repr(again) == repr(opt)
+    assert "semantics: dense" in repr(opt)
+    for each, one in ((opt, param), (again, other)):
+        for step in range(3):
+            each.step_param(one, rows(step, 5))
+        each.catch_up()
+    assert same_bits(param.detach(), other.detach())
+
+
+@each_optimizer
+def test_a_checkpoint_has_none_of_what_belongs_to_the_whole_optimizer(optimizer):
+    plain = optimizer([table()])
+    opt = optimizer([table()], engine="reference", semantics="dense")
+    opt.add_param_group({"params": [table()]})
+    for group in opt.state_dict()["param_groups"]:
+        assert group.keys() == plain.state_dict()["param_groups"][0].keys()
+
+
+def test_adamw_stays_adamw():
+    with pytest.raises(InputError, match="decoupled_weight_decay must be True"):
+        sparsestep.AdamW([table()], decoupled_weight_decay=False)
+
+
+@pytest.mark.parametrize("seed", [0.5, True, "7"])
+def test_a_seed_is_an_integer(seed: Any):
+    with pytest.raises(InputError, match="rounding_seed must be an integer or None"):
+        sparsestep.SGD([table()], stochastic_rounding=True, rounding_seed=seed)
+
+
+# Tensors as options
+
+WITH_BETAS = [v for v in VARIANTS if "betas" in v([table()]).defaults]
+
+
+@pytest.mark.parametrize("grad", [rows(1, 5), torch.linspace(-1, 1, 24).reshape(6, 4)])
+@pytest.mark.parametrize("variant", WITH_BETAS, ids=str)
+def test_betas_may_be_changed_in_place(variant: Variant, grad: Tensor):
+    param, other = table(), table()
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    opt, plain = variant([param], betas=betas), variant([other], betas=(0.5, 0.75))
+    for step in range(4):
+        if step == 2:
+            betas[0].fill_(0.25)
+            betas[1].fill_(0.5)
+            plain.param_groups[0]["betas"] = (0.25, 0.5)
+        param.grad, other.grad = grad, grad
+        opt.step()
+        plain.step()
+    assert opt.param_groups[0]["betas"] is betas
+    assert torch.allclose(param, other, rtol=1e-6), "torch's kernel rounds tensors otherwise"
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_tensor_betas_have_torchs_bits(fused: bool | None):
+    results = []
+    for cls in (sparsestep.Adam, torch.optim.Adam):
+        param, betas = table(), (torch.tensor(0.5), torch.tensor(0.75))
+        opt = cls([param], betas=betas, fused=fused)
+        for _ in range(3):
+            param.grad = torch.linspace(-1, 1, 24).reshape(6, 4)
+            opt.step()
+            betas[0].mul_(0.5)
+        results.append(param.detach())
+    assert same_bits(*results)
+
+
+def test_other_options_may_be_tensors_too():
+    param, other = table(), table()
+    opt = sparsestep.SGD([param], lr=torch.tensor(0.5), momentum=torch.tensor(0.5))
+    plain = sparsestep.SGD([other], lr=0.5, momentum=0.5)
+    assert same_bits(train(opt, param), train(plain, other))

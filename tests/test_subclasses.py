@@ -1,0 +1,48 @@
+"""Whoever looks through the subclasses of torch's Optimizer is not confused by ours.
+
+class_resolver does, and PyKEEN with it: a class counts as somebody else's if it does not come from
+the package of the class above it.
+"""
+
+from collections.abc import Iterator
+
+from torch.optim import Optimizer
+
+import sparsestep
+from sparsestep.optimizer import RuleOptimizer
+from sparsestep.rules import OPTIMIZERS
+
+
+@sparsestep.rule
+def descent(param, grad, *, lr=0.1):
+    return param - lr * grad
+
+
+class Mine(sparsestep.AdamW):
+    pass
+
+
+def package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def resolved(cls: type) -> Iterator[type]:
+    """What ``class_resolver.utils.get_subclasses`` finds."""
+    for below in cls.__subclasses__():
+        yield from resolved(below)
+        names = (below.__name__, *below.__module__.split("."))
+        private = any(name.startswith("_") for name in names)
+        if not private and package(below) == package(cls):
+            yield below
+
+
+def test_none_of_ours_is_taken_for_one_of_torchs():
+    found = list(resolved(Optimizer))
+    assert not [cls for cls in found if package(cls) == "sparsestep"]
+    assert sum(cls.__name__ == "Adam" for cls in found) == 1
+
+
+def test_ours_are_torchs_optimizers_all_the_same():
+    for cls in (*OPTIMIZERS, descent, Mine):
+        assert issubclass(cls, Optimizer)
+        assert issubclass(cls, RuleOptimizer)
