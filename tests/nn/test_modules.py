@@ -237,6 +237,14 @@ def test_torch_compile_leaves_it_out(ours: Any, theirs: Any):
     assert isinstance(model[0].weight.grad, Compact)
 
 
+def test_torch_compile_leaves_a_collection_out():
+    model = sparsestep.nn.EmbeddingBagCollection([(10, 3), (10, 3)])
+    found = torch.compile(model, backend="eager")([IDS, IDS])
+    assert all(map(same, found, model([IDS, IDS])))
+    sum(rows.sum() for rows in found).backward()
+    assert all(isinstance(param.grad, Compact) for param in model.parameters())
+
+
 # fuse
 
 

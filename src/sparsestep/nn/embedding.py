@@ -13,6 +13,7 @@ from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
 from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.parts import first_derivative, part, unshared
+from sparsestep.nn.processes import write_out_for_ddp
 
 
 class Embedding(torch.nn.Embedding):
@@ -75,6 +76,7 @@ class Embedding(torch.nn.Embedding):
                 torch.embedding_renorm_(weight, input, self.max_norm, self.norm_type)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return torch.embedding(weight, input)
+        write_out_for_ddp(weight)
         padding = -1 if self.padding_idx is None else self.padding_idx
         found: Tensor = _Rows.apply(weight, input, padding, self.scale_grad_by_freq)
         return found
