@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
 from torch.torch_version import TorchVersion
 
 Arguments = ParamSpec("Arguments")
@@ -53,15 +54,34 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
     return run
 
 
+def scripted_as(
+    theirs: Callable[..., Any],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let torch.jit.script compile another function in the place of the one that is decorated.
+
+    It reads the source of what a function wraps. The globals it knows are those of this module.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        function.__wrapped__ = theirs  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def is_for_torch(*weights: Tensor) -> bool:
     """Whether a look-up is left to torch's own operation, with its ordinary gradient.
 
     The transforms of torch.func, export and tracing know no other, and where there are no numbers
-    (the device ``meta``) there is nothing to check.
+    (the device ``meta``, fake tensors) there is nothing to check. A weight of another kind may have
+    ideas of its own.
     """
     return (
         torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
         or torch._C._is_tracing()
-        or any(weight.is_meta for weight in weights)
+        or any(weight.is_meta or type(weight) not in _PLAIN for weight in weights)
     )
+
+
+_PLAIN = (torch.nn.Parameter, Tensor)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.compiling import is_for_torch, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.parts import first_derivative, part, unshared
 from sparsestep.nn.processes import write_out_for_ddp
 
@@ -44,7 +44,7 @@ class Embedding(torch.nn.Embedding):
         Embedding (1000 x 2): ids must be in [0, 1000). Got 1000 at position (0, 1).
     """
 
-    name: str = ""
+    name = ""  # without a type: torch.jit.script takes annotations for its own
 
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +52,7 @@ class Embedding(torch.nn.Embedding):
         self.sparse = True
 
     @outside_graphs
+    @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
 
@@ -97,9 +98,9 @@ def takes_compact(weight: Tensor) -> bool:
     """Whether a compact gradient goes straight to whoever updates the weight.
 
     A weight that is computed from others passes its gradient on to operations that know nothing of
-    it, and a weight of another kind may have ideas of its own.
+    it.
     """
-    return weight.is_leaf and type(weight) in (Tensor, torch.nn.Parameter)
+    return weight.is_leaf
 
 
 class _Rows(torch.autograd.Function):
