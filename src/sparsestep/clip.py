@@ -6,8 +6,8 @@ summed, in at least float32, and what it does not hold is zero. Nothing is ever 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import types
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,9 @@ from torch.masked import MaskedTensor
 from torch.nn import utils
 
 from sparsestep.compact import Compact
-from sparsestep.engines import native
-from sparsestep.engines.reference import summed
+from sparsestep.compact_clip import clamped
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads import Touched, bad_index
-from sparsestep.sums import sums
+from sparsestep.norms import coo_sums, elements, held_by
 
 
 @torch.no_grad()
@@ -37,9 +35,9 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm, as of one vector, is at most ``max_norm``.
 
     This is ``torch.nn.utils.clip_grad_norm_``, which it calls where all gradients are dense, and it
-    takes sparse COO gradients as well. Their stored values are scaled; indices, order and
-    duplicates stay. The work is proportional to the number of stored values. The gradients of
-    ``sparsestep.nn`` stay compact: their rows are summed a chunk at a time.
+    takes sparse COO gradients and masked tensors as well. Their stored values are scaled; indices,
+    order and duplicates stay. The work is proportional to the number of stored values. The
+    gradients of ``sparsestep.nn`` stay compact: their rows are summed a chunk at a time.
 
     Args:
         parameters: whose gradients are clipped; those without one are skipped.
@@ -52,8 +50,8 @@ def clip_grad_norm_(
         The norm before clipping.
 
     Raises:
-        InputError: a gradient is neither strided nor COO, or names a place that there is not;
-            nothing was changed.
+        InputError: a gradient is neither strided nor COO nor a MaskedTensor, or names a place that
+            there is not; nothing was changed.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2, sparse=True)
@@ -64,8 +62,7 @@ def clip_grad_norm_(
         tensor(1.0000)
     """
     params, held = _gradients("clip_grad_norm_", parameters)
-    sparse = [each.grad for each in held if each.grad.is_sparse]
-    if not sparse:
+    if all(_is_dense(each.grad) for each in held):
         return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
     total = _total_norm(held, norm_type, foreach)
@@ -83,15 +80,14 @@ def clip_grad_norm_(
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
     # In this order: what shares its memory is read before anything is written.
     in_place, apart, compacts = [], dict[Tensor, Tensor](), []
-    for grad in sparse:
+    for grad in (each.grad for each in held):
         if _is_compact(grad):
             compacts.append(grad)
-        elif _alone(grad):
+        elif _is_dense(grad) or _alone(grad):
             in_place.append(grad)
         else:
             apart[grad] = apart.get(grad, grad._values()) * factor.to(grad.device)
-    dense = [each.grad for each in held if not each.grad.is_sparse]
-    _multiply([*dense, *(grad._values() for grad in in_place)], factor, foreach)
+    _multiply([_values(grad) for grad in in_place], factor, foreach)
     for grad, values in apart.items():
         grad.data = _coo(grad, grad._indices(), values, grad.is_coalesced())
     for grad in compacts:
@@ -106,9 +102,9 @@ def clip_grad_value_(
     """Clamp every element of every gradient to ``[-clip_value, clip_value]``.
 
     This is ``torch.nn.utils.clip_grad_value_``, which it calls for the dense gradients, and it
-    takes sparse COO gradients as well. The clamped elements are sums of duplicates, so a gradient
-    that has duplicates is coalesced; others keep their indices and order. The gradients of
-    ``sparsestep.nn`` become ordinary, coalesced ones.
+    takes sparse COO gradients and masked tensors as well. The clamped elements are sums of
+    duplicates, so a gradient that has duplicates is coalesced; others keep their indices and order.
+    The gradients of ``sparsestep.nn`` get a row for each row of the table that was looked up.
 
     Args:
         parameters: whose gradients are clipped; those without one are skipped.
@@ -116,8 +112,8 @@ def clip_grad_value_(
         foreach: whether torch is to use its kernels for lists of tensors on the dense gradients.
 
     Raises:
-        InputError: a gradient is neither strided nor COO, or is sparse and complex, or names a
-            place that there is not; nothing was changed.
+        InputError: a gradient is neither strided nor COO nor a MaskedTensor, or is sparse and
+            complex, or names a place that there is not; nothing was changed.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2, sparse=True)
@@ -134,27 +130,33 @@ def clip_grad_value_(
     in_place, apart = [], dict[Tensor, Tensor]()
     for each in held:
         grad = each.grad
-        if not grad.is_sparse:
+        if _is_dense(grad):
             continue
-        _check_clampable(each, bound)
-        if _is_compact(grad):
-            apart[grad] = _clamped_compact(each, bound)
-            continue
-        merged = _clamped_sums(each, bound)
-        if merged is not None:
-            apart[grad] = merged
-        elif _alone(grad):
+        with _said_of(each):
+            new = _clamped(grad, bound)
+        if new is None:
             in_place.append(grad)
         else:
-            values = grad._values().clamp(-bound, bound)
-            apart[grad] = _coo(grad, grad._indices(), values, grad.is_coalesced())
-    dense = [each.param for each in held if not each.grad.is_sparse]
+            apart[grad] = new
+    dense = [each.param for each in held if _is_dense(each.grad)]
     if dense:  # torch's function fails where there is no gradient at all
         utils.clip_grad_value_(dense, clip_value, foreach)
     for grad in in_place:
-        grad._values().clamp_(-bound, bound)
+        _values(grad).clamp_(-bound, bound)
     for grad, new in apart.items():
         grad.data = new
+
+
+def _clamped(grad: Tensor, bound: float) -> Tensor | None:
+    """A gradient with its sums clamped; ``None`` where its values may be clamped as they are."""
+    _check_clampable(grad, bound)
+    if _is_compact(grad):
+        return clamped(grad, -bound, bound)
+    merged = None if isinstance(grad, MaskedTensor) else _clamped_sums(grad, bound)
+    if merged is not None or _alone(grad):
+        return merged
+    values = grad._values().clamp(-bound, bound)
+    return _coo(grad, grad._indices(), values, grad.is_coalesced())
 
 
 class _Held(NamedTuple):
@@ -179,35 +181,47 @@ def _gradients(
         grad = param.grad
         if grad is not None:
             held.append(_Held(f"{function}: param {index}", param, grad))
-            _check(held[-1])
+            with _said_of(held[-1]):
+                _check(grad)
     return params, held
 
 
-def _check(held: _Held) -> None:
-    who, _, grad = held
-    contract = f"{who}: the gradient must be a strided or a COO tensor"
-    remedy = "Convert it with .to_sparse_coo()"
-    if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence always true
-        raise InputError(sentence(contract, "a MaskedTensor", remedy))
-    if not grad.is_sparse and grad.layout is not torch.strided:
-        raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
-    if grad.is_sparse and not (grad.is_floating_point() or grad.is_complex()):
-        contract = f"{who}: the gradient must have a floating-point or complex dtype"
+@contextlib.contextmanager
+def _said_of(held: _Held) -> Iterator[None]:
+    """Whose gradient a refusal is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{held.who}: {error}") from None
+
+
+def _is_dense(grad: Tensor) -> bool:
+    # The mask first: such a tensor's is_sparse is a method, hence always true.
+    return not isinstance(grad, MaskedTensor) and not grad.is_sparse
+
+
+def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
+    return isinstance(grad, Compact) and not grad.is_settled
+
+
+def _check(grad: Tensor) -> None:
+    if _is_dense(grad):
+        if grad.layout is not torch.strided:
+            contract = "the gradient must be a strided or COO tensor, or a MaskedTensor"
+            remedy = "Convert it with .to_sparse_coo()"
+            raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
+    elif not (grad.is_floating_point() or grad.is_complex()):
+        contract = "the gradient must have a floating-point or complex dtype"
         raise InputError(sentence(contract, grad.dtype))
 
 
-def _check_clampable(held: _Held, bound: float) -> None:
-    if held.grad.is_complex():
-        contract = f"{held.who}: the gradient must be real, for complex numbers have no order"
-        raise InputError(sentence(contract, held.grad.dtype))
+def _check_clampable(grad: Tensor, bound: float) -> None:
+    if grad.is_complex():
+        contract = "the gradient must be real, for complex numbers have no order"
+        raise InputError(sentence(contract, grad.dtype))
     if not bound >= 0:  # nor NaN
-        raise InputError(
-            sentence(
-                f"{held.who}: clip_value must be at least 0, "
-                "so that what a sparse gradient does not hold stays 0",
-                bound,
-            )
-        )
+        contract = "clip_value must be at least 0, so that what the gradient does not hold stays 0"
+        raise InputError(sentence(contract, bound))
 
 
 def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Tensor:
@@ -215,7 +229,10 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
 
     This is a function because the views of values that it takes must be gone before ``_alone``.
     """
-    tensors = [_elements(each, norm_type) if each.grad.is_sparse else each.grad for each in held]
+    tensors = []
+    for each in held:
+        with _said_of(each):
+            tensors.append(elements(each.grad, norm_type))
     if foreach is False:
         norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
     else:
@@ -225,115 +242,9 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
     return total
 
 
-def _elements(held: _Held, norm_type: float) -> Tensor:
-    """What has the norm of the dense form of a sparse gradient."""
-    rows = _row_norms(held, norm_type)
-    if rows is not None:
-        return rows
-    if _is_compact(held.grad):
-        values, count = _compact_elements(held, norm_type)
-    else:
-        _, values = _summed(held)
-        count = values.numel()
-    if 0 < norm_type < math.inf or count == held.grad.numel():
-        return values
-    return torch.cat([values.flatten(), values.new_zeros(1)])  # one for all that are not held
-
-
-def _row_norms(held: _Held, norm_type: float) -> Tensor | None:
-    """The norms of the rows, or whatever else a gradient holds; ``None`` without the core."""
-    grad = held.grad
-    if _is_compact(grad):
-        touched = grad.touched()
-    elif grad.sparse_dim() == 1 and not grad.is_coalesced():
-        indices, values = grad._indices().contiguous(), grad._values().resolve_neg()
-        touched = Touched(indices, values, grad.shape[0], math.prod(grad.shape[1:]))
-    else:  # its values are all there is to look at, or have to be looked for
-        return None
-    try:
-        found = native.norms(touched, norm_type)
-    except InputError as error:
-        raise InputError(f"{held.who}: {error}") from None
-    return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
-
-
-def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
-    return isinstance(grad, Compact) and not grad.is_settled
-
-
-def _compact_sums(held: _Held) -> Iterator[tuple[Tensor, Tensor]]:
-    """The slots of a compact gradient and the sum of each, in chunks."""
-    assert isinstance(held.grad, Compact)
-    try:
-        yield from sums(held.grad.touched())
-    except InputError as error:
-        raise InputError(f"{held.who}: {error}") from None
-
-
-def _compact_elements(held: _Held, norm_type: float) -> tuple[Tensor, int]:
-    """What has the norm of all sums: these, or the norm of each chunk; and how many sums."""
-    grad, chunks = held.grad, _compact_sums(held)
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    nothing = torch.empty(0, dtype=dtype, device=grad.device)
-    first = next((total for _, total in chunks), nothing)
-    norms, count = [], first.numel()
-    for _, total in chunks:
-        count += total.numel()
-        norms.append(torch.linalg.vector_norm(total, norm_type))
-    if not norms:
-        return first, count
-    return torch.stack([torch.linalg.vector_norm(first, norm_type), *norms]), count
-
-
-def _clamped_compact(held: _Held, bound: float) -> Tensor:
-    """The ordinary gradient, coalesced and clamped."""
-    assert isinstance(held.grad, Compact)
-    shape, touched = held.grad.shape, held.grad.touched()
-    found = [
-        (slots, t.clamp(-bound, bound).to(held.grad.dtype)) for slots, t in _compact_sums(held)
-    ]
-    if not found:
-        return held.grad.clone()
-    leading = 1 if touched.slots == shape[0] else len(shape)
-    slots = torch.cat([slots for slots, _ in found])
-    values = torch.cat([values for _, values in found]).reshape(len(slots), *shape[leading:])
-    return _coo(held.grad, torch.stack(torch.unravel_index(slots, shape[:leading])), values, True)
-
-
-def _summed(held: _Held) -> tuple[Tensor | None, Tensor]:
-    """The slots of a COO gradient and the sum of each, in at least float32.
-
-    The slots of a coalesced gradient are not asked for; it has ``None``.
-    """
-    grad = held.grad
-    values = grad._values()
-    if grad.is_coalesced():
-        return None, values.to(torch.promote_types(values.dtype, torch.float32))
-    leading, block = grad.shape[: grad.sparse_dim()], math.prod(values.shape[1:])
-    positions = _positions(held, leading)
-    if not values.is_complex():
-        return summed(Touched(positions, values, math.prod(leading), block))
-    parts = torch.view_as_real(values.resolve_conj())
-    slots, sums = summed(Touched(positions, parts, math.prod(leading), 2 * block))
-    return slots, torch.view_as_complex(sums.reshape(len(sums), block, 2))
-
-
-def _positions(held: _Held, leading: torch.Size) -> Tensor:
-    """A number for each place that the gradient's indices name."""
-    indices = held.grad._indices()
-    positions = indices.new_zeros(indices.shape[1])
-    for dim, (row, size) in enumerate(zip(indices, leading, strict=True)):
-        bad = (row < 0) | (row >= size)
-        if bool(bad.any()):
-            raise InputError(f"{held.who}: {bad_index(dim, size, int(row[bad][0]))}")
-        positions.mul_(size).add_(row)
-    return positions
-
-
-def _clamped_sums(held: _Held, bound: float) -> Tensor | None:
+def _clamped_sums(grad: Tensor, bound: float) -> Tensor | None:
     """The gradient coalesced and clamped, or ``None`` if it has no duplicates."""
-    grad = held.grad
-    slots, values = _summed(held)
+    slots, values = coo_sums(grad)
     if slots is None or len(slots) == grad._nnz():
         return None
     leading = grad.shape[: grad.sparse_dim()]
@@ -344,7 +255,12 @@ def _clamped_sums(held: _Held, bound: float) -> Tensor | None:
 
 def _coo(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(
-        indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False
+        indices,
+        values,
+        grad.shape,
+        device=values.device,
+        is_coalesced=coalesced,
+        check_invariants=False,
     )
 
 
@@ -360,12 +276,22 @@ def _multiply(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> No
             torch._foreach_mul_(some, factor.to(device))
 
 
+def _values(grad: Tensor) -> Tensor:
+    """The values that a gradient stores, for writing."""
+    if isinstance(grad, MaskedTensor):
+        return held_by(grad)[0]
+    return grad._values() if grad.is_sparse else grad
+
+
 def _alone(grad: Tensor) -> bool:
     """Whether a COO gradient's values can be written without changing anything else.
 
     Autograd expands values, and where the rows of two tables were added it gives both gradients the
-    same memory: scaled in place, each would be scaled by the factor of the other as well.
+    same memory: scaled in place, each would be scaled by the factor of the other as well. A masked
+    tensor has copied its own.
     """
+    if isinstance(grad, MaskedTensor):
+        return True
     if not grad._values().is_contiguous():
         return False
     users = _users(grad)
@@ -381,5 +307,8 @@ def _users(grad: Tensor) -> int | None:
 @functools.cache
 def _users_when_alone() -> int | None:
     """What ``_users`` says of a gradient that shares nothing: that depends on torch's version."""
-    indices = torch.zeros(1, 1, dtype=torch.int64)
-    return _users(torch.sparse_coo_tensor(indices, torch.zeros(1), (1,), check_invariants=False))
+    with torch.device("cpu"):
+        indices = torch.zeros(1, 1, dtype=torch.int64)
+        return _users(
+            torch.sparse_coo_tensor(indices, torch.zeros(1), (1,), check_invariants=False)
+        )

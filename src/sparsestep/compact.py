@@ -6,14 +6,15 @@ work from that (``touched``). For everyone else it is a sparse gradient like any
 adds it up, numbers scale it, and whoever asks for more gets the ordinary COO tensor.
 
 It does so in two places, because torch asks in two: ``__torch_function__`` for calls from Python,
-``__torch_dispatch__`` for those from torch's own C++.
+``__torch_dispatch__`` for those from torch's own C++. What it answers without being written out
+is in ``compact_tensor.py`` and ``compact_clip.py``.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Compact(Tensor):
         if isinstance(other, Compact) and not other.is_settled:
             self._parts, self._ordinary = other._parts, None
         else:
-            self._parts, self._ordinary = (), _ordinary(other).detach().to(self.dtype, copy=True)
+            self._parts, self._ordinary = (), ordinary(other).detach().to(self.dtype, copy=True)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Looking at a gradient does not change what it is.
@@ -90,20 +91,22 @@ class Compact(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _UNCHANGED or isinstance(func, _OPERATORS):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func == _SET_DATA and isinstance(args[0], Compact):
-            return args[0].become(args[1])
-        return _on_ordinary(func, args, kwargs or {})
+        if func in _OF_ALL_VALUES:
+            tree_map_only(Compact, _check_not_recorded, (args, kwargs))
+        elif func not in _UNCHANGED and not isinstance(func, _OPERATORS):
+            if func == _SET_DATA and isinstance(args[0], Compact):
+                return args[0].become(args[1])
+            return _on_ordinary(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        ours = _OURS.get(func)
-        if ours is not None:
-            result = ours(*args, **(kwargs or {}))
+        answer = ANSWERS.get(func)
+        if answer is not None:
+            result = answer(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         return _on_ordinary(func, args, kwargs or {})
@@ -133,7 +136,11 @@ def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compac
     return made
 
 
-def _like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
+# What torch may ask without settling it, and who answers. An answer may be NotImplemented.
+ANSWERS: dict[Any, Callable[..., Any]] = {}
+
+
+def like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
     """Another gradient of the same parameter."""
     with torch._C.DisableTorchFunctionSubclass():  # shape, dtype and device are torch's business
         made = compact(parts, grad.shape, grad)
@@ -150,7 +157,7 @@ def _joined(parts: Sequence[Touched]) -> Touched:
     parts = [part if part.slots == slots else part.finer(slots) for part in parts]
     block = parts[0].block
     values = [_rows(part) for part in parts]
-    positions = torch.cat([_positions(part) for part in parts])
+    positions = torch.cat([positions_of(part) for part in parts])
     source = scale = None
     if any(part.source is not None for part in parts):
         source = torch.cat(_sources(parts, [len(rows) for rows in values]))
@@ -159,7 +166,8 @@ def _joined(parts: Sequence[Touched]) -> Touched:
     return Touched(positions, torch.cat(values), slots, block, source, scale)
 
 
-def _positions(part: Touched) -> Tensor:
+def positions_of(part: Touched) -> Tensor:
+    """The slot of each entry, as a vector."""
     assert part.positions is not None
     return part.positions.reshape(-1)
 
@@ -184,7 +192,9 @@ def _sources(parts: Sequence[Touched], rows: Sequence[int]) -> list[Tensor]:
 def _scale(part: Touched) -> Tensor:
     if part.scale is not None:
         return part.scale
-    ones: Tensor = part.values.new_ones(_positions(part).numel(), dtype=part.values.dtype.to_real())
+    ones: Tensor = part.values.new_ones(
+        positions_of(part).numel(), dtype=part.values.dtype.to_real()
+    )
     return ones
 
 
@@ -199,7 +209,7 @@ def _nothing(grad: Compact) -> Touched:
 def _written_out(grad: Compact) -> Tensor:
     """The COO gradient, with memory of its own: that of the output's gradient is not ours."""
     touched, shape = grad.touched(), grad.shape
-    positions = _positions(touched)
+    positions = positions_of(touched)
     if touched.source is None and touched.scale is None:
         values = touched.values.clone(memory_format=torch.contiguous_format)
     else:
@@ -213,11 +223,16 @@ def _written_out(grad: Compact) -> Tensor:
         indices = positions.new_empty(leading, 0)
     values = values.reshape(positions.numel(), *shape[leading:])
     return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=False, check_invariants=False
+        indices,
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=False,
+        check_invariants=False,
     )
 
 
-def _part_of(grad: Tensor) -> tuple[Touched, ...] | None:
+def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
     if isinstance(grad, Compact):
         if not grad.is_settled:
@@ -236,127 +251,9 @@ def _part_of(grad: Tensor) -> tuple[Touched, ...] | None:
     return (Touched(positions, values, slots, shape[leading:].numel()),)
 
 
-def _ordinary(tensor: Any) -> Any:
+def ordinary(tensor: Any) -> Any:
+    """A compact gradient as the ordinary one that it is from now on; anything else as it is."""
     return tensor.ordinary() if isinstance(tensor, Compact) else tensor
-
-
-# What is done to a gradient that stays compact. Parts are never written to: they may share the
-# memory of what autograd has given others.
-
-_aten = torch.ops.aten
-
-
-def _detach(grad: Compact) -> Compact:
-    if grad._ordinary is not None:
-        return _like(grad, (), grad._ordinary.detach())
-    return _like(grad, grad._parts)
-
-
-def _clone(grad: Compact, *, memory_format: object = None) -> Compact:
-    if grad._ordinary is not None:
-        return _like(grad, (), grad._ordinary.clone())
-    return _like(grad, grad._parts)
-
-
-def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> Any:
-    """What autograd copies a gradient to that others hold as well."""
-    if tuple(size) != tuple(grad.shape) or options.get("dtype") not in (None, grad.dtype):
-        return NotImplemented
-    return _like(grad, ())
-
-
-def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(to, Compact):
-        to.become(grad)
-        return to
-    grad = _ordinary(grad)
-    return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
-
-
-def _zero(grad: Compact) -> Compact:
-    if grad.is_sparse:
-        grad._parts, grad._ordinary = (), None  # sparse zeros are no entries at all
-    else:
-        grad.ordinary().zero_()
-    return grad
-
-
-def _is_number(factor: object) -> bool:
-    if isinstance(factor, Tensor):
-        return not isinstance(factor, Compact) and factor.dim() == 0 and not factor.dtype.is_complex
-    return isinstance(factor, int | float)
-
-
-def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
-    """An operation with a number, which may be done on the rows that the parts take."""
-
-    def run(grad: Any, *factors: Any) -> Any:
-        if not isinstance(grad, Compact):  # number * gradient
-            if in_place or not _is_number(grad) or operation is not torch.mul:
-                return NotImplemented
-            grad, factors = factors[0], (grad,)
-        if grad.is_settled or not all(map(_is_number, factors)):
-            return NotImplemented
-        parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad._parts)
-        if any(part.values.dtype != grad.dtype for part in parts):
-            return NotImplemented
-        if not in_place:
-            return _like(grad, parts)
-        grad._parts = parts
-        return grad
-
-    return run
-
-
-def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
-    """What two gradients add up to: compact or dense."""
-    if not isinstance(second, Tensor) or first.shape != second.shape or alpha != 1:
-        return NotImplemented
-    if first.dtype == second.dtype:
-        ours, theirs = _part_of(first), _part_of(second)
-        if ours is not None and theirs is not None:
-            return _like(first, ours + theirs)
-    first, second = _ordinary(first), _ordinary(second)
-    return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
-
-
-def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    return _sum(first, second, alpha)
-
-
-def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    if not isinstance(first, Compact):
-        return NotImplemented
-    total = _sum(first, second, alpha)
-    if total is NotImplemented:
-        return NotImplemented
-    if isinstance(total, Compact):
-        first._parts, first._ordinary = total._parts, None
-    else:
-        first._parts, first._ordinary = (), total
-    return first
-
-
-_OURS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _detach,
-    _aten.alias.default: _detach,
-    _aten.clone.default: _clone,
-    _aten.new_empty_strided.default: _empty,
-    _aten.copy_.default: _copy,
-    _aten.zero_.default: _zero,
-    _aten.mul.Tensor: _times(torch.mul, in_place=False),
-    _aten.mul.Scalar: _times(torch.mul, in_place=False),
-    _aten.mul_.Tensor: _times(torch.mul, in_place=True),
-    _aten.mul_.Scalar: _times(torch.mul, in_place=True),
-    _aten.div.Tensor: _times(torch.div, in_place=False),
-    _aten.div.Scalar: _times(torch.div, in_place=False),
-    _aten.div_.Tensor: _times(torch.div, in_place=True),
-    _aten.div_.Scalar: _times(torch.div, in_place=True),
-    _aten.neg.default: _times(torch.neg, in_place=False),
-    _aten.neg_.default: _times(torch.neg, in_place=True),
-    _aten.add.Tensor: _add,
-    _aten.add_.Tensor: _add_in_place,
-}
 
 
 # What is done to an ordinary gradient
@@ -365,14 +262,13 @@ _OURS: dict[Any, Callable[..., Any]] = {
 def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked: dict[int, Compact] = {}
 
-    def ordinary(grad: Compact) -> Tensor:
-        if grad.requires_grad and torch.is_grad_enabled():
-            raise InputError(_NOT_TWICE)
+    def settled(grad: Compact) -> Tensor:
+        _check_not_recorded(grad)
         found = grad.ordinary()
         asked[id(found)] = grad
         return found
 
-    args, kwargs = tree_map_only(Compact, ordinary, (tuple(args), kwargs))
+    args, kwargs = tree_map_only(Compact, settled, (tuple(args), kwargs))
     result = func(*args, **kwargs)
     # What changes a tensor returns it: the gradient, not what is inside.
     if _is_in_place(func) and id(result) in asked:
@@ -382,13 +278,18 @@ def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _check_not_recorded(grad: Compact) -> None:
+    if grad.requires_grad and torch.is_grad_enabled():
+        raise InputError(_NOT_TWICE)
+
+
 def _for_hooks(result: Any, grad: Compact) -> Any:
     """While backward runs, a sparse gradient stays what autograd has seen, strided.
 
     A hook gets this and may return what it made of it, but not another kind of tensor.
     """
     is_gradient = isinstance(result, Tensor) and result.is_sparse and result.shape == grad.shape
-    return _like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
+    return like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
 
 
 _NOT_TWICE = sentence(
@@ -414,7 +315,7 @@ _ATTRIBUTES = [
     for name, attribute in vars(torch._C.TensorBase).items()
     if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
 ]
-# Methods for which the same holds, and those that are in ``_OURS``.
+# Methods for which the same holds, and those that have an answer.
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
     "__format__",
@@ -425,16 +326,30 @@ _METHODS = (
     *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
     *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
     *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
+    *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
+    *("_foreach_zero_", "_foreach_copy_"),
 )
+# Those whose answer is in ``compact_clip.py``: it depends on all rows, summed.
+_CLIPPING = (
+    *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
+    *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
+    *("_foreach_clamp_max", "_foreach_clamp_max_"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+
+
+def _named(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        for owner in (Tensor, torch):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+_OF_ALL_VALUES = frozenset([*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm])
 _UNCHANGED = frozenset(
     [
         *(attribute.__get__ for attribute in _ATTRIBUTES),
         *(attribute.__set__ for attribute in _ATTRIBUTES),
-        *(
-            getattr(owner, name)
-            for owner in (Tensor, torch)
-            for name in _METHODS
-            if hasattr(owner, name)
-        ),
+        *_named(_METHODS),
     ]
 )

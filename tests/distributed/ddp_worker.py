@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import sparsestep
 import sparsestep.distributed
 from sparsestep.optimizer import RuleOptimizer
+from tests.distributed import ddp_compact
 from tests.distributed.pair import Results, main
 
 ROWS, STEPS, RANKS = 12, 5, 2
@@ -69,11 +70,6 @@ def all_empty(rank: int, step: int) -> Tensor:
 
 
 BATCHES: dict[str, Batches] = {"full": full, "one empty": one_empty, "all empty": all_empty}
-
-
-def write_out(weight: Tensor) -> None:
-    """DDP insists on an ordinary gradient; see ``sparsestep.nn``."""
-    weight.grad = weight.grad.ordinary()
 
 
 def plain(
@@ -138,8 +134,10 @@ def work(rank: int, meeting: str) -> Results:
         model = Model(sparse=True, dtype=torch.float64)
         found["sparse overlap", name] = overlapped(model, sparsestep.Adam, {"lr": 0.01}, batches)
         model = sparsestep.nn.fuse(Model(sparse=True, dtype=torch.float64))
-        model.table.weight.register_post_accumulate_grad_hook(write_out)
         found["compact", name] = plain(model, sparsestep.Adam, {"lr": 0.01}, batches)
+        model = sparsestep.nn.fuse(Model(sparse=True, dtype=torch.float64))
+        found["compact overlap", name] = overlapped(model, sparsestep.Adam, {"lr": 0.01}, batches)
+    found |= ddp_compact.work()
     model = Model(sparse=True)
     before = model.result()
     options = {"lr": 0.01, "optim_params": [model.layer.weight, model.table.weight]}

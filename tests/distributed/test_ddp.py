@@ -12,6 +12,7 @@ from tests.table import same_bits
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
+from tests.distributed.ddp_compact import LOOPS, Tables
 from tests.distributed.ddp_worker import BATCHES, CLASSES, RANKS, STEPS, Model, full, name_of
 from tests.distributed.pair import Results, run_pair
 
@@ -67,9 +68,28 @@ def test_sparse_gradients_are_reduced_and_few_rows_updated(found: list[Results],
 
 
 @pytest.mark.parametrize("batches", BATCHES)
-def test_compact_gradients_that_are_written_out_are_reduced(found: list[Results], batches: str):
+def test_compact_gradients_are_reduced(found: list[Results], batches: str):
     for rank in range(RANKS):
         assert equal(found[rank]["compact", batches], found[0]["sparse", batches, False])
+        assert equal(found[rank]["compact overlap", batches], found[0]["sparse overlap", batches])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_compact_gradients_train_like_torchs_sparse_ones(found: list[Results], name: str):
+    """Several tables, one looked up twice, and whatever DDP has for sparse gradients."""
+    theirs = found[0]["torch's", name]
+    assert not equal(theirs, Tables(torch.nn).result())
+    for rank in range(RANKS):
+        ours = found[rank]["ours", name]
+        assert equal(ours, found[0]["ours", name])
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_collection_is_reduced(found: list[Results]):
+    theirs, ours = found[0]["collection"]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
 
 
 def test_the_ranks_have_different_batches():

@@ -1,4 +1,4 @@
-"""Our modules are torch's in everything but the gradient; fuse makes them of torch's."""
+"""Our modules are torch's in everything but the gradient."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import sparsestep
 from sparsestep.compact import Compact
-from sparsestep.nn import Embedding, EmbeddingBag, fuse
+from sparsestep.nn import Embedding, EmbeddingBag
 from tests.nn.cases import plain, same
 
 KINDS = [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
@@ -158,6 +159,37 @@ def test_tracing(ours: Any, theirs: Any):
 
 
 @each_kind
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripting(ours: Any, theirs: Any):
+    """In a script they are torch's; the model itself stays as it is."""
+    model = nn.Sequential(ours(10, 3, padding_idx=2), nn.Linear(3, 1))
+    model[0].name = "a"
+    scripted = torch.jit.script(model)
+    assert same(scripted(IDS), model(IDS))
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    assert same(torch.jit.load(file)(IDS), model(IDS))
+    scripted(IDS).sum().backward()
+    assert model[0].weight.grad is not None
+    assert type(model[0]) is ours
+
+
+@each_kind
+def test_fake_tensors(ours: Any, theirs: Any):
+    with FakeTensorMode():
+        ids, found = torch.tensor([[1, 2, 1]]), []
+        for kind in (ours, theirs):
+            table = kind(10, 3)
+            found.append(table(ids))
+            found[-1].sum().backward()
+            assert isinstance(table.weight.grad, FakeTensor)
+        collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)])
+        assert collection([ids])[0].shape == (1, 3)
+    assert found[0].shape == found[1].shape
+
+
+@each_kind
 def test_shapes_without_numbers(ours: Any, theirs: Any):
     ids = IDS.to("meta")
     assert ours(10, 3, device="meta")(ids).shape == theirs(10, 3, device="meta")(ids).shape
@@ -237,79 +269,9 @@ def test_torch_compile_leaves_it_out(ours: Any, theirs: Any):
     assert isinstance(model[0].weight.grad, Compact)
 
 
-# fuse
-
-
-class Mine(nn.Embedding):
-    """A subclass with ideas of its own."""
-
-
-def test_fuse_changes_torchs_modules_and_no_others():
-    shared = nn.Embedding(10, 3)
-    model = nn.ModuleDict(
-        {
-            "bag": nn.EmbeddingBag(10, 3, mode="max"),
-            "inner": nn.Sequential(shared, nn.Linear(3, 3)),
-            "again": shared,
-            "mine": Mine(10, 3),
-            "ours": Embedding(10, 3),
-            "computed": nn.utils.parametrizations.weight_norm(nn.Embedding(10, 3)),
-        }
-    )
-    replaced = nn.Embedding(10, 3)
-    replaced.forward = lambda input: input  # type: ignore[method-assign]
-    model["replaced"] = replaced
-    before = dict(model.named_parameters())
-    computed = type(model["computed"])
-    assert fuse(model) is model
-    assert [type(model[name]) for name in ("bag", "again", "mine", "ours")] == [
-        EmbeddingBag,
-        Embedding,
-        Mine,
-        Embedding,
-    ]
-    assert type(model["computed"]) is computed
-    assert type(replaced) is nn.Embedding
-    assert model["again"] is model["inner"][0] is shared
-    assert (model["bag"].name, shared.name, model["ours"].name) == ("bag", "inner.0", "")
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys()
-    assert all(after[name] is param for name, param in before.items())
-    with pytest.raises(sparsestep.InputError, match=r"Embedding 'inner\.0' \(10 x 3\): ids must"):
-        shared(torch.tensor([10]))
-    fuse(model)  # once more changes nothing
-    assert shared.name == "inner.0"
-
-
-def test_fuse_of_an_embedding_itself():
-    table = nn.EmbeddingBag(10, 3, mode="sum", padding_idx=1)
-    weight = table.weight
-    ours = fuse(table)
-    assert type(ours) is EmbeddingBag
-    assert ours.weight is weight
-    ours(IDS).sum().backward()
-    assert plain(weight.grad)._indices().tolist() == [[2]]
-
-
-def test_fuse_keeps_hooks_training_and_optimizers():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)).eval()
-    twin = copy.deepcopy(model)
-    seen = []
-    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
-    optimizers = [sparsestep.Adam(each.parameters(), semantics="dense") for each in (model, twin)]
-    for optimizer, each in zip(optimizers, (model, twin), strict=True):
-        optimizer.track(each)
-    fuse(model)
-    assert not model[0].training
-    for step in range(6):
-        for optimizer, each in zip(optimizers, (model, twin), strict=True):
-            optimizer.zero_grad()
-            each(IDS + step).sin().sum().backward()
-            optimizer.step()
-    assert len(seen) == 6
-    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-        assert same(ours, theirs)
-    handle.remove()
-    model(IDS)
-    assert len(seen) == 6
+def test_torch_compile_leaves_a_collection_out():
+    model = sparsestep.nn.EmbeddingBagCollection([(10, 3), (10, 3)])
+    found = torch.compile(model, backend="eager")([IDS, IDS])
+    assert all(map(same, found, model([IDS, IDS])))
+    sum(rows.sum() for rows in found).backward()
+    assert all(isinstance(param.grad, Compact) for param in model.parameters())

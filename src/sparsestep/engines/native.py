@@ -267,7 +267,7 @@ def norms(touched: Touched, order: float) -> Tensor | None:
     assert positions is not None
     if not touched.values.is_contiguous():
         touched = _in_rows(touched)
-    found = torch.zeros(positions.numel(), dtype=torch.float64)
+    found = torch.zeros(positions.numel(), dtype=torch.float64, device="cpu")
     done = core.norms(touched, code, found, torch.get_num_threads(), _isa.index)
     if done is None:
         return None

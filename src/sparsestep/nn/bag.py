@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.nn.compiling import is_for_torch, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.pooling import Bags, by_torch, pooled
 
 
@@ -39,7 +39,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         >>> optimizer.step()
     """
 
-    name: str = ""
+    name = ""  # without a type: torch.jit.script takes annotations for its own
 
     @functools.wraps(torch.nn.EmbeddingBag.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +47,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         self.sparse = True
 
     @outside_graphs
+    @scripted_as(torch.nn.EmbeddingBag.forward)
     def forward(
         self,
         input: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.compiling import is_for_torch, outside_graphs
-from sparsestep.nn.fusing import fuse
+from sparsestep.nn.fusing import make_ours, why_not
 from sparsestep.nn.pooling import Bags, equal_starts, pooled
 
 Sizes = tuple[int, int]
@@ -205,15 +205,19 @@ def _checked_name(name: object) -> str:
 
 
 def _table(place: str | int, given: Any, mode: str, options: dict[str, Any]) -> EmbeddingBag:
-    table: object = None
-    if isinstance(given, torch.nn.Module):
-        table = fuse(given)
-    elif isinstance(given, Sequence) and len(given) == 2:
+    table = given
+    if isinstance(given, Sequence) and len(given) == 2:
         table = EmbeddingBag(*given, mode=mode, **options)
-    if not isinstance(table, EmbeddingBag):
+    reason = why_not(table) if isinstance(table, torch.nn.EmbeddingBag) else None
+    if reason is not None or not isinstance(table, torch.nn.EmbeddingBag):
         contract = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
         got = given if isinstance(given, Sequence) else f"a {type(given).__name__}"
-        raise InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
+        raise InputError(
+            f"EmbeddingBagCollection: {sentence(contract, f'{got}: {reason}' if reason else got)}"
+        )
+    if not isinstance(table, EmbeddingBag):
+        make_ours(table, str(place))
     named: EmbeddingBag = table
-    named.name = named.name or str(place)
+    if not named.name:
+        named.name = str(place)
     return named

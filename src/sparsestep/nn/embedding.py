@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from sparsestep.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.compiling import is_for_torch, outside_graphs
+from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.parts import first_derivative, part, unshared
+from sparsestep.nn.processes import write_out_for_ddp
 
 
 class Embedding(torch.nn.Embedding):
@@ -43,7 +44,7 @@ class Embedding(torch.nn.Embedding):
         Embedding (1000 x 2): ids must be in [0, 1000). Got 1000 at position (0, 1).
     """
 
-    name: str = ""
+    name = ""  # without a type: torch.jit.script takes annotations for its own
 
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +52,7 @@ class Embedding(torch.nn.Embedding):
         self.sparse = True
 
     @outside_graphs
+    @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
 
@@ -75,6 +77,7 @@ class Embedding(torch.nn.Embedding):
                 torch.embedding_renorm_(weight, input, self.max_norm, self.norm_type)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return torch.embedding(weight, input)
+        write_out_for_ddp(weight)
         padding = -1 if self.padding_idx is None else self.padding_idx
         found: Tensor = _Rows.apply(weight, input, padding, self.scale_grad_by_freq)
         return found
@@ -95,9 +98,9 @@ def takes_compact(weight: Tensor) -> bool:
     """Whether a compact gradient goes straight to whoever updates the weight.
 
     A weight that is computed from others passes its gradient on to operations that know nothing of
-    it, and a weight of another kind may have ideas of its own.
+    it.
     """
-    return weight.is_leaf and type(weight) in (Tensor, torch.nn.Parameter)
+    return weight.is_leaf
 
 
 class _Rows(torch.autograd.Function):

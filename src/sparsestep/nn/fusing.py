@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import copyreg
+import functools
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+Only: TypeAlias = str | Iterable[str] | Callable[[str, Any], bool] | None
 
-# By exact type: a subclass may have ideas of its own.
-_FUSED: dict[type, type[Embedding] | type[EmbeddingBag]] = {
+_OURS: dict[type, type[Embedding] | type[EmbeddingBag]] = {
     torch.nn.Embedding: Embedding,
     torch.nn.EmbeddingBag: EmbeddingBag,
 }
+_TABLES = tuple(_OURS)
+_log = logging.getLogger("sparsestep")
 
 
-def fuse(model: Model) -> Model:
+def fuse(model: Model, *, only: Only = None) -> Model:
     """Make every ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` of a model one of ours.
 
     The modules stay the same objects and keep their weights, hooks and options. So optimizers that
-    were made before go on working, and so does whatever else refers to them. Subclasses of torch's
-    modules are left alone.
+    were made before go on working, and so does whatever else refers to them. A subclass of torch's
+    modules stays what it is, too, and all its methods are kept.
+
+    What has a ``forward`` of its own, or a weight that is computed from others, is left alone, and
+    a warning says which modules these are; those that ``only`` leaves out are not mentioned. What
+    was fused is logged (``logging.getLogger("sparsestep")``, level INFO).
 
     Args:
         model: the model, which may be a single embedding.
+        only: which modules: the name of one, as ``model.named_modules()`` has it, or several names,
+            each with all that is below it; or a function of name and module that says so.
 
     Returns:
         The same model.
+
+    Raises:
+        InputError: a name in ``only`` is no module of the model; nothing was changed.
 
     Example:
         >>> import sparsestep
@@ -39,12 +57,123 @@ def fuse(model: Model) -> Model:
         >>> model[0].weight.grad.touched().values.shape
         torch.Size([1, 16])
         >>> optimizer.step()
+
+        Large tables alone:
+
+        >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
     """
-    for name, module in model.named_modules():
-        ours = _FUSED.get(type(module))
-        if ours is None or "forward" in vars(module):  # somebody has replaced its forward
-            continue
-        module.__class__ = ours
-        module.sparse = True
-        module.name = name
+    found = _tables(model)
+    chosen = _chosen(model, found, only)
+    reasons = {name: why_not(table) for name, table in chosen.items()}
+    left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
+    if left:
+        text = "these tables keep torch's gradient: " + ", ".join(left)
+        warnings.warn(f"fuse: {text}.", stacklevel=2)
+    elif not chosen:
+        why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
+        if found:
+            why = f"only={only!r} chooses none of the model's tables"
+        warnings.warn(f"fuse: nothing to do: {why}.", stacklevel=2)
+    for name, table in chosen.items():
+        if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag):
+            make_ours(table, name)
+            _log.info("fused %s, %s", name or "the model", table)
     return model
+
+
+def _tables(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, _TABLES)}
+
+
+def _chosen(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[str, Any]:
+    """The tables that ``only`` lets through."""
+    if only is None:
+        return tables
+    if callable(only):
+        return {name: table for name, table in tables.items() if only(name, table)}
+    # A module that is there under several names may be called by any of them.
+    everything = list(model.named_modules(remove_duplicate=False))
+    names = [only] if isinstance(only, str) else list(only)
+    known = {name for name, _ in everything}
+    for name in names:
+        if name not in known:
+            contract = "only must have names of modules, as model.named_modules() has them"
+            raise InputError(f"fuse: {sentence(contract, repr(name))}")
+    wanted = {
+        id(module)
+        for path, module in everything
+        if any(name in ("", path) or path.startswith(f"{name}.") for name in names)
+    }
+    return {name: table for name, table in tables.items() if id(table) in wanted}
+
+
+def why_not(table: Any) -> str | None:
+    """Why a table cannot be made one of ours; ``None`` if it can, or is.
+
+    Example:
+        >>> why_not(torch.nn.Embedding(5, 2)) is None
+        True
+        >>> why_not(torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(5, 2)))
+        'its weight is computed from others'
+    """
+    if isinstance(table, Embedding | EmbeddingBag):
+        return None
+    if "forward" in vars(table):
+        return "its forward was replaced"
+    kind = type(table)
+    if kind.forward is not _torchs(kind).forward:
+        return f"{kind.__name__} has a forward of its own"
+    if "weight" not in table._parameters:
+        return "its weight is computed from others"
+    return None
+
+
+def make_ours(table: Any, name: str) -> None:
+    """Make a table one of ours, for which there is no ``why_not``.
+
+    Example:
+        >>> table = torch.nn.Embedding(5, 2)
+        >>> make_ours(table, "words")
+        >>> type(table), table.name
+        (<class 'sparsestep.nn.embedding.Embedding'>, 'words')
+    """
+    has_name = hasattr(table, "name")  # a subclass may have one, for purposes of its own
+    kind: Any = type(table)
+    table.__class__ = _fused(kind)
+    table.sparse = True
+    if not has_name:
+        table.name = name
+
+
+def _torchs(kind: type) -> Any:
+    """Which of torch's classes it is, or is derived from."""
+    return next(table for table in _TABLES if issubclass(kind, table))
+
+
+@functools.cache
+def _fused(kind: type) -> Any:
+    """A class of ours that is that class as well."""
+    ours = _OURS[_torchs(kind)]
+    if kind in _OURS:
+        return ours
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # This class has no name to be found by when a module is loaded, or copied.
+        made = super(fused, self).__reduce_ex__(max(2, protocol))
+        if made[0] is copyreg.__newobj__ and made[1][0] is fused:  # type: ignore[attr-defined]
+            return (_new, (kind, *made[1][1:]), *made[2:])
+        return made
+
+    def fill(names: dict[str, Any]) -> None:
+        names |= {"__reduce_ex__": reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        names["__qualname__"] = kind.__qualname__
+        if hasattr(kind, "name"):
+            names["name"] = kind.name
+
+    fused: Any = types.new_class(kind.__name__, (ours, kind), exec_body=fill)
+    return fused
+
+
+def _new(kind: type, *args: Any) -> Any:
+    fused = _fused(kind)
+    return fused.__new__(fused, *args)

@@ -87,7 +87,7 @@ def _users(tensor: Tensor) -> tuple[int, int] | None:
 @functools.cache
 def _users_when_alone() -> tuple[int, int] | None:
     """What ``_users`` says of a tensor that nobody else has: that depends on torch's version."""
-    return _users(torch.zeros(1))
+    return _users(torch.zeros(1, device="cpu"))
 
 
 def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:

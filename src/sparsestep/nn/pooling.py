@@ -15,6 +15,7 @@ from sparsestep.grads import Touched
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
 from sparsestep.nn.parts import first_derivative, part, unshared
+from sparsestep.nn.processes import write_out_for_ddp
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
@@ -125,6 +126,8 @@ def pooled(asked: Sequence[Bags]) -> list[Tensor]:
                 torch.embedding_renorm_(bags.weight, bags.ids, limit, bags.table.norm_type)
     tensors = [bags.weight for bags in asked] + [bags.factors for bags in asked]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        for bags in asked:
+            write_out_for_ddp(bags.weight)
         return list(_Pooled.apply(asked, *tensors))
     return [_look_up(bags, bags.factors)[0] for bags in asked]
 

@@ -1,0 +1,249 @@
+"""fuse makes our modules of torch's, and says what it has left alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.compact import Compact
+from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
+from tests.nn.cases import plain, same
+
+IDS = torch.tensor([[1, 2, 1]])
+
+
+class Zeros(nn.Embedding):
+    """Another beginning, as in Spotlight; its forward is torch's."""
+
+    name = "zeros"
+
+    def __init__(self, rows: int, dim: int, factor: float = 1.0) -> None:
+        self.factor = factor
+        super().__init__(rows, dim)
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(self.factor)
+
+
+class Mean(nn.EmbeddingBag):
+    def extra_repr(self) -> str:
+        return "mine"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "was_pickled": True}
+
+
+class Forward(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def all_kinds() -> nn.ModuleDict:
+    shared = nn.Embedding(10, 3)
+    return nn.ModuleDict(
+        {
+            "bag": nn.EmbeddingBag(10, 3, mode="max"),
+            "inner": nn.Sequential(shared, nn.Linear(3, 3)),
+            "again": shared,
+            "zeros": Zeros(10, 3, 2.0),
+            "mean": Mean(10, 3),
+            "ours": Embedding(10, 3),
+        }
+    )
+
+
+def test_the_modules_stay_the_same_objects():
+    model = all_kinds()
+    before, shared = dict(model.named_parameters()), model["again"]
+    assert fuse(model) is model
+    assert [type(model[name]) for name in ("bag", "again", "ours")] == [
+        EmbeddingBag,
+        Embedding,
+        Embedding,
+    ]
+    assert model["again"] is model["inner"][0] is shared
+    assert (model["bag"].name, shared.name, model["ours"].name) == ("bag", "inner.0", "")
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is param for name, param in before.items())
+    with pytest.raises(sparsestep.InputError, match=r"Embedding 'inner\.0' \(10 x 3\): ids must"):
+        shared(torch.tensor([10]))
+    fuse(model)  # once more changes nothing
+    assert shared.name == "inner.0"
+
+
+def test_subclasses_that_inherit_forward():
+    model = fuse(all_kinds())
+    zeros, mean = model["zeros"], model["mean"]
+    assert isinstance(zeros, Zeros)
+    assert isinstance(zeros, Embedding)
+    assert isinstance(mean, Mean)
+    assert isinstance(mean, EmbeddingBag)
+    assert (repr(zeros), repr(mean)) == ("Zeros(10, 3, sparse=True)", "Mean(mine)")
+    assert (zeros.name, mean.name) == ("zeros", "mean")
+    zeros.factor = 3.0
+    zeros.reset_parameters()
+    assert zeros.weight[0].tolist() == [3.0] * 3
+    (zeros(IDS).sum() + mean(IDS).sum()).backward()
+    assert isinstance(zeros.weight.grad, Compact)
+    assert isinstance(mean.weight.grad, Compact)
+    assert type(zeros) is type(fuse(Zeros(4, 2)))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "old pickle", "torch.save"])
+def test_copies_of_subclasses(how: str):
+    model = fuse(nn.Sequential(Zeros(10, 3, 2.0), Mean(10, 3)))
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = pickle.loads(pickle.dumps(model, protocol=0 if how == "old pickle" else None))
+    assert [type(each) for each in copied] == [type(each) for each in model]
+    assert (copied[0].factor, copied[1].was_pickled) == (2.0, True)
+    assert all(same(ours(IDS), theirs(IDS)) for ours, theirs in zip(copied, model, strict=True))
+    copied.load_state_dict(nn.Sequential(Zeros(10, 3), Mean(10, 3)).state_dict())
+
+
+def refused() -> nn.ModuleDict:
+    replaced = nn.Embedding(10, 3)
+    replaced.forward = lambda input: input  # type: ignore[method-assign]
+    return nn.ModuleDict(
+        {
+            "table": nn.Embedding(10, 3),
+            "own": Forward(10, 3),
+            "computed": nn.utils.parametrizations.weight_norm(nn.Embedding(10, 3)),
+            "replaced": replaced,
+        }
+    )
+
+
+def test_what_is_left_alone_is_said():
+    model = refused()
+    before = [type(each) for each in model.values()]
+    with pytest.warns(UserWarning, match="fuse") as caught:
+        fuse(model)
+    assert str(caught[0].message) == (
+        "fuse: these tables keep torch's gradient: own (Forward has a forward of its own), "
+        "computed (its weight is computed from others), replaced (its forward was replaced)."
+    )
+    assert caught[0].filename == __file__
+    assert [type(each) for each in model.values()] == [Embedding, *before[1:]]
+
+
+def test_a_warning_that_is_an_error_changes_nothing():
+    model = refused()
+    with pytest.raises(UserWarning, match="keep torch's gradient"):
+        fuse(model)
+    assert type(model["table"]) is nn.Embedding
+
+
+@pytest.mark.parametrize(
+    ("model", "only", "message"),
+    [
+        (nn.Linear(2, 2), None, "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"),
+        (nn.Embedding(2, 2), [], "only=[] chooses none of the model's tables"),
+    ],
+)
+def test_nothing_to_fuse_is_said(model: nn.Module, only: Any, message: str):
+    with pytest.warns(UserWarning, match="nothing to do") as caught:
+        fuse(model, only=only)
+    assert str(caught[0].message) == f"fuse: nothing to do: {message}."
+
+
+@pytest.mark.parametrize(
+    ("only", "fused"),
+    [
+        ("bag", {"bag"}),
+        ("inner", {"inner.0"}),
+        ("again", {"inner.0"}),
+        (["zeros", "inner.0"], {"zeros", "inner.0"}),
+        ("", {"bag", "inner.0", "zeros", "mean"}),
+        (lambda name, table: table.num_embeddings == 10 and name != "bag",
+         {"inner.0", "zeros", "mean"}),
+    ],
+)  # fmt: skip
+def test_only_some(only: Any, fused: set[str]):
+    model = all_kinds()
+    del model["ours"]
+    fuse(model, only=only)
+    ours = (Embedding, EmbeddingBag)
+    assert {name for name, each in model.named_modules() if isinstance(each, ours)} == fused
+
+
+def test_what_only_leaves_out_is_not_mentioned():
+    fuse(refused(), only=["table"])
+    model = refused()
+    with pytest.raises(sparsestep.InputError, match=r"fuse: only must have names .* Got 'tabel'"):
+        fuse(model, only=["table", "tabel"])
+    assert type(model["table"]) is nn.Embedding
+
+
+def test_what_was_fused_is_logged(caplog: Any):
+    with caplog.at_level(logging.INFO, logger="sparsestep"):
+        fuse(nn.Sequential(nn.Embedding(10, 3), nn.Linear(3, 1)))
+    assert caplog.messages == ["fused 0, Embedding(10, 3, sparse=True)"]
+
+
+def test_tables_of_a_collection():
+    class Own(nn.EmbeddingBag):
+        def forward(self, *args: Any) -> Tensor:
+            return super().forward(*args)
+
+    model = EmbeddingBagCollection([Mean(10, 3)])
+    assert isinstance(model.tables[0], Mean)
+    model([IDS])[0].sum().backward()
+    assert isinstance(model.tables[0].weight.grad, Compact)
+    with pytest.raises(sparsestep.InputError, match="Got a Own: Own has a forward of its own"):
+        EmbeddingBagCollection([Own(10, 3)])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripting_of_fused_modules():
+    model = fuse(nn.Sequential(Zeros(10, 3, 2.0), nn.Linear(3, 1)))
+    assert same(torch.jit.script(model)(IDS), model(IDS))
+
+
+def test_fuse_of_an_embedding_itself():
+    table = nn.EmbeddingBag(10, 3, mode="sum", padding_idx=1)
+    weight = table.weight
+    ours = fuse(table)
+    assert type(ours) is EmbeddingBag
+    assert ours.weight is weight
+    ours(IDS).sum().backward()
+    assert plain(weight.grad)._indices().tolist() == [[2]]
+
+
+def test_fuse_keeps_hooks_training_and_optimizers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)).eval()
+    twin = copy.deepcopy(model)
+    seen = []
+    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
+    optimizers = [sparsestep.Adam(each.parameters(), semantics="dense") for each in (model, twin)]
+    for optimizer, each in zip(optimizers, (model, twin), strict=True):
+        optimizer.track(each)
+    fuse(model)
+    assert not model[0].training
+    for step in range(6):
+        for optimizer, each in zip(optimizers, (model, twin), strict=True):
+            optimizer.zero_grad()
+            each(IDS + step).sin().sum().backward()
+            optimizer.step()
+    assert len(seen) == 6
+    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert same(ours, theirs)
+    handle.remove()
+    model(IDS)
+    assert len(seen) == 6
