@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
 FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp)
 
-.PHONY: demo test lint format fuzz sanitize bench clean
+.PHONY: demo test lint format fuzz fuzz-properties sanitize bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -28,8 +28,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-# Random cases instead of the fixed ones, again and again until one fails or you stop it.
+# Random programs on everything, in processes that survive a crash; see tests/fuzz. By default until
+# you stop it: SECONDS=600 or CASES=20000 sets an end, FIRST=0 the first seed.
 fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CASES),--cases $(CASES)) \
+		$(if $(FIRST),--first $(FIRST))
+
+# The property tests with random cases instead of the fixed ones, until one fails or you stop it.
+fuzz-properties: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
 
 # The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer.
