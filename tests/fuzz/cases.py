@@ -11,16 +11,17 @@ import torch
 from sparsestep.engines import native
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, NotApplicableError, Outcome, where
-from tests.fuzz.kinds import training
+from tests.fuzz.kinds import clipping, dense, functions, making, modules, training
 from tests.fuzz.world import INSTRUCTION_SETS, Say
 
 KINDS: dict[Callable[[Chance, Say], None], int] = {
-    training.optimizer: 10,
-    training.optimizer_and_garbage: 10,
-    training.by_hand: 8,
-    training.by_hand_and_garbage: 10,
+    **training.KINDS,
+    **functions.KINDS,
+    **dense.KINDS,
+    **modules.KINDS,
+    **clipping.KINDS,
+    **making.KINDS,
 }
-NAMES = [kind.__name__.replace("_", " ") for kind in KINDS]
 
 
 def prepare() -> None:

@@ -108,7 +108,9 @@ def coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
     dense, held = scattered(shape, leading, indices, values)
     grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
     if chance.one_in(3) and sparse_dim:
-        grad, text = grad.coalesce(), text + " coalesced"
+        plain = values.resolve_neg().clone(memory_format=torch.contiguous_format)
+        grad = torch.sparse_coo_tensor(indices, plain, shape, check_invariants=False).coalesce()
+        text += " coalesced"
     return Drawn(grad, dense, held, text)
 
 
@@ -121,6 +123,19 @@ def scattered(
     for row, size in zip(indices, leading, strict=True):
         flat = flat * size + row
     return summed(shape, slots, flat, values)
+
+
+def as_dense(grad: Tensor) -> Tensor:
+    """What a gradient stands for, in float64.
+
+    Not by ``to_dense``: where there is one entry, and it lies at a distance as if there were others
+    between, torch 2.13 writes behind the end of what it has allocated.
+    """
+    if type(grad) is Tensor and grad.layout is torch.sparse_coo:
+        leading = tuple(grad.shape[: grad.sparse_dim()])
+        return scattered(tuple(grad.shape), leading, grad._indices(), grad._values())[0]
+    dense = grad.clone().to_dense() if grad.layout is not torch.strided else grad
+    return dense.detach().resolve_neg().to(wide(grad.dtype), copy=True)
 
 
 def summed(

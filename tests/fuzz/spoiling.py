@@ -217,7 +217,7 @@ def bad_state(world: World, place: int) -> Spoilt:
 
 # Options
 
-_VALUES: list[Any] = [
+VALUES: list[Any] = [
     *(None, "x", -1.0, float("nan"), float("inf"), 1e400, 2.0, 1.0, 0, True, False, [], {}, (), 1j),
     *((0.9,), (0.9, 1.0), (-1, 0.5), ("a", "b"), (0.9, 0.99, 0.999), [0.9, 0.99], object()),
 ]
@@ -235,7 +235,7 @@ def bad_option(world: World, place: int) -> Spoilt:
         text = f"no {name} in the group"
     else:
         tensors = [torch.tensor([0.1, 0.2]), torch.tensor(0.1), torch.zeros(2, 2) > 0]
-        value = chance.pick([*_VALUES, *tensors])
+        value = chance.pick([*VALUES, *tensors])
         group[name] = value
         text = f"{name} = {value!r}"
 

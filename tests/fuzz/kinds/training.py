@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tests.fuzz.chance import Chance
@@ -39,3 +41,11 @@ def by_hand(chance: Chance, say: Say) -> None:
 
 def by_hand_and_garbage(chance: Chance, say: Say) -> None:
     _program(chance, say, by_hand=True, invalid=True)
+
+
+KINDS: dict[Callable[[Chance, Say], None], int] = {
+    optimizer: 10,
+    optimizer_and_garbage: 10,
+    by_hand: 8,
+    by_hand_and_garbage: 10,
+}
