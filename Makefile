@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
-FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp)
+FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp native/tests/*.h)
 
-.PHONY: demo test lint format fuzz fuzz-properties sanitize bench clean
+.PHONY: demo test lint format fuzz fuzz-properties sanitize sanitize-module bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -49,11 +49,13 @@ sanitize-%:
 	build/sanitize-$*/test_core
 
 # The package with a sanitized core, in a folder of its own; without the site module, whose .pth files
-# would lead to the usual one. Torch is not sanitized, and does not give back all that it allocates.
+# would lead to the usual one. Torch is not sanitized, and does not give back all that it allocates. The
+# sanitizer has to find the functions that it replaces, so C++'s library is there from the start, too.
 SANITIZED := build/sanitize-address,undefined
 SITE := $(SANITIZED)/site
-UNDER_SANITIZERS = LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) PYTHONMALLOC=malloc \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+UNDER_SANITIZERS = \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=$(SITE):$$($(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') $(BIN)/python -S
 
 sanitize-module: $(INSTALLED) sanitize-address,undefined

@@ -283,12 +283,12 @@ def clip(world: World) -> None:
 
 def switch(world: World) -> None:
     """Other threads, other instructions, another engine."""
-    threads, isa = world.chance.integer(1, 3), world.chance.pick(INSTRUCTION_SETS or ["none"])
-    torch.set_num_threads(threads)
+    isa = world.chance.pick(INSTRUCTION_SETS or ["none"])
+    world.threads = world.chance.integer(1, 3)
     if INSTRUCTION_SETS:
         native.use_instruction_set(isa)
     world.optimizer.engine = world.chance.pick(["auto", "auto", "reference"])
-    world.say(f"{threads} threads, {isa}, engine {world.optimizer.engine}")
+    world.say(f"{world.threads} threads, {isa}, engine {world.optimizer.engine}")
 
 
 def read_all(world: World) -> None:

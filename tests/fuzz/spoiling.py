@@ -143,38 +143,39 @@ def another_param(world: World, place: int) -> Spoilt:
     """Some other tensor in the group's list, with a gradient that would fit."""
     group, index, param = world.each()[place]
     values = world.chance.numbers(param.shape, param.dtype)
-    kind = world.chance.pick(["wrapper", "inference", "sparse", "None", "append"])
-    params = group["params"]
-    other: Any = None
-    if kind == "wrapper":
-        other = garbage.Wrapper(values)
-    elif kind == "inference":
-        with torch.inference_mode():
-            other = values.clone()
-    elif kind == "sparse":
-        other = values.to_sparse_coo()
-    elif kind == "append":
-        other = torch.nn.Parameter(values)
-    if other is not None and world.by_hand:
-        world.given[place if kind != "append" else slice(index + 1, index + 1)] = (
-            torch.ones_like(values) if kind != "append" else [torch.ones_like(values)]
-        )
-    elif other is not None:
+    kind = world.chance.pick(list(_OTHERS))
+    other, fitting = _OTHERS[kind](values), torch.ones_like(values)
+    params, more = group["params"], kind == "one more"
+    if not world.by_hand:
         try:
-            other.grad = torch.ones_like(values)
+            other.grad = fitting
         except RuntimeError:
             raise NotApplicableError from None
-    before = list(params)
-    if kind == "append":
-        params.insert(index + 1, other)
+    elif more:
+        world.given.insert(place + 1, fitting)
     else:
-        params[index] = other
+        world.given[place] = fitting
+    before = list(params)
+    params[index + more : index + 1] = [other]
 
     def undo() -> None:
         params[:] = before
 
-    must = kind in ("None", "sparse") or (kind == "append" and group.get("mask") is not None)
-    return Spoilt(f"{kind} in the group's list", must and kind != "None", undo)
+    must = kind == "a sparse one" or (more and group.get("mask") is not None)
+    return Spoilt(f"{kind} in the group's list", must, undo)
+
+
+def _inference(values: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return values.clone()
+
+
+_OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "a wrapper": garbage.Wrapper,
+    "an inference tensor": _inference,
+    "a sparse one": Tensor.to_sparse_coo,
+    "one more": torch.nn.Parameter,
+}
 
 
 # State

@@ -58,7 +58,7 @@ class DenseWorld(World):
         self.cls, self.options = chance.pick(VARIANTS)
         self.options = {**self.options, "lr": chance.pick([0.1, 0.01, 0.0])}
         self.dtype = chance.pick([torch.float32, torch.float64])
-        self.params, self.given, self.over = [], [], False
+        self.params, self.given, self.over, self.threads = [], [], False, 1
         self.shadows: list[Any] = []
         self.table: Any = None
 
@@ -182,7 +182,7 @@ class DenseWorld(World):
         self.params = [param for _, _, param in self.each()]
 
     def switch(self) -> None:
-        torch.set_num_threads(self.chance.integer(1, 3))
+        self.threads = self.chance.integer(1, 3)
         if INSTRUCTION_SETS:
             native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         self.optimizer.engine = self.chance.pick(["auto", "reference"])
@@ -218,7 +218,6 @@ class DenseWorld(World):
 
 
 def _program(chance: Chance, say: Say, *, by_hand: bool, invalid: bool) -> None:
-    torch.set_num_threads(1)
     world = DenseWorld(chance, say, by_hand=by_hand)
     world.build()
     operations: dict[Callable[[], None], int] = {

@@ -45,8 +45,8 @@ def making(chance: Chance, say: Say) -> None:
         params = [{"params": params, name: chance.pick([True, 0.5, torch.ones(2) > 0])}]
         text = f"group with {name}"
     elif kind == "params":
-        params = chance.pick(_params())
-        text = f"params = {type(params).__name__} {str(params)[:60]}"
+        name, params = chance.pick(list(_params().items()))
+        text = f"params = {name}"
     else:
         options["unknown_keyword"] = 1
         text, must = "an unknown keyword", True
@@ -62,19 +62,33 @@ def making(chance: Chance, say: Say) -> None:
     del made
 
 
-def _params() -> list[Any]:
+def _params() -> dict[str, Any]:
     leaf = torch.nn.Parameter(torch.ones(2, 2))
-    return [
-        *(None, 3, "x", [], {}, [None], [3], [[leaf]], leaf, {"params": leaf}, [{}], [{"lr": 1}]),
-        *([leaf * 2], [leaf.detach().to_sparse_coo()], [torch.zeros(2, dtype=torch.int64)], {leaf}),
-        *([torch.zeros(2, device="meta")], [Wrapper(torch.zeros(2, 2))], [{"params": None}]),
-        *(
-            [{"params": [leaf]}, {"params": [leaf]}],
-            [("a", leaf), leaf],
-            [("a", leaf), ("a", leaf)],
-        ),
-        *([torch.zeros(()).expand(3)], [torch.zeros(2, dtype=torch.bool)]),
-    ]
+    return {
+        "None": None,
+        "a number": 3,
+        "a string": "x",
+        "nothing": [],
+        "an empty dict": {},
+        "[None]": [None],
+        "a list in a list": [[leaf]],
+        "a tensor": leaf,
+        "a dict": {"params": leaf},
+        "a set": {leaf},
+        "an empty group": [{}],
+        "a group without params": [{"lr": 1}],
+        "a group of None": [{"params": None}],
+        "no leaf": [leaf * 2],
+        "a sparse one": [leaf.detach().to_sparse_coo()],
+        "integers": [torch.zeros(2, dtype=torch.int64)],
+        "bools": [torch.zeros(2, dtype=torch.bool)],
+        "meta": [torch.zeros(2, device="meta")],
+        "a wrapper": [Wrapper(torch.zeros(2, 2))],
+        "expanded": [torch.zeros(()).expand(3)],
+        "twice in two groups": [{"params": [leaf]}, {"params": [leaf]}],
+        "some with names": [("a", leaf), leaf],
+        "one name twice": [("a", leaf), ("a", torch.zeros(2))],
+    }
 
 
 def loading(chance: Chance, say: Say) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from tests.fuzz.chance import Chance
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.spoiling import spoil
@@ -13,7 +11,6 @@ from tests.fuzz.world import Say, World
 
 
 def _program(chance: Chance, say: Say, *, by_hand: bool, invalid: bool) -> None:
-    torch.set_num_threads(chance.pick([1, 1, 1, 2, 3]))
     world = World(chance, say, by_hand=by_hand)
     world.build()
     for _ in range(chance.integer(1, 6)):
