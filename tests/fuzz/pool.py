@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import sys
@@ -21,13 +22,12 @@ BATCH = 50
 _STARTING = -1
 
 
-def _work(mailbox: Connection, at: Any, log: str) -> None:
+def _work(runner: str, mailbox: Connection, at: Any, log: str) -> None:
     """Run batches of seeds until there is nothing more to come; ``at`` says which one is on."""
     sys.stdout = sys.stderr  # what a case prints is not for the screen
     trace = Path(log).open("w")  # noqa: SIM115 (it stays open as long as the process lives)
     faulthandler.enable(trace)
-    from tests.fuzz import cases  # here, so that only those processes need torch that run cases
-
+    cases = importlib.import_module(runner)  # only those processes need torch that run cases
     cases.prepare()
     while True:
         try:
@@ -45,6 +45,7 @@ def _work(mailbox: Connection, at: Any, log: str) -> None:
 @dataclass
 class _Worker:
     context: Any
+    runner: str
     folder: str
     number: int
     seeds: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class _Worker:
         self.mailbox, theirs = self.context.Pipe()
         self.at = self.context.Array("d", [_STARTING, 0.0], lock=False)
         self.log = os.path.join(self.folder, f"worker-{self.number}.txt")
-        arguments = (theirs, self.at, self.log)
+        arguments = (self.runner, theirs, self.at, self.log)
         self.process = self.context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -86,12 +87,24 @@ class _Worker:
 
 
 def run(
-    seeds: Iterator[int], workers: int, timeout: float, keep_on: Callable[[], bool]
+    seeds: Iterator[int],
+    workers: int,
+    timeout: float,
+    keep_on: Callable[[], bool] = lambda: True,
+    runner: str = "tests.fuzz.cases",
 ) -> Iterator[Outcome]:
-    """The outcome of every case, in whatever order they come."""
+    """The outcome of every case, in whatever order they come.
+
+    Args:
+        seeds: of the cases.
+        workers: how many processes.
+        timeout: after so many seconds a case is taken to hang.
+        keep_on: whether to begin another batch.
+        runner: the module that has ``prepare()``, ``run(seed)`` and ``collect()``.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        team = [_Worker(context, folder, number) for number in range(workers)]
+        team = [_Worker(context, runner, folder, number) for number in range(workers)]
         try:
             for worker in team:
                 _more(worker, seeds)
