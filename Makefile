@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
-FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp)
+FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp native/tests/*.h)
 
-.PHONY: demo test lint format fuzz sanitize bench clean
+.PHONY: demo test lint format fuzz fuzz-properties sanitize sanitize-module bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -28,18 +28,44 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-# Random cases instead of the fixed ones, again and again until one fails or you stop it.
+# Random programs on everything, in processes that survive a crash; see tests/fuzz. By default until
+# you stop it: SECONDS=600 or CASES=20000 sets an end, FIRST=0 the first seed.
 fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CASES),--cases $(CASES)) \
+		$(if $(FIRST),--first $(FIRST))
+
+# The property tests with random cases instead of the fixed ones, until one fails or you stop it.
+fuzz-properties: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
 
-# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer.
-sanitize: sanitize-address,undefined sanitize-thread
+# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer;
+# then the extension as Python uses it, under the first two.
+sanitize: sanitize-address,undefined sanitize-thread sanitize-module
 
 sanitize-%:
 	cmake -S . -B build/sanitize-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
 		-DSPARSESTEP_WERROR=ON -DSPARSESTEP_SANITIZE=$*
-	cmake --build build/sanitize-$* --parallel 2
+	cmake --build build/sanitize-$* --target test_core --parallel 2
 	build/sanitize-$*/test_core
+
+# The package with a sanitized core, in a folder of its own; without the site module, whose .pth files
+# would lead to the usual one. Torch is not sanitized, and does not give back all that it allocates. The
+# sanitizer has to find the functions that it replaces, so C++'s library is there from the start, too.
+SANITIZED := build/sanitize-address,undefined
+SITE := $(SANITIZED)/site
+UNDER_SANITIZERS = \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=$(SITE):$$($(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') $(BIN)/python -S
+
+sanitize-module: $(INSTALLED) sanitize-address,undefined
+	cmake -S . -B $(SANITIZED) -DSPARSESTEP_MODULE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	cmake --build $(SANITIZED) --target _native --parallel 2
+	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/_native*
+	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/
+	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
+	$(UNDER_SANITIZERS) -m pytest tests/test_properties.py -k "position_anywhere or never_written"
 
 bench: $(INSTALLED)
 	$(BIN)/sparsestep bench

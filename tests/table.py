@@ -133,7 +133,7 @@ def on_each_engine(variants: list[Variant]) -> pytest.MarkDecorator:
 dtypes = st.sampled_from(DTYPES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-# Fewer examples for each of the many combinations; ``make fuzz`` has no such limit.
+# Fewer examples for each of the many combinations; ``make fuzz-properties`` has no such limit.
 IN_CI = settings.get_current_profile_name() == "ci"
 EXAMPLES = 16 if IN_CI else settings.default.max_examples
 

@@ -1,0 +1,225 @@
+// What idle rows missed, done at once, beside the same steps one after the other in double.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "testing.h"
+
+using namespace sparsestep;
+using namespace sparsestep::testing;
+
+namespace {
+
+constexpr int64_t rows = 70, base = 3, steps = 40;
+
+// The steps since base, as src/sparsestep/catch_up.py keeps them.
+struct History {
+    Along along;
+    double first, second, eps;
+    std::vector<double> growth, sizes, roots, firsts, seconds, sums[4];
+
+    History(Along along, double first, double second, double eps)
+        : along(along), first(first), second(second), eps(eps) {
+        growth = {1};
+        sizes = roots = {0};
+        for (int64_t s = 1; s <= steps; ++s) {
+            growth.push_back(growth.back() / shrink(s));
+            sizes.push_back(0.01 * double(1 + s % 4));
+            roots.push_back(1 - 0.5 / double(s + 1));
+        }
+        for (int64_t k = 0; k <= steps; ++k) {
+            firsts.push_back(std::pow(first, double(k)));
+            seconds.push_back(std::pow(second, double(k)));
+        }
+        for (int i = 0; i < 4; ++i) {
+            sums[i].assign(size_t(steps + 1), 0.0);
+            for (int64_t since = 0; since <= steps; ++since) {
+                sums[i][size_t(since)] = along == Along::sign ? drift(since) : sum(i, since);
+            }
+        }
+    }
+
+    static double shrink(int64_t step) { return step % 3 ? 0.99 : 1.0; }
+
+    double fading() const { return std::sqrt(second); }
+
+    double drift(int64_t until) const {
+        double total = 0;
+        for (int64_t s = 1; s <= until; ++s) total += sizes[size_t(s)] * growth[size_t(s)];
+        return total;
+    }
+
+    double sum(int term, int64_t since) const {
+        double total = 0;
+        for (int64_t s = since + 1; s <= steps; ++s) {
+            const double faded = std::pow(fading(), double(s - since)) / roots[size_t(s)];
+            const double weight = sizes[size_t(s)] * growth[size_t(s)] * firsts[size_t(s - since)];
+            total += along == Along::quotient ? weight / std::pow(faded, term + 1) : weight;
+        }
+        return total;
+    }
+
+    // One idle step after the other.
+    void follow(double& param, double& buffer, double& square, int64_t since) const {
+        for (int64_t s = since + 1; s <= steps; ++s) {
+            const double size = sizes[size_t(s)];
+            double move = 0;
+            if (along == Along::sign) move = size * double((buffer > 0) - (buffer < 0));
+            buffer *= first;
+            square *= second;
+            if (along == Along::buffer) move = size * buffer;
+            if (along == Along::quotient) {
+                move = size * buffer / (std::sqrt(square) / roots[size_t(s)] + eps);
+            }
+            param = param * shrink(s) - move;
+        }
+    }
+};
+
+template <class T>
+struct Table {
+    int64_t block;
+    std::vector<T> param, buffer, square;
+    std::vector<int32_t> last;
+
+    explicit Table(int64_t block) : block(block) {
+        std::mt19937 random(5);
+        std::normal_distribution<double> normal;
+        for (int64_t i = 0; i < rows * block; ++i) {
+            param.push_back(T(normal(random)));
+            buffer.push_back(T(i % 5 ? normal(random) : 0));
+            square.push_back(T(std::pow(10.0, -3 * double(i % 4)) * (i % 7 ? 1 : 0)));
+            if (i % 7 == 0) buffer.back() = 0;
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            const auto step = int32_t(base + r % (steps + 1));
+            last.push_back(r % 9 ? step : ~step);
+        }
+    }
+
+    bool operator==(const Table& other) const {
+        return param == other.param && buffer == other.buffer && square == other.square &&
+               last == other.last;
+    }
+};
+
+template <class T>
+CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
+    const auto view = [&](std::vector<T>& of) {
+        return View{of.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64, table.block, 1};
+    };
+    CatchUpWork work{};
+    work.last = table.last.data();
+    work.now = int32_t(base + steps);
+    work.base = int32_t(base);
+    work.block = table.block;
+    work.param = view(table.param);
+    work.state[0] = view(table.buffer);
+    work.state[1] = view(table.square);
+    work.states = 2;
+    work.fade[0] = 1;
+    work.fade[1] = 2;
+    work.along = history.along;
+    work.buffer = 0;
+    work.square = history.along == Along::quotient ? 1 : -1;
+    work.first = history.first;
+    work.fading = history.fading();
+    work.eps = history.eps;
+    work.small = sizeof(T) == 4 ? 0.02 : 1e-4;
+    work.converges = converges;
+    work.reach = work.follow = steps;
+    work.growth = history.growth.data();
+    work.sizes = history.sizes.data();
+    work.roots = history.roots.data();
+    work.firsts = history.firsts.data();
+    work.seconds = history.seconds.data();
+    for (int i = 0; i < 4; ++i) work.sums[i] = history.sums[i].data();
+    return work;
+}
+
+// In several parts, as threads would; with rows that come more than once, or all of them.
+template <class T>
+CaughtUp bring(Table<T>& table, const History& history, bool converges, const InstructionSet& set,
+               int64_t parts, const std::vector<int64_t>& which, bool touch) {
+    CatchUpWork work = work_on(table, history, converges);
+    work.rows = which.empty() ? nullptr : which.data();
+    work.touch = touch;
+    CaughtUp total{};
+    for (int64_t part = 0; part < parts; ++part) {
+        const CatchUpShare share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
+        const auto run = sizeof(T) == 4 ? set.kernels.catch_up_float : set.kernels.catch_up_double;
+        const CaughtUp done = run(work, share);
+        total.behind += done.behind;
+        total.stale += done.stale;
+    }
+    return total;
+}
+
+template <class T>
+void expect_caught_up(const History& history, bool converges, const std::string& what) {
+    const double room = sizeof(T) == 4 ? 2e-5 : 1e-11;
+    for (int64_t block : {1, 5, 600}) {
+        for (bool all : {true, false}) {
+            std::vector<int64_t> which;
+            if (!all) which = random_positions(50, rows, 11);
+            for (bool touch : {false, true}) {
+                const Table<T> before(block);
+                Table<T> first = before;
+                const auto& plainest = instruction_sets()[0];
+                const CaughtUp done = bring(first, history, converges, plainest, 1, which, touch);
+                int64_t behind = 0;
+                for (int64_t r = 0; r < rows; ++r) {
+                    const bool meant =
+                        all || std::find(which.begin(), which.end(), r) != which.end();
+                    const int32_t last = before.last[size_t(r)];
+                    const int64_t since = (last < 0 ? ~last : last) - base;
+                    behind += meant && since < steps;
+                    const auto now = int32_t(base + steps + touch);
+                    const int32_t stamp = touch || last >= 0 ? now : ~now;
+                    check(first.last[size_t(r)] == (meant ? stamp : last), what + ": stamp");
+                    for (int64_t i = r * block; i < (r + 1) * block; ++i) {
+                        const auto at = size_t(i);
+                        double p = before.param[at], m = before.buffer[at], v = before.square[at];
+                        if (meant) history.follow(p, m, v, since);
+                        const auto near = [&](T ours, double exact, double scale) {
+                            return std::abs(double(ours) - exact) <= (meant ? room * scale : 0);
+                        };
+                        check(near(first.param[at], p, 1 + std::abs(p)), what + ": param");
+                        check(near(first.buffer[at], m, 1), what + ": buffer");
+                        check(near(first.square[at], v, 1), what + ": square");
+                    }
+                }
+                check(done.behind == behind, what + ": how many were behind");
+                for_each_set([&](const InstructionSet& set) {
+                    for (int64_t parts : {1, 2, 5}) {
+                        Table<T> ours = before;
+                        bring(ours, history, converges, set, parts, which, touch);
+                        check(ours == first, what + ": the same bits with " + set.name);
+                    }
+                });
+            }
+        }
+    }
+}
+
+template <class T>
+void test_every_way_to_move() {
+    expect_caught_up<T>(History(Along::nothing, 0.9, 0.99, 0), true, "decay alone");
+    expect_caught_up<T>(History(Along::buffer, 0.9, 0.99, 0), true, "along a buffer");
+    expect_caught_up<T>(History(Along::buffer, 1.0, 0.99, 0), false, "along one that stays");
+    expect_caught_up<T>(History(Along::sign, 0.9, 0.99, 0), true, "along a sign");
+    expect_caught_up<T>(History(Along::quotient, 0.9, 0.99, 1e-8), true, "a quotient");
+    expect_caught_up<T>(History(Along::quotient, 0.9, 0.99, 0.1), true, "one with a large eps");
+    expect_caught_up<T>(History(Along::quotient, 0.9, 0.7, 1e-3), false, "one step by step");
+}
+
+}  // namespace
+
+void sparsestep::testing::test_catch_up() {
+    if (threads_only) return;  // shares are called one after the other here
+    test_every_way_to_move<float>();
+    test_every_way_to_move<double>();
+}

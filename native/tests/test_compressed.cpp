@@ -1,0 +1,103 @@
+// The slots of compressed gradients, as one would write them down by hand.
+#include <random>
+#include <string>
+#include <vector>
+
+#include "compressed.h"
+#include "testing.h"
+
+using namespace sparsestep;
+using namespace sparsestep::testing;
+
+namespace {
+
+// Blocks at random, and what they are: the slots row by row, and the row of the values of each.
+struct Blocks {
+    int64_t groups, high, wide;
+    std::vector<int64_t> starts{0}, others, positions, source;
+
+    Blocks(int64_t groups, int64_t high, int64_t wide, double share, unsigned seed)
+        : groups(groups), high(high), wide(wide) {
+        std::mt19937 random(seed);
+        std::uniform_real_distribution<double> uniform;
+        for (int64_t g = 0; g < groups; ++g) {
+            const auto first = others.size();
+            for (int64_t w = 0; w < wide; ++w) {
+                if (uniform(random) < share) others.push_back(w);
+            }
+            starts.push_back(int64_t(others.size()));
+            for (int64_t row = 0; row < high; ++row) {
+                for (size_t e = first; e < others.size(); ++e) {
+                    positions.push_back((g * high + row) * wide + others[e]);
+                    source.push_back(int64_t(e) * high + row);
+                }
+            }
+        }
+    }
+
+    Compressed compressed() const {
+        return {starts.data(), others.data(), groups, int64_t(others.size()), high, wide};
+    }
+};
+
+void test_against_plain_loops() {
+    for (int64_t groups : {0, 1, 5, 400}) {
+        for (int64_t high : {1, 3}) {
+            for (int64_t wide : {1, 6, 90}) {
+                for (double share : {0.0, 0.3, 1.0}) {
+                    const Blocks blocks(groups, high, wide, share, unsigned(groups + wide));
+                    for (int threads : {1, 2, 5}) {
+                        std::vector<int64_t> positions(blocks.positions.size(), -1);
+                        std::vector<int64_t> source(blocks.source.size(), -1);
+                        int64_t* rows = high > 1 ? source.data() : nullptr;
+                        const std::string what = std::to_string(groups) + " groups of " +
+                                                 std::to_string(high) + " x " +
+                                                 std::to_string(wide);
+                        check(slots_of(blocks.compressed(), positions.data(), rows, threads), what);
+                        check(positions == blocks.positions, what + ": slots");
+                        check(!rows || source == blocks.source, what + ": rows of values");
+                    }
+                }
+            }
+        }
+    }
+}
+
+void test_what_is_not_valid() {
+    const auto refused = [](const Blocks& blocks, const std::string& what) {
+        // As many as there should be, so that whoever writes behind them is seen.
+        std::vector<int64_t> positions(blocks.others.size() * size_t(blocks.high));
+        std::vector<int64_t> source(positions.size());
+        check(!slots_of(blocks.compressed(), positions.data(), source.data(), 2), what);
+    };
+    for (int64_t groups : {3, 900}) {
+        const Blocks good(groups, 2, 20, 0.5, 1);
+        Blocks blocks = good;
+        for (int64_t bad : {int64_t(-1), int64_t(1), INT64_MIN, INT64_MAX}) {
+            blocks.starts[0] = bad;
+            refused(blocks, "the first start is not zero");
+        }
+        blocks = good;
+        for (int64_t bad : {int64_t(-1), int64_t(1), INT64_MAX}) {
+            blocks.starts.back() = bad;
+            refused(blocks, "the last start is not the number of entries");
+        }
+        blocks = good;
+        for (int64_t bad : {INT64_MIN, int64_t(-1), int64_t(blocks.others.size()) + 1, INT64_MAX}) {
+            blocks.starts[1] = bad;
+            refused(blocks, "starts that fall");
+        }
+        blocks = good;
+        for (int64_t bad : {INT64_MIN, int64_t(-1), int64_t(20), int64_t(1) << 62}) {
+            blocks.others.back() = bad;
+            refused(blocks, "a column that there is not");
+        }
+    }
+}
+
+}  // namespace
+
+void sparsestep::testing::test_compressed() {
+    test_against_plain_loops();
+    test_what_is_not_valid();
+}

@@ -1,0 +1,52 @@
+// What the core's tests share. They need no Python, so that they can run under the sanitizers:
+// `make sanitize`. Everything is compared with the plainest loop that does the same.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace sparsestep::testing {
+
+// Under ThreadSanitizer, which is slow, only what threads do is tested.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool threads_only = true;
+#else
+constexpr bool threads_only = false;
+#endif
+
+inline int failures = 0;
+
+inline void check(bool holds, const std::string& what) {
+    if (holds) return;
+    ++failures;
+    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+}
+
+inline void for_each_set(const std::function<void(const InstructionSet&)>& body) {
+    for (const InstructionSet& set : instruction_sets()) {
+        if (set.available) body(set);
+    }
+}
+
+inline std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsigned seed) {
+    std::mt19937_64 random(seed);
+    std::vector<int64_t> result;
+    for (int64_t i = 0; i < count; ++i) result.push_back(int64_t(random() % uint64_t(slots)));
+    return result;
+}
+
+// One file each.
+void test_steps();
+void test_rules();
+void test_tiles();
+void test_norms();
+void test_catch_up();
+void test_compressed();
+
+}  // namespace sparsestep::testing

@@ -1,0 +1,65 @@
+"""From a seed to a case: which kind it is, and what came of it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from sparsestep.engines import native
+from tests.fuzz.chance import Chance
+from tests.fuzz.findings import FindingError, NotApplicableError, Outcome, where
+from tests.fuzz.kinds import clipping, dense, functions, making, modules, training
+from tests.fuzz.world import INSTRUCTION_SETS, Say
+
+KINDS: dict[Callable[[Chance, Say], None], int] = {
+    **training.KINDS,
+    **functions.KINDS,
+    **dense.KINDS,
+    **modules.KINDS,
+    **clipping.KINDS,
+    **making.KINDS,
+}
+
+
+def prepare() -> None:
+    """Once per process: nothing of what is expected here is worth a warning."""
+    warnings.simplefilter("ignore")
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    gc.disable()  # it is called between cases; so that one case is as fast as the next
+
+
+def collect() -> None:
+    """Between two batches."""
+    gc.collect()
+
+
+def run(seed: int, tell: Say | None = None) -> Outcome:
+    """One case. ``tell`` gets its steps as they are taken."""
+    chance, steps = Chance(seed), list[str]()
+
+    def say(text: str) -> None:
+        steps.append(text)
+        if tell is not None:
+            tell(text)
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    if INSTRUCTION_SETS:
+        native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
+    kind = chance.weighted(KINDS)
+    name = kind.__name__.replace("_", " ")
+    if tell is not None:
+        tell(f"{name}, instruction set {native.instruction_set()}")
+    try:
+        kind(chance, say)
+    except FindingError as found:
+        return Outcome(seed, name, found.kind, found.detail, tuple(steps))
+    except NotApplicableError:
+        pass
+    except Exception as error:
+        text = f"{type(error).__name__} at {where(error)}"
+        return Outcome(seed, name, text, " ".join(str(error).split())[:300], tuple(steps))
+    return Outcome(seed, name)

@@ -1,0 +1,280 @@
+"""A gradient in any layout, and what it means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.masked import masked_tensor
+
+import sparsestep
+from sparsestep import Touched
+from tests.fuzz.chance import Chance
+from tests.fuzz.compressed import compressed
+
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class Drawn:
+    """A gradient, and its meaning.
+
+    Attributes:
+        grad: what is given to the library.
+        dense: the sum of all entries, in float64 or complex128.
+        held: which elements it holds.
+        text: how it is described.
+    """
+
+    grad: Any
+    dense: Tensor
+    held: Tensor
+    text: str
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def draw(chance: Chance, param: Tensor, *, by_hand: bool) -> Drawn:
+    """A valid gradient of ``param``; by hand also those that ``.grad`` cannot be."""
+    kinds = dict(_ANYWHERE)
+    if by_hand:
+        kinds |= _BY_HAND
+    while True:
+        kind = chance.weighted(kinds)
+        found = kind(chance, param, _dtype(chance, param, by_hand))
+        if found is not None:
+            return found
+
+
+def _dtype(chance: Chance, param: Tensor, by_hand: bool) -> torch.dtype:
+    mixed = by_hand and param.dtype in REAL and chance.one_in(5)
+    return chance.pick(REAL) if mixed else param.dtype
+
+
+# Strided
+
+
+def strided(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+    values, text = chance.numbers(param.shape, dtype), f"strided {dtype}"
+    form = chance.integer(0, 9)
+    if form == 0 and values.dim() > 1:
+        values, text = values.transpose(0, -1).contiguous().transpose(0, -1), text + " transposed"
+    elif form == 1 and values.dim():
+        values = values.repeat_interleave(2, -1)[..., ::2]
+        text += " with gaps"
+    elif form == 2 and values.dim() and values.shape[0]:
+        values = values[:1].expand(values.shape)
+        text += " expanded"
+    elif form == 3 and not dtype.is_complex:
+        values = torch._neg_view(values)
+        text += " negated"
+    elif form == 4 and dtype.is_complex:
+        values = values.conj()
+        text += " conjugated"
+    dense = values.resolve_conj().resolve_neg().to(wide(dtype), copy=True)
+    return Drawn(values, dense, torch.ones(param.shape, dtype=torch.bool), text)
+
+
+# COO
+
+
+def coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+    shape = tuple(param.shape)
+    sparse_dim = chance.integer(min(1, len(shape)), len(shape))
+    if chance.one_in(20):
+        sparse_dim = 0
+    leading = shape[:sparse_dim]
+    nnz = chance.pick([0, 1, 2, 5, 12]) if math.prod(leading) else 0
+    indices = torch.tensor(
+        [chance.integers(nnz, size) for size in leading], dtype=torch.int64
+    ).reshape(sparse_dim, nnz)
+    values = chance.numbers((nnz, *shape[sparse_dim:]), dtype)
+    text = f"COO {dtype} sparse_dim={sparse_dim} indices={indices.tolist()}"
+    form = chance.integer(0, 7)
+    if form == 0:
+        indices, text = indices.repeat_interleave(2, 1)[:, ::2], text + " indices with gaps"
+    elif form == 1 and nnz:
+        values, text = values[:1].expand(values.shape), text + " values expanded"
+    elif form == 2:
+        values, text = values.repeat_interleave(2, 0)[::2], text + " values with gaps"
+    elif form == 3 and not dtype.is_complex:
+        values, text = torch._neg_view(values), text + " values negated"
+    dense, held = scattered(shape, leading, indices, values)
+    grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    if chance.one_in(3) and sparse_dim:
+        plain = values.resolve_neg().clone(memory_format=torch.contiguous_format)
+        grad = torch.sparse_coo_tensor(indices, plain, shape, check_invariants=False).coalesce()
+        text += " coalesced"
+    return Drawn(grad, dense, held, text)
+
+
+def scattered(
+    shape: tuple[int, ...], leading: tuple[int, ...], indices: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum of all entries, and which elements there is an entry for."""
+    slots = math.prod(leading)
+    flat = torch.zeros(indices.shape[1], dtype=torch.int64)
+    for row, size in zip(indices, leading, strict=True):
+        flat = flat * size + row
+    return summed(shape, slots, flat, values)
+
+
+def as_dense(grad: Tensor) -> Tensor:
+    """What a gradient stands for, in float64.
+
+    Not by ``to_dense``: where there is one entry, and it lies at a distance as if there were others
+    between, torch 2.13 writes behind the end of what it has allocated.
+    """
+    if type(grad) is Tensor and grad.layout is torch.sparse_coo:
+        leading = tuple(grad.shape[: grad.sparse_dim()])
+        return scattered(tuple(grad.shape), leading, grad._indices(), grad._values())[0]
+    dense = grad.clone().to_dense() if grad.layout is not torch.strided else grad
+    return dense.detach().resolve_neg().to(wide(grad.dtype), copy=True)
+
+
+def summed(
+    shape: tuple[int, ...], slots: int, positions: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    block = math.prod(shape) // slots if slots else 0
+    dense = torch.zeros(slots, block, dtype=wide(values.dtype))
+    held = torch.zeros(slots, block, dtype=torch.bool)
+    exact = values.resolve_neg().resolve_conj().to(dense.dtype).reshape(len(positions), block)
+    dense.index_add_(0, positions, exact)
+    held[positions] = True
+    return dense.reshape(shape), held.reshape(shape)
+
+
+# MaskedTensor
+
+
+def masked(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
+    if dtype not in (torch.float16, torch.float32, torch.float64) or not param.dim():
+        return None
+    if param.numel() and chance.one_in(3):
+        return _masked_coo(chance, param, dtype)
+    values, held = chance.numbers(param.shape, dtype), chance.flags(param.shape)
+    dense = torch.where(held, values.double(), 0.0)
+    data = torch.where(held, values, torch.nan) if chance.one_in(2) else values
+    return Drawn(masked_tensor(data, held), dense, held, f"MaskedTensor {dtype}")
+
+
+def _masked_coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+    more = chance.flags(param.shape)
+    held = more & chance.flags(param.shape)
+    values = chance.numbers(param.shape, dtype)
+    places, shape = more.nonzero().t(), param.shape
+    data = torch.sparse_coo_tensor(places, values[more], shape, is_coalesced=True)
+    mask = torch.sparse_coo_tensor(places, held[more], shape, is_coalesced=True)
+    dense = torch.where(held, values.double(), 0.0)
+    return Drawn(masked_tensor(data, mask), dense, held, f"MaskedTensor of COO {dtype}")
+
+
+# Compact: what sparsestep.nn gives
+
+
+def compact(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
+    """By a look-up of its own, with a gradient of the output that is given."""
+    usable = type(param) is torch.nn.Parameter and param.requires_grad
+    if not usable or param.dim() != 2 or not param.numel() or dtype != param.dtype:
+        return None
+    if dtype.is_complex or param.is_inference():
+        return None
+    kept, param.grad = param.grad, None
+    dense = torch.zeros(param.shape, dtype=torch.float64)
+    held = torch.zeros(param.shape, dtype=torch.bool)
+    text = "Compact"
+    try:
+        for _ in range(chance.pick([1, 1, 1, 2])):
+            text += _look_up(chance, param, dense, held)
+        return Drawn(param.grad, dense, held, text)
+    finally:
+        param.grad = kept
+
+
+def _look_up(chance: Chance, param: Any, dense: Tensor, held: Tensor) -> str:
+    rows, columns = param.shape
+    bags = chance.one_in(2)
+    count, length = chance.pick([0, 1, 3, 6]), chance.pick([1, 2, 4]) if bags else 1
+    ids = torch.tensor(chance.integers(count * length, rows), dtype=torch.int64)
+    output_grad = chance.numbers((count, columns), param.dtype)
+    table: Any
+    with torch.enable_grad():
+        if bags:
+            mode = chance.pick(["sum", "mean"])
+            table = sparsestep.nn.EmbeddingBag(rows, columns, mode=mode, _weight=param)
+            table.weight = param
+            factor = 1 / length if mode == "mean" else 1.0
+            table(ids.reshape(count, length)).backward(output_grad)
+        else:
+            factor = 1.0
+            table = sparsestep.nn.Embedding(rows, columns, _weight=param)
+            table.weight = param
+            table(ids).backward(output_grad)
+    each = output_grad.double().repeat_interleave(length, 0) * factor
+    dense.index_add_(0, ids, each)
+    held[ids] = True
+    return f" of bags of {length}, ids {ids.tolist()}"
+
+
+# Touched
+
+
+def touched(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+    shape, numel = tuple(param.shape), param.numel()
+    if chance.one_in(8):
+        values = chance.numbers(shape, dtype)
+        held = torch.ones(shape, dtype=torch.bool)
+        return Drawn(Touched(None, values), values.to(wide(dtype)), held, f"Touched whole {dtype}")
+    rows = shape[0] if shape else 1
+    by_rows = chance.one_in(2) or not numel
+    block = math.prod(shape[1:]) if by_rows else chance.pick(_divisors(numel))
+    slots = rows if by_rows else numel // block
+    entries = chance.pick([0, 1, 2, 5, 12]) if slots else 0
+    positions = torch.tensor(chance.integers(entries, slots or 1), dtype=torch.int64)
+    source = scale = None
+    blocks = entries
+    if chance.one_in(3):
+        blocks = chance.integer(1, 4)
+        source = torch.tensor(chance.integers(entries, blocks), dtype=torch.int64)
+    values = chance.numbers((blocks, block), dtype)
+    exact = values.to(wide(dtype)) if source is None else values.to(wide(dtype))[source]
+    if chance.one_in(3):
+        factors = [chance.pick([0.5, -1.0, 2.0]) for _ in range(entries)]
+        scale = torch.tensor(factors, dtype=dtype.to_real())
+        exact = exact * scale.double()[:, None]
+    dense, held = summed(shape, slots, positions, exact)
+    text = f"Touched {dtype} {slots} x {block} at {positions.tolist()}"
+    text += f"{'' if source is None else ' source'}{'' if scale is None else ' scale'}"
+    if chance.one_in(3):
+        positions = positions.int()
+    if chance.one_in(4):
+        positions = positions.reshape(1, -1)
+    if chance.one_in(4):
+        values = values.repeat_interleave(2, -1)[..., ::2]
+    sizes = () if by_rows and chance.one_in(2) else (slots, block)
+    if not sizes:
+        return Drawn(Touched(positions, values, source=source, scale=scale), dense, held, text)
+    return Drawn(Touched(positions, values, *sizes, source, scale), dense, held, text)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _compressed(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
+    found = compressed(chance, param.shape, dtype)
+    if found is None:
+        return None
+    grad, values, held, text = found
+    return Drawn(grad, torch.where(held, values, 0).to(wide(dtype)), held, text)
+
+
+_Kind = Callable[[Chance, Tensor, torch.dtype], Drawn | None]
+_ANYWHERE: dict[_Kind, int] = {strided: 4, coo: 8, masked: 1, compact: 2}
+_BY_HAND: dict[_Kind, int] = {touched: 5, _compressed: 5}

@@ -1,0 +1,148 @@
+"""Clipping of gradients of all kinds together, beside torch's clipping of the dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep import clip_grad_norm_, clip_grad_value_
+from tests.fuzz import garbage, gradients, oracle, tables
+from tests.fuzz.chance import Chance
+from tests.fuzz.findings import FindingError, check_refusal
+from tests.fuzz.surroundings import any_surroundings
+from tests.fuzz.world import Say
+
+_ROOM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_ORDERS = [2.0, 2.0, 1.0, float("inf"), -float("inf"), 3.0, 0.5, 0.0]
+
+
+def _given(chance: Chance, say: Say) -> tuple[list[Any], list[Tensor | None]]:
+    """Parameters with gradients, and these as dense tensors in float64."""
+    params, dense = list[Any](), list[Tensor | None]()
+    dtype = chance.weighted(tables.REAL)
+    for place in range(chance.integer(1, 3)):
+        param, _ = tables.any_param(chance, dtype)
+        kind = chance.pick([gradients.coo, gradients.coo, gradients.compact, gradients.strided])
+        drawn = None if chance.one_in(8) else kind(chance, param, param.dtype)
+        if drawn is not None and isinstance(drawn.grad, Tensor) and _is_lazy(drawn.grad):
+            drawn = None  # torch itself cannot write it
+        say(f"gradient {place} of {tuple(param.shape)}: {drawn.text if drawn else None}")
+        param.grad = drawn.grad if drawn else None
+        params.append(param)
+        dense.append(drawn.dense if drawn else None)
+    return params, dense
+
+
+def _is_lazy(grad: Tensor) -> bool:
+    """Expanded or negated: nothing that torch's own functions write."""
+    if grad.layout is not torch.strided:
+        return False
+    return grad.is_neg() or any(
+        s == 0 and n > 1 for s, n in zip(grad.stride(), grad.shape, strict=True)
+    )
+
+
+def clipping(chance: Chance, say: Say) -> None:
+    params, dense = _given(chance, say)
+    held = [(p, d) for p, d in zip(params, dense, strict=True) if d is not None]
+    bound = chance.pick([0.5, 3.0, 1e4])
+    around, name = any_surroundings(chance)
+    foreach = chance.pick([None, None, False])
+    before = [p.detach().clone() for p in params]
+    if chance.one_in(3):
+        say(f"clip_grad_value_({bound}, foreach={foreach}) {name}")
+        with around:
+            clip_grad_value_(params, bound, foreach=foreach)
+        wanted = [d.clamp(-bound, bound) for _, d in held]
+    else:
+        order = chance.pick(_ORDERS)
+        say(f"clip_grad_norm_({bound}, {order}, foreach={foreach}) {name}")
+        if order <= 0 and any(p.grad is not None and not p.grad.numel() for p in params):
+            return
+        if abs(order) == float("inf") and not all(d.numel() for _, d in held):
+            return  # torch has no such norm of nothing
+        with around:
+            norm = clip_grad_norm_(params, bound, order, foreach=foreach)
+        shadows = [nn.Parameter(torch.zeros_like(d)) for _, d in held]
+        for shadow, (_, d) in zip(shadows, held, strict=True):
+            shadow.grad = d.clone()
+        exact = nn.utils.clip_grad_norm_(shadows, bound, order)
+        _close("norm", norm, exact, params[0].dtype)
+        wanted = [shadow.grad for shadow in shadows]
+    for (param, _), want in zip(held, wanted, strict=True):
+        _close("gradient", gradients.as_dense(param.grad), want, param.dtype)
+    for param, was in zip(params, before, strict=True):
+        if not oracle.same_bits(param, was):
+            raise FindingError("clipping wrote a parameter", "")
+
+
+def clipping_and_garbage(chance: Chance, say: Say) -> None:
+    """Bounds, orders and gradients that nobody can work with."""
+    params, _ = _given(chance, say)
+    grads = [None if p.grad is None else gradients.as_dense(p.grad) for p in params]
+    arguments: dict[str, Any] = {"parameters": params}
+    by_value = chance.one_in(2)
+    arguments["clip_value" if by_value else "max_norm"] = chance.pick([1.0, *_THINGS])
+    if not by_value and chance.one_in(2):
+        arguments["norm_type"] = chance.pick([-1, 0, *_THINGS])
+    if chance.one_in(4):
+        arguments["parameters"] = chance.pick([None, 3, "x", {}, [None], [3], params[0], iter(())])
+    spoilt = None
+    if chance.one_in(3):
+        spoilt = chance.integer(0, len(params) - 1)
+        try:
+            bad, text, _ = garbage.indices_outside(chance, params[spoilt])
+        except Exception:
+            return
+        say(f"gradient {spoilt}: {text}")
+        params[spoilt].grad = bad
+    shown = {k: v for k, v in arguments.items() if k != "parameters" or v is not params}
+    say(f"{'clip_grad_value_' if by_value else 'clip_grad_norm_'}({shown})")
+    function: Any = clip_grad_value_ if by_value else clip_grad_norm_
+    try:
+        function(**arguments)
+    except Exception as error:
+        if not _is_torchs(function, arguments, error):
+            check_refusal(error, str(shown))
+        for place, (param, was) in enumerate(zip(params, grads, strict=True)):
+            if was is None or place == spoilt:
+                continue
+            if not oracle.same_bits(gradients.as_dense(param.grad), was):
+                raise FindingError("a refusal changed something", "a gradient") from error
+
+
+def _is_torchs(function: Any, arguments: dict[str, Any], error: Exception) -> bool:
+    """Whether torch's own function says the same of a dense parameter: then it is their word."""
+    plain = nn.Parameter(torch.ones(2, 2))
+    plain.grad = torch.ones(2, 2)
+    theirs: Any = getattr(nn.utils, function.__name__)
+    others = dict(arguments)
+    if isinstance(others["parameters"], list) and all(
+        isinstance(p, Tensor) for p in others["parameters"]
+    ):
+        others["parameters"] = [plain]
+    try:
+        theirs(**others)
+    except Exception as their_error:
+        return type(their_error) is type(error)
+    return False
+
+
+_THINGS: list[Any] = [None, "x", -1.0, float("nan"), float("inf"), (), {}, 1j, torch.tensor(1.0)]
+
+
+def _close(what: str, ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    off = (ours.detach().double() - exact.double()).abs()
+    scale = max(1e-3, float(exact.abs().max()) if exact.numel() else 0.0)
+    both_nan = ours.isnan().all() and exact.isnan().all()
+    same = torch.equal(ours.double(), exact.double())  # where both are infinite
+    if off.numel() and not both_nan and not same and not float(off.max()) <= _ROOM[dtype] * scale:
+        raise FindingError(
+            "not what torch's clipping gives", f"{what}: {ours}, right is {exact}"[:300]
+        )
+
+
+KINDS: dict[Callable[[Chance, Say], None], int] = {clipping: 5, clipping_and_garbage: 3}

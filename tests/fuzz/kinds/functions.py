@@ -1,0 +1,154 @@
+"""``sparsestep.functional``: a parameter, a gradient and the state, all of them the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep import InputError, functional
+from tests.fuzz import garbage, gradients, oracle, tables
+from tests.fuzz.chance import Chance
+from tests.fuzz.findings import FindingError, check_refusal
+from tests.fuzz.surroundings import any_surroundings
+from tests.fuzz.world import NOT_NATIVE, Say
+
+FUNCTIONS = {
+    sparsestep.SparseAdam: functional.sparse_adam_,
+    sparsestep.Adam: functional.adam_,
+    sparsestep.AdamW: functional.adamw_,
+    sparsestep.Adagrad: functional.adagrad_,
+    sparsestep.RowwiseAdagrad: functional.rowwise_adagrad_,
+    sparsestep.RowwiseAdam: functional.rowwise_adam_,
+    sparsestep.SGD: functional.sgd_,
+    sparsestep.RMSprop: functional.rmsprop_,
+    sparsestep.Lion: functional.lion_,
+    sparsestep.Ftrl: functional.ftrl_,
+}
+# The names of state that are keyword arguments where a function takes several kinds.
+_NOT_TAKEN = {
+    *("foreach", "fused", "amsgrad", "centered", "state_dtype", "stochastic_rounding"),
+    *("bias_correction", "initial_accumulator_value", "capturable", "differentiable"),
+}
+
+
+class Call:
+    """One function with everything that it takes."""
+
+    def __init__(self, chance: Chance, say: Say) -> None:
+        self.chance, self.say = chance, say
+        self.cls = chance.pick(list(FUNCTIONS))
+        self.function = FUNCTIONS[self.cls]
+        dtype = tables.any_dtype(chance, self.cls)
+        options = tables.any_options(chance, self.cls)
+        for name in ("bias_correction", "state_dtype", "stochastic_rounding", "fused", "foreach"):
+            options.pop(name, None)
+        # Only for what the group's options come to.
+        self.group = self.cls([torch.zeros(1)], **options).param_groups[0]
+        self.rule = self.cls.rule_for(self.group)
+        param, text = tables.any_param(chance, dtype)
+        self.param = param.detach()
+        say(f"{self.function.__name__}: param {text}")
+        self.mask = None
+        if self.param.dim() and chance.one_in(4):
+            self.mask = tables.any_mask(chance, self.param, by_row=self.rule.by_row)
+        self.state = {spec.name: self._state(spec) for spec in self.rule.state}
+        self.steps = 0
+
+    def _state(self, spec: Any) -> Tensor:
+        initial = self.group.get(spec.initial, spec.initial)
+        shape = self.param.shape[:1] if spec.per_row else self.param.shape
+        dtype = torch.float64 if self.param.dtype == torch.float64 else torch.float32
+        if self.param.is_complex():
+            dtype = self.param.dtype.to_real() if spec.per_row else self.param.dtype
+        return torch.full(shape, float(initial), dtype=dtype)
+
+    def keywords(self) -> dict[str, Any]:
+        taken = {k: v for k, v in self.group.items() if k not in _NOT_TAKEN and k != "params"}
+        if "decoupled_weight_decay" in taken and self.cls is sparsestep.AdamW:
+            del taken["decoupled_weight_decay"]
+        if self.cls is sparsestep.SGD and not self.rule.state:
+            for name in ("momentum", "dampening", "nesterov"):
+                taken.pop(name, None)
+        return {**taken, **self.state, "mask": self.mask, "step": self.steps + 1}
+
+    def snapshot(self) -> list[Tensor]:
+        return [self.param.clone(), *(tensor.clone() for tensor in self.state.values())]
+
+    def check_unchanged(self, before: list[Tensor]) -> None:
+        for name, now, was in zip(
+            ["param", *self.state], [self.param, *self.state.values()], before, strict=True
+        ):
+            if isinstance(now, Tensor) and not oracle.same_bits(now, was):
+                raise FindingError("a refusal changed something", name)
+
+    def valid(self) -> None:
+        drawn = gradients.draw(self.chance, self.param, by_hand=True)
+        around, name = any_surroundings(self.chance)
+        engine = self.chance.pick(["auto", "auto", "native", "reference"])
+        self.say(f"step {self.steps + 1}: {drawn.text}; {engine} {name}")
+        record = {**self.state, "step": self.steps}
+        wanted = None
+        if self.param.numel():
+            wanted = oracle.expected(self.cls, self.group, record, self.param, drawn, self.mask)
+        before = self.snapshot()
+        try:
+            with around:
+                self.function(self.param, drawn.grad, engine=engine, **self.keywords())
+        except InputError as error:
+            if NOT_NATIVE not in str(error):
+                raise FindingError("a valid step is refused", str(error)[:300]) from error
+            self.check_unchanged(before)
+            return
+        self.steps += 1
+        if wanted is not None:
+            oracle.compare(wanted, [self.param, *self.state.values()], self.group)
+
+    def invalid(self) -> None:
+        """One argument is garbage."""
+        grad: Any = gradients.draw(self.chance, self.param, by_hand=True).grad
+        keywords, must = self.keywords(), False
+        if self.chance.one_in(2):
+            grad, text, must = garbage.any_garbage(self.chance, self.param)
+        else:
+            name = self.chance.pick(list(keywords))
+            keywords[name] = value = self.chance.pick(_things(self.param))
+            text = f"{name} = {type(value).__name__} {getattr(value, 'shape', value)}"
+        self.say(text)
+        before = self.snapshot()
+        try:
+            self.function(self.param, grad, **keywords)
+        except Exception as error:
+            check_refusal(error, text)
+            self.check_unchanged(before)
+            return
+        if must:
+            raise FindingError(f"accepted: {text}", "it should have been refused")
+
+
+def _things(param: Tensor) -> list[Any]:
+    shape = param.shape
+    return [
+        *("x", None, -1.0, float("nan"), float("inf"), (), (0.9,), {}, object(), 2.5, 0, -1, 1j),
+        *(torch.zeros(*shape, 2), torch.zeros(shape, dtype=torch.int64), torch.zeros(0)),
+        *(torch.zeros(shape).to_sparse_coo(), torch.zeros(shape, device="meta")),
+        *(torch.zeros(()).expand(shape), garbage.Wrapper(torch.zeros(shape)), param),
+    ]
+
+
+def functions(chance: Chance, say: Say) -> None:
+    call = Call(chance, say)
+    for _ in range(chance.integer(1, 4)):
+        call.valid()
+
+
+def functions_and_garbage(chance: Chance, say: Say) -> None:
+    call = Call(chance, say)
+    for _ in range(chance.integer(1, 4)):
+        chance.pick([call.invalid, call.invalid, call.valid])()
+
+
+KINDS: dict[Callable[[Chance, Say], None], int] = {functions: 6, functions_and_garbage: 6}

@@ -1,0 +1,128 @@
+"""The fuzzer itself: it finds what is planted, tells it again, and survives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import sparsestep
+from sparsestep.optimizer import RuleOptimizer
+from tests.fuzz import cases, pool, spoiling
+from tests.fuzz.chance import Chance
+from tests.fuzz.findings import FindingError, Outcome, check_refusal
+from tests.fuzz.kinds import training
+from tests.fuzz.screen import Tally
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # as in the fuzzer: garbage is warned of
+
+
+def steps_of(seed: int) -> list[str]:
+    told: list[str] = []
+    cases.run(seed, told.append)
+    return told
+
+
+def test_a_case_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch):
+    # Garbage may end this very process, where the library has a hole.
+    valid = {kind: n for kind, n in cases.KINDS.items() if "garbage" not in kind.__name__}
+    monkeypatch.setattr(cases, "KINDS", valid)
+    programs = [steps_of(seed) for seed in range(30)]
+    assert [steps_of(seed) for seed in range(30)] == programs
+    assert len({program[0].split(",")[0] for program in programs}) > 5  # kinds
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
+    """An optimizer that moves one element too much, before its step or after it."""
+    right = RuleOptimizer.step
+
+    def step(self: RuleOptimizer, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        if before and isinstance(first, torch.nn.Parameter) and first.numel():
+            first.data.reshape(-1)[:1] += 1
+        loss = right(self, closure)
+        if not before and first.numel():
+            first.data[(0,) * first.dim()] += 1
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(RuleOptimizer, "step", step)
+
+
+def findings(kind: Callable[[Chance, Callable[[str], None]], None], count: int) -> set[str]:
+    found = set()
+    for seed in range(count):
+        try:
+            kind(Chance(seed), lambda text: None)
+        except FindingError as error:
+            found.add(error.kind)
+    return found
+
+
+def test_a_wrong_step_is_found(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, before=False)
+    found = findings(training.optimizer, 25)
+    assert "wrong numbers" in found
+    assert "untouched entries changed" in found
+
+
+def test_half_a_step_is_found(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, before=True)
+    monkeypatch.setattr(spoiling, "_WAYS", {spoiling.bad_gradient: 1})
+    assert "a refusal changed something" in findings(training.optimizer_and_garbage, 25)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fine"),
+    [
+        (sparsestep.InputError("lr must be at least 0. Got -1."), True),
+        (TypeError("__init__() got an unexpected keyword argument 'x'"), True),
+        (sparsestep.InputError(""), False),
+        (sparsestep.InputError("two\nlines"), False),
+        (KeyError("step"), False),
+        (TypeError("take(): incompatible function arguments"), False),
+        (RuntimeError("INTERNAL ASSERT FAILED"), False),
+    ],
+)
+def test_what_a_refusal_is(error: Exception, is_fine: bool):
+    if is_fine:
+        check_refusal(error, "a test")
+        return
+    with pytest.raises(FindingError):
+        check_refusal(error, "a test")
+
+
+# A runner for the pool, which misbehaves.
+
+
+def prepare() -> None:
+    torch.set_num_threads(1)
+
+
+def collect() -> None:
+    pass
+
+
+def run(seed: int) -> Outcome:
+    if seed == 3:
+        os.abort()
+    while seed == 60:
+        pass
+    return Outcome(seed, "mine", "odd" if seed % 50 == 7 else "")
+
+
+def test_a_crash_and_a_hang_are_reported_with_their_seeds_and_nothing_is_lost():
+    tally = Tally()
+    seen = {}
+    for outcome in pool.run(iter(range(120)), 1, timeout=3, runner=__name__):
+        tally.add(outcome)
+        seen[outcome.seed] = outcome
+    assert sorted(seen) == list(range(120))
+    assert seen[3].finding == "crash, exit code -6"
+    assert seen[60].finding.startswith("hang")
+    assert {seed for seed, each in seen.items() if each.finding == "odd"} == {7, 57, 107}
+    assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (120, 118, 2)
+    assert "seeds 7, 57, 107" in "\n".join(tally.report())
