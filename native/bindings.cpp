@@ -74,15 +74,14 @@ nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb:
     if (!count || !work.block) return nb::make_tuple(0, 0);
     work.now = int32_t(whole(0));
     work.base = int32_t(whole(1));
-    work.touch = whole(2) != 0;
-    work.states = int(whole(3));
-    work.slot_states = int(whole(4));
-    work.along = Along(whole(5));
-    work.buffer = int(whole(6));
-    work.square = int(whole(7));
-    work.converges = whole(8) != 0;
-    work.reach = whole(9);
-    work.follow = whole(10);
+    work.states = int(whole(2));
+    work.slot_states = int(whole(3));
+    work.along = Along(whole(4));
+    work.buffer = int(whole(5));
+    work.square = int(whole(6));
+    work.converges = whole(7) != 0;
+    work.reach = whole(8);
+    work.follow = whole(9);
     if (work.states > 3 || work.slot_states > max_slot_states ||
         nb::len(tensors) != size_t(1 + work.states + work.slot_states)) {
         throw nb::value_error("no such rule");

@@ -74,9 +74,8 @@ private:
     }
 
     void bring_row(int64_t row) {
-        const int32_t stamp = work_.now + (work_.touch ? 1 : 0);
         const int32_t last = work_.last[row];
-        work_.last[row] = work_.touch || last >= 0 ? stamp : ~stamp;
+        work_.last[row] = last >= 0 ? work_.now : ~work_.now;
         const int64_t since = (last < 0 ? ~last : last) - work_.base;
         const int64_t n = work_.now - work_.base;
         if (since >= n) return;

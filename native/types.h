@@ -108,13 +108,12 @@ constexpr int64_t max_limit_dim = 512;
 // Along what an idle row moves; see Idle in src/sparsestep/contract.py.
 enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };
 
-// Rows to be brought up to date; see src/sparsestep/catch_up.py.
+// Rows to be brought up to date; see src/sparsestep/history.py and motions.py.
 struct CatchUpWork {
     const int64_t* rows;  // with repetitions; null: all of them
     int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient
     int32_t now;          // the step that rows are brought to
     int32_t base;         // the step that every row has reached
-    bool touch;           // the rows are about to be updated by the next step
     int64_t block;
     View param;
     View state[max_states];

@@ -143,10 +143,9 @@ CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
 // In several parts, as threads would; with rows that come more than once, or all of them.
 template <class T>
 CaughtUp bring(Table<T>& table, const History& history, bool converges, const InstructionSet& set,
-               int64_t parts, const std::vector<int64_t>& which, bool touch) {
+               int64_t parts, const std::vector<int64_t>& which) {
     CatchUpWork work = work_on(table, history, converges);
     work.rows = which.empty() ? nullptr : which.data();
-    work.touch = touch;
     CaughtUp total{};
     for (int64_t part = 0; part < parts; ++part) {
         const CatchUpShare share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
@@ -165,42 +164,39 @@ void expect_caught_up(const History& history, bool converges, const std::string&
         for (bool all : {true, false}) {
             std::vector<int64_t> which;
             if (!all) which = random_positions(50, rows, 11);
-            for (bool touch : {false, true}) {
-                const Table<T> before(block);
-                Table<T> first = before;
-                const auto& plainest = instruction_sets()[0];
-                const CaughtUp done = bring(first, history, converges, plainest, 1, which, touch);
-                int64_t behind = 0;
-                for (int64_t r = 0; r < rows; ++r) {
-                    const bool meant =
-                        all || std::find(which.begin(), which.end(), r) != which.end();
-                    const int32_t last = before.last[size_t(r)];
-                    const int64_t since = (last < 0 ? ~last : last) - base;
-                    behind += meant && since < steps;
-                    const auto now = int32_t(base + steps + touch);
-                    const int32_t stamp = touch || last >= 0 ? now : ~now;
-                    check(first.last[size_t(r)] == (meant ? stamp : last), what + ": stamp");
-                    for (int64_t i = r * block; i < (r + 1) * block; ++i) {
-                        const auto at = size_t(i);
-                        double p = before.param[at], m = before.buffer[at], v = before.square[at];
-                        if (meant) history.follow(p, m, v, since);
-                        const auto near = [&](T ours, double exact, double scale) {
-                            return std::abs(double(ours) - exact) <= (meant ? room * scale : 0);
-                        };
-                        check(near(first.param[at], p, 1 + std::abs(p)), what + ": param");
-                        check(near(first.buffer[at], m, 1), what + ": buffer");
-                        check(near(first.square[at], v, 1), what + ": square");
-                    }
+            const Table<T> before(block);
+            Table<T> first = before;
+            const auto& plainest = instruction_sets()[0];
+            const CaughtUp done = bring(first, history, converges, plainest, 1, which);
+            int64_t behind = 0;
+            for (int64_t r = 0; r < rows; ++r) {
+                const bool meant = all || std::find(which.begin(), which.end(), r) != which.end();
+                const int32_t last = before.last[size_t(r)];
+                const int64_t since = (last < 0 ? ~last : last) - base;
+                behind += meant && since < steps;
+                const auto now = int32_t(base + steps);
+                const int32_t stamp = last >= 0 ? now : ~now;
+                check(first.last[size_t(r)] == (meant ? stamp : last), what + ": stamp");
+                for (int64_t i = r * block; i < (r + 1) * block; ++i) {
+                    const auto at = size_t(i);
+                    double p = before.param[at], m = before.buffer[at], v = before.square[at];
+                    if (meant) history.follow(p, m, v, since);
+                    const auto near = [&](T ours, double exact, double scale) {
+                        return std::abs(double(ours) - exact) <= (meant ? room * scale : 0);
+                    };
+                    check(near(first.param[at], p, 1 + std::abs(p)), what + ": param");
+                    check(near(first.buffer[at], m, 1), what + ": buffer");
+                    check(near(first.square[at], v, 1), what + ": square");
                 }
-                check(done.behind == behind, what + ": how many were behind");
-                for_each_set([&](const InstructionSet& set) {
-                    for (int64_t parts : {1, 2, 5}) {
-                        Table<T> ours = before;
-                        bring(ours, history, converges, set, parts, which, touch);
-                        check(ours == first, what + ": the same bits with " + set.name);
-                    }
-                });
             }
+            check(done.behind == behind, what + ": how many were behind");
+            for_each_set([&](const InstructionSet& set) {
+                for (int64_t parts : {1, 2, 5}) {
+                    Table<T> ours = before;
+                    bring(ours, history, converges, set, parts, which);
+                    check(ours == first, what + ": the same bits with " + set.name);
+                }
+            });
         }
     }
 }

@@ -202,7 +202,6 @@ def catch_up(idling: Idling, param: Tensor, state: list[Tensor], rows: Tensor | 
     integers = (
         history.now,
         history.base,
-        0,
         elements,
         len(specs) - elements,
         _ALONG.index(idle.along),
