@@ -25,9 +25,7 @@ from tests.table import each_engine, running_on, same_bits
 
 
 @pytest.fixture(autouse=True)
-def _said_once_per_test(monkeypatch):
-    monkeypatch.setattr("sparsestep.step._said", set(), raising=False)
-    monkeypatch.setattr("sparsestep.errors._said", set())
+def _one_thread():
     torch.set_num_threads(1)  # the tensors are small
 
 

@@ -202,6 +202,19 @@ def test_a_seed_is_an_integer(seed: Any):
         sparsestep.SGD([table()], stochastic_rounding=True, rounding_seed=seed)
 
 
+def test_no_seed_is_torchs():
+    torch.manual_seed(7)
+    for given in ({}, {"rounding_seed": None}):
+        opt = sparsestep.SGD([table(torch.bfloat16)], stochastic_rounding=True, **given)
+        opt.add_param_group({"params": [table()], "stochastic_rounding": True, **given})
+        opt.add_param_group({"params": [table()]})
+        opt.param_groups[2].update(stochastic_rounding=True, **given)
+        for group in opt.param_groups:
+            group["params"][0].grad = torch.zeros_like(group["params"][0])
+        opt.step()
+        assert [group["rounding_seed"] for group in opt.param_groups] == [7, 7, 7]
+
+
 # Tensors as options
 
 WITH_BETAS = [v for v in VARIANTS if "betas" in v([table()]).defaults]

@@ -90,9 +90,7 @@ class Groups:
             0.0 if decoupled else decay,
             1 - lr * decay if decoupled else 1.0,
             group.get("state_dtype"),
-            group.setdefault("rounding_seed", torch.initial_seed())
-            if group.get("stochastic_rounding")
-            else None,
+            options.seed_of(group),
             partial(name_of, type(optimizer).__name__, group, number),
             optimizer.uses_torch(group),
         )

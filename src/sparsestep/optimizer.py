@@ -176,8 +176,7 @@ class RuleOptimizer(_Base):
         with _speaking(type(self).__name__):
             if isinstance(param_group, dict):
                 options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
-                if param_group.get("stochastic_rounding"):
-                    param_group.setdefault("rounding_seed", torch.initial_seed())
+                options.seed_of(param_group)
             super().add_param_group(param_group)
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)

@@ -118,6 +118,22 @@ def given(extras: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def seed_of(group: dict[str, Any]) -> int | None:
+    """The seed of a group's stochastic rounding, which the group then keeps; ``None`` without it.
+
+    Example:
+        >>> group = {"stochastic_rounding": True, "rounding_seed": 7}
+        >>> seed_of(group), seed_of({})
+        (7, None)
+    """
+    if not group.get("stochastic_rounding"):
+        return None
+    seed: int | None = group.get("rounding_seed")
+    if seed is None:
+        seed = group["rounding_seed"] = torch.initial_seed()
+    return seed
+
+
 def _is(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, type(default)) and value == default)
 
