@@ -182,6 +182,7 @@ void test_rows_of_values_by_number() {
         ours.values = shuffled;
         Job job = ours.job(set);
         job.source = source.data();
+        job.rows = int64_t(source.size());
         step(&job, 1, 2);
         check(ours == expected, std::string("values by number with ") + set.name);
     });
@@ -195,6 +196,7 @@ void test_rows_of_values_by_number() {
         ours.values = shuffled;
         Job job = ours.job(set);
         job.source = source.data();
+        job.rows = int64_t(source.size());
         job.scale = {scale.data(), Dtype::float32, 1, 1};
         step(&job, 1, 2);
         check(ours == expected, std::string("scaled values with ") + set.name);

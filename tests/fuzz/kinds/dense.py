@@ -70,7 +70,8 @@ class DenseWorld(World):
             if len(shape) > 1 and chance.one_in(6):
                 values = values.transpose(0, -1).contiguous().transpose(0, -1)
             self.params.append(torch.nn.Parameter(values))
-            self.shadows.append(torch.nn.Parameter(values.detach().double()))
+            exact = values.detach().to(torch.float64, copy=True)
+            self.shadows.append(torch.nn.Parameter(exact))
             self.say(f"param {shape} {self.dtype} strides {values.stride()}")
         options = dict(self.options)
         if chance.one_in(5) and self.params[0].dim():
