@@ -67,9 +67,6 @@ class FunctionalOptimizer:
         self._adding = Lock()  # is taken before the lock of any parameter
         self._locks: dict[int, Lock] = {}
         self._places: dict[int, int] = {}
-        for index, param in enumerate(self.param_group["params"]):
-            self._places[id(param)] = index
-            self._locks[id(param)] = Lock()
 
     @property
     def param_group(self) -> dict[str, Any]:
@@ -111,11 +108,27 @@ class FunctionalOptimizer:
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter, which is taken on if it is new."""
-        if id(param) not in self._places and self._take_on(param, grad):
+        if self._place_of(param) is None and self._take_on(param, grad):
             return
         if grad is not None:
-            with self._locks[id(param)]:
-                self._update(self._places[id(param)], grad)
+            with self._lock_of(id(param)):
+                place = self._place_of(param)
+                assert place is not None
+                self._update(place, grad)
+
+    def _place_of(self, param: Tensor) -> int | None:
+        """Its number in the group, which others may have changed meanwhile."""
+        params = self.param_group["params"]
+        place = self._places.get(id(param))
+        if place is not None and place < len(params) and params[place] is param:
+            return place
+        found = next((i for i, known in enumerate(params) if known is param), None)
+        if found is not None:
+            self._places[id(param)] = found
+        return found
+
+    def _lock_of(self, key: int) -> Lock:
+        return self._locks.get(key) or self._locks.setdefault(key, Lock())
 
     def _update(self, index: int, grad: Gradient | None) -> None:
         step = Step(self._optimizer)
@@ -125,7 +138,7 @@ class FunctionalOptimizer:
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""
         with self._adding:
-            if id(param) in self._places:
+            if self._place_of(param) is not None:
                 return False
             group = self.param_group
             self._check_new(param, group)
@@ -143,8 +156,6 @@ class FunctionalOptimizer:
                 self._optimizer.known.pop(id(param), None)
                 self._optimizer.idle.pop(id(param), None)
                 raise
-            self._locks[id(param)] = Lock()
-            self._places[id(param)] = index
             return True
 
     def _check_new(self, param: Tensor, group: dict[str, Any]) -> None:
@@ -159,16 +170,15 @@ class FunctionalOptimizer:
     @contextmanager
     def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
         """Hold the locks of several parameters, always taken in the same order."""
-        ids = sorted({id(param) for param in params}, key=self._places.__getitem__)
         with ExitStack() as stack:
-            for key in ids:
-                stack.enter_context(self._locks[key])
+            for key in sorted({id(param) for param in params}):
+                stack.enter_context(self._lock_of(key))
             yield
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date that ``semantics="dense"`` has left behind."""
         meant = self.param_group["params"] if param is None else [param]
-        with self._alone_with([each for each in meant if id(each) in self._places]):
+        with self._alone_with(meant):
             self._optimizer.catch_up(param, rows)
 
     def state_dict(self) -> StateDict:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsestep import masks, options
 from sparsestep import state as states
 from sparsestep.contract import Rule, State
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.grads import COMPLEX, FLOATS
 from sparsestep.groups import name_of
 
@@ -97,7 +97,7 @@ def _check_form(saved: Any) -> None:
 
 def _rule_of(optimizer: RuleOptimizer, number: int, group: Group) -> Rule:
     """The rule that a group selects; raises where its options are none that it could be made of."""
-    try:
+    with usable("its options must be such as the optimizer could be made with"):
         optimizer.check_options(group)
         options.check(group)
         rule = optimizer.rule_for(group)
@@ -105,11 +105,6 @@ def _rule_of(optimizer: RuleOptimizer, number: int, group: Group) -> Rule:
         if optimizer.semantics == "dense":
             optimizer.groups.read(optimizer, number, dict(group))  # refuses what has no such form
         masks.checked(group.get("mask"), group["params"], by_row=by_row)
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        contract = "its options must be such as the optimizer could be made with"
-        raise InputError(sentence(contract, f"{type(error).__name__}: {error}")) from None
     return rule
 
 

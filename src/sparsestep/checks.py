@@ -35,8 +35,9 @@ def at_least_zero(name: str, value: float | Tensor, *, but_not_zero: bool = Fals
 
 def betas(betas: Sequence[float | Tensor], group: Mapping[str, Any] | None = None) -> None:
     """Refuse averages that would never forget, or grow."""
-    if len(betas) != 2:
-        raise InputError(f"betas must be a pair. Got {betas}.")
+    if isinstance(betas, Tensor) or len(betas) != 2:
+        got = f"a tensor of shape {tuple(betas.shape)}" if isinstance(betas, Tensor) else betas
+        raise InputError(f"betas must be a pair. Got {got}.")
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor):
             _one_element(f"betas[{index}]", beta, group)

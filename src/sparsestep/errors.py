@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -54,6 +56,37 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
     """
     text = f"{contract}. Got {got}."
     return f"{text} {remedy}." if remedy else text
+
+
+@contextmanager
+def usable(what: str) -> Iterator[None]:
+    """Refuse what is not even of a kind that could be worked with.
+
+    Options are checked and used as what they should be. Where that alone raises, they were
+    something else: text where a number was meant, a table where one element was.
+
+    Example:
+        >>> try:
+        ...     with usable("lr must be a number"):
+        ...         "fast" > 0
+        ... except InputError as error:
+        ...     print(error)
+        lr must be a number. Got TypeError: '>' not supported between instances of 'str' and 'int'.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
+        missing = isinstance(e, NotImplementedError)
+        kind = "an operation that torch does not have" if missing else type(e).__name__
+        raise InputError(sentence(what, f"{kind}: {_shortened(e)}")) from None
+
+
+def _shortened(error: Exception) -> str:
+    """What it says in one line; torch's errors may go on for pages."""
+    text = " ".join(str(error).split())
+    return text.rstrip(".") if len(text) < 200 else f"{text[:160]} …"
 
 
 # Whose lines are nobody's mistake: a warning points at the first line outside of these.

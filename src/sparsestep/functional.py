@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from sparsestep import checks, engines, masks, options
 from sparsestep import state as states
 from sparsestep.contract import Rule, Settings, Update
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.grads import COMPLEX, FLOATS
 from sparsestep.layouts import Gradient, touched
 from sparsestep.parameters import check_writable, is_distributed, local_gradient, memory_of
@@ -75,10 +75,19 @@ def apply_(
 ) -> None:
     """Run any rule once over one parameter; the functions below are short for this."""
     try:
-        engines.check_engine(engine)
-        number = _checked_step(step)
-        hyper = _checked_options(hyper)
-        checks.at_least_zero("weight_decay", weight_decay)
+        with usable("the arguments must be of their kinds: tensors, numbers, True or False"):
+            engines.check_engine(engine)
+            number = _checked_step(step)
+            hyper = _checked_options(hyper)
+            checks.at_least_zero("weight_decay", weight_decay)
+            decay = float(options.number(weight_decay))
+            shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
+            sign = -1.0 if maximize else 1.0
+            if rule.coefficients is not None:  # numbers come out of numbers alone
+                tuple(map(float, rule.coefficients(step=number, **hyper)))
+            if seed is not None:
+                # What the core takes; both engines look at no more than that.
+                seed &= 0xFFFFFFFFFFFFFFFF
         _check_param(param)
         owner = param
         if is_distributed(param):
@@ -98,12 +107,7 @@ def apply_(
         gradient = gradient.as_real()
         written = torch.view_as_real(written)
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    decay = options.number(weight_decay)
-    shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
     l2 = 0.0 if decoupled_weight_decay else decay
-    sign = -1.0 if maximize else 1.0
-    if seed is not None:
-        seed &= 0xFFFFFFFFFFFFFFFF  # what the core takes; both engines look at no more than that
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
     update = Update(settings, 0, written, gradient, tensors, number, seed, owner)
     engines.run([update], engine)
@@ -114,7 +118,10 @@ def apply_(
 
 def _checked_step(step: int | Tensor) -> int:
     value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if isinstance(value, Tensor) or not value >= 1 or value % 1:
+    if isinstance(value, Tensor):
+        contract = "step must be the number of this update, from 1"
+        raise InputError(sentence(contract, f"a tensor of shape {tuple(value.shape)}"))
+    if not value >= 1 or value % 1:
         raise InputError(sentence("step must be the number of this update, from 1", value))
     return int(value)
 
@@ -145,6 +152,9 @@ def _check_param(param: Tensor) -> None:
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
     names = [kept.name for kept in rule.state]
+    if len(state) != len(names):
+        contract = f"these options need the state {', '.join(names)}"
+        raise InputError(sentence(contract, f"{len(state)} tensors"))
     tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
     for kept, tensor in zip(rule.state, tensors, strict=True):
         wanted = states.dtype_for(kept, param)

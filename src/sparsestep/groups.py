@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsestep import checks, masks, options
 from sparsestep.catch_up import refusal
 from sparsestep.contract import Rule, Settings
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 
 if TYPE_CHECKING:
     from sparsestep.optimizer import RuleOptimizer
@@ -60,40 +60,11 @@ class Groups:
     def read(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
         """Read it, whatever is known already.
 
-        Raises where torch's kernel or dense semantics cannot work with an option: once gradients
-        are being applied, it is too late to.
+        Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
+        gradients are being applied, it is too late to.
         """
-        if optimizer.has_torch_kernel:
-            checks.torch_kernel(group)
-        rule = optimizer.rule_for(group)
-        # One-element tensors may be changed in place, so they are read in every step.
-        own = optimizer.own_options
-        hyper = {
-            name: group[name] if name in own else options.plain(group[name])
-            for name in rule.hyperparameters
-        }
-        lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
-        if "lr" in hyper:
-            hyper["lr"] = lr
-        decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
-        if decay:
-            decay = options.number(decay)
-        decoupled = decay and (
-            optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
-        )
-        if optimizer.semantics == "dense":
-            _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
-        return Settings(
-            rule,
-            hyper,
-            -1.0 if group.get("maximize") and "maximize" not in optimizer.own_options else 1.0,
-            0.0 if decoupled else decay,
-            1 - lr * decay if decoupled else 1.0,
-            group.get("state_dtype"),
-            options.seed_of(group),
-            partial(name_of, type(optimizer).__name__, group, number),
-            optimizer.uses_torch(group),
-        )
+        with usable(f"the options of param group {number} must be such as it could be made with"):
+            return _settings(optimizer, number, group)
 
     @staticmethod
     def selections_of(
@@ -121,6 +92,47 @@ class Groups:
             if selection is not None:
                 selection.update()
         return known
+
+
+def _settings(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
+    if optimizer.has_torch_kernel:
+        checks.torch_kernel(group)
+    options.check(group)
+    rule = optimizer.rule_for(group)
+    # One-element tensors may be changed in place, so they are read in every step.
+    own = optimizer.own_options
+    hyper = {
+        name: group[name] if name in own else options.plain(group[name])
+        for name in rule.hyperparameters
+    }
+    lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
+    if "lr" in hyper:
+        hyper["lr"] = lr
+    decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
+    if decay:
+        decay = options.number(decay)
+    decoupled = decay and (
+        optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
+    )
+    if optimizer.semantics == "dense":
+        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
+    for step in (1, 2) if rule.coefficients is not None else ():  # a first step may be special
+        assert rule.coefficients is not None
+        tuple(map(float, rule.coefficients(step=step, **hyper)))  # out of numbers come numbers
+    for spec in rule.state:
+        if isinstance(spec.initial, str):
+            float(group[spec.initial])
+    return Settings(
+        rule,
+        hyper,
+        -1.0 if group.get("maximize") and "maximize" not in optimizer.own_options else 1.0,
+        0.0 if decoupled else float(decay),
+        float(1 - lr * decay) if decoupled else 1.0,
+        group.get("state_dtype"),
+        options.seed_of(group),
+        partial(name_of, type(optimizer).__name__, group, number),
+        optimizer.uses_torch(group),
+    )
 
 
 def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:

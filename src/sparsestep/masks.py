@@ -98,7 +98,7 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
     slots = len(mask)
     if not numel:
         nothing = selection.positions[:0]
-        return Touched(nothing, touched.values.reshape(0), slots, 0)
+        return Touched(nothing, touched.values.reshape(-1)[:0], slots, 0)
     block = numel // slots if slots else 0
     if touched.positions is None:
         return Touched(selection.positions, touched.values, slots, block, selection.positions)

@@ -31,7 +31,7 @@ from sparsestep import state as states
 from sparsestep.backward import StepInBackward
 from sparsestep.catch_up import Idling
 from sparsestep.contract import Batch, Rule, Settings
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.grads import Touched
 from sparsestep.groups import Groups
 from sparsestep.lagging import rows_of
@@ -49,6 +49,7 @@ def _speaking(who: str) -> Iterator[None]:
         raise InputError(f"{who}: {error}") from None
 
 
+_KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -117,8 +118,9 @@ class RuleOptimizer(_Base):
             if semantics not in ("masked", "dense"):
                 contract = "semantics must be one of masked, dense"
                 raise InputError(sentence(contract, repr(semantics)))
-            self.check_options(defaults)
-            options.check(extras)
+            with usable(_KINDS):
+                self.check_options(defaults)
+                options.check(extras)
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
         # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
@@ -181,8 +183,9 @@ class RuleOptimizer(_Base):
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
-                self.check_options(param_group)
-                options.check(param_group)
+                with usable(_KINDS):
+                    self.check_options(param_group)
+                    options.check(param_group)
                 self.check_params(number, param_group)
                 by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":

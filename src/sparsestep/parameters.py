@@ -105,8 +105,10 @@ def check_writable(name: str, tensor: Tensor) -> None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         contract = f"{name} must not be an inference tensor, outside torch.inference_mode()"
         raise InputError(sentence(contract, "one", "Use a clone of it"))
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return  # of other layouts others speak; where there are no numbers, none are written
+    if tensor.layout is not torch.strided:
+        raise InputError(sentence(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
+    if tensor.is_meta:
+        return  # where there are no numbers, none are written
     if tensor.is_conj() or tensor.is_neg():
         contract = f"{name} must be a plain tensor, not a conjugate or negative view"
         raise InputError(sentence(contract, "such a view", "Use a clone of it"))
@@ -139,13 +141,12 @@ def address(tensor: Tensor) -> int:
         >>> address(torch.zeros(2)) > 0, address(torch.zeros(2, device="meta"))
         (True, 0)
     """
-    if type(tensor) is Parameter or type(tensor) is Tensor:
-        return tensor.data_ptr()
-    if getattr(tensor, "fake_mode", None) is not None:  # asking for the address, it would warn
-        return 0
+    plain = type(tensor) is Parameter or type(tensor) is Tensor
+    if not plain and getattr(tensor, "fake_mode", None) is not None:
+        return 0  # asked for its address, it would warn
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # a wrapper around others
+    except RuntimeError:  # a wrapper around others, or a sparse tensor
         return 0
 
 

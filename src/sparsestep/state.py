@@ -17,6 +17,9 @@ from sparsestep.grads import COMPLEX, FLOATS, Touched
 from sparsestep.parameters import memory_of
 
 
+_COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
 class Records(defaultdict[Tensor, Any]):
     """An optimizer's state by parameter. Whoever asks whether there is any has it made.
 
@@ -145,12 +148,18 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
 def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
     """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
     count = state.get("step")
-    if rule.counts and not (
-        isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
-    ):
+    if not rule.counts or isinstance(count, int | float):
+        return
+    if not isinstance(count, Tensor):
         contract = "the state must hold 'step', how many steps were taken"
         got = ", ".join(map(str, state)) if count is None else f"a {type(count).__name__}"
         raise InputError(sentence(contract, got, "To begin anew, clear the parameter's state"))
+    if count.numel() != 1 or count.layout is not torch.strided or count.dtype not in _COUNTS:
+        contract = "the state 'step' must be a number, or a tensor of one"
+        raise InputError(sentence(contract, f"{count.dtype} of shape {tuple(count.shape)}"))
+    if count.is_inference() and not torch.is_inference_mode_enabled():
+        contract = "the state 'step' must not be an inference tensor, outside inference mode"
+        raise InputError(sentence(contract, "one", "Use a clone of it"))
 
 
 def loaded(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable
 from sparsestep import engines, masks, parameters, rounding
 from sparsestep import state as states
 from sparsestep.contract import Batch, Rule, Settings, State, Update
-from sparsestep.errors import InputError, StaleWarning, sentence, warn_once
+from sparsestep.errors import InputError, StaleWarning, sentence, usable, warn_once
 from sparsestep.grads import COMPLEX, FLOATS, Touched
 from sparsestep.lagging import Lagging
 from sparsestep.layouts import Gradient, touched
@@ -241,7 +241,10 @@ class Step:
             gradient = gradient.as_real()
             param = torch.view_as_real(param.detach())
             state = [torch.view_as_real(t) if t.is_complex() else t for t in state]
-        step = 1 if planned.kept is None else int(planned.kept.get("step", 1)) + 1
+        step = 1
+        if planned.kept is not None:
+            with usable("the state's 'step' must say how many steps were taken"):
+                step = int(planned.kept.get("step", 1)) + 1
         seed = None
         if settings.seed is not None:
             seed = rounding.seed_for(settings.seed, self._numbers + index, step)
@@ -369,6 +372,11 @@ def _fits_torch(planned: Planned, settings: Settings) -> bool:
     if dtypes != {param.dtype} or grad.dtype != param.dtype:
         return False
     if group.get("fused"):
+        # Torch's fused kernels take for granted that all elements lie in the same order, without
+        # gaps.
+        tensors = (param, planned.gradient.values, *(planned.tensors or ()))
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return False
         try:
             _device_dtype_check_for_fused(param)
         except RuntimeError as error:

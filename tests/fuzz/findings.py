@@ -28,6 +28,7 @@ _OTHERS = (
     (TypeError, r"takes (at most|from|\d+) "),
     (TypeError, r"multiple values for"),
     (TypeError, r"params argument given to the optimizer should be an iterable"),
+    (TypeError, r"object is not iterable"),  # as torch's optimizers say it of their parameters
     (TypeError, r"optimizer can only optimize Tensors"),
     (TypeError, r"param_group must be a dict|param group must be a dict"),
     (TypeError, r"optimizer parameters need to be organized in ordered collections"),

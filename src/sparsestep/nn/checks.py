@@ -30,6 +30,8 @@ def check_ids(table: nn.Module, weight: Tensor, ids: Any) -> None:
     """Refuse what is no row of the table, and say where it is."""
     if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
         raise refusal(table, "ids must be an int64 or int32 tensor", _kind(ids))
+    if ids.layout not in (torch.strided, torch.jagged):
+        raise refusal(table, "ids must be a strided or nested tensor", ids.layout)
     if ids.device != weight.device:
         raise refusal(table, f"ids must be on the table's device, {weight.device}", ids.device)
     if ids.numel() == 0:
