@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence
 
 
 def learning_rate(lr: float | Tensor, group: Mapping[str, Any] | None = None) -> None:
@@ -35,9 +35,8 @@ def at_least_zero(name: str, value: float | Tensor, *, but_not_zero: bool = Fals
 
 def betas(betas: Sequence[float | Tensor], group: Mapping[str, Any] | None = None) -> None:
     """Refuse averages that would never forget, or grow."""
-    if isinstance(betas, Tensor) or len(betas) != 2:
-        got = f"a tensor of shape {tuple(betas.shape)}" if isinstance(betas, Tensor) else betas
-        raise InputError(f"betas must be a pair. Got {got}.")
+    if len(betas) != 2:
+        raise InputError(sentence("betas must be a pair", betas))
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor):
             _one_element(f"betas[{index}]", beta, group)

@@ -178,6 +178,9 @@ def _gradients(
         )
     held = []
     for index, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            contract = f"{function} takes a tensor or an iterable of tensors"
+            raise InputError(sentence(contract, f"a {type(param).__name__} at {index}"))
         grad = param.grad
         if grad is not None:
             held.append(_Held(f"{function}: param {index}", param, grad))

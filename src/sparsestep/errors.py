@@ -54,7 +54,7 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
         >>> sentence("lr must be at least 0", -1, "To go uphill, pass maximize=True")
         'lr must be at least 0. Got -1. To go uphill, pass maximize=True.'
     """
-    text = f"{contract}. Got {got}."
+    text = f"{contract}. Got {_shortened(got)}."
     return f"{text} {remedy}." if remedy else text
 
 
@@ -80,13 +80,13 @@ def usable(what: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
         missing = isinstance(e, NotImplementedError)
         kind = "an operation that torch does not have" if missing else type(e).__name__
-        raise InputError(sentence(what, f"{kind}: {_shortened(e)}")) from None
+        raise InputError(sentence(what, f"{kind}: {str(e).rstrip('.')}")) from None
 
 
-def _shortened(error: Exception) -> str:
-    """What it says in one line; torch's errors may go on for pages."""
-    text = " ".join(str(error).split())
-    return text.rstrip(".") if len(text) < 200 else f"{text[:160]} …"
+def _shortened(got: object) -> str:
+    """What it says, in one line: a tensor, or an error of torch's, may go on for pages."""
+    text = " ".join(str(got).split())
+    return text if len(text) < 300 else f"{text[:260]} …"
 
 
 # Whose lines are nobody's mistake: a warning points at the first line outside of these.

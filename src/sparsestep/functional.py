@@ -321,7 +321,9 @@ def sgd_(
 
     ``step=1`` says that it is the buffer's first: it then takes the gradient undampened.
     """
-    if nesterov and (momentum <= 0 or dampening != 0):
+    with usable("sgd_: the options must be of their kinds: numbers, True or False"):
+        needs_more = nesterov and (momentum <= 0 or dampening != 0)
+    if needs_more:
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None:
         if momentum:

@@ -177,6 +177,9 @@ class RuleOptimizer(_Base):
         number = len(self.param_groups)
         with _speaking(type(self).__name__):
             if isinstance(param_group, dict):
+                if "params" not in param_group:
+                    contract = "a param group must have the key 'params'"
+                    raise InputError(sentence(contract, ", ".join(map(str, param_group)) or "{}"))
                 options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
                 options.seed_of(param_group)
             super().add_param_group(param_group)

@@ -16,7 +16,6 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.grads import COMPLEX, FLOATS, Touched
 from sparsestep.parameters import memory_of
 
-
 _COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
