@@ -296,6 +296,7 @@ private:
         job.param = *param_view;
         Count count;
         if (!read_state(group, param, own, state, memory, job, count)) return false;
+        if (count.value < 0) return false;
         const nb::object step = nb::int_(count.value + 1);
         const nb::object found = nb::steal(PyObject_GetItem(group.numbers.ptr(), step.ptr()));
         if (!found.ptr()) throw nb::python_error();

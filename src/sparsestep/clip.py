@@ -22,6 +22,7 @@ from sparsestep.compact import Compact
 from sparsestep.compact_clip import clamped
 from sparsestep.errors import InputError, sentence
 from sparsestep.norms import coo_sums, elements, held_by
+from sparsestep.parameters import has_internal_overlap
 
 
 @torch.no_grad()
@@ -213,6 +214,9 @@ def _check(grad: Tensor) -> None:
             contract = "the gradient must be a strided or COO tensor, or a MaskedTensor"
             remedy = "Convert it with .to_sparse_coo()"
             raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
+        if not grad.is_contiguous() and has_internal_overlap(grad):
+            contract = "every element of the gradient must have memory of its own"
+            raise InputError(sentence(contract, f"strides {grad.stride()}", "Use a clone of it"))
     elif not (grad.is_floating_point() or grad.is_complex()):
         contract = "the gradient must have a floating-point or complex dtype"
         raise InputError(sentence(contract, grad.dtype))
@@ -240,7 +244,9 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
         norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
     else:
         norms = list(torch._foreach_norm(tensors, norm_type))
-    together = torch.stack([norm.to(tensors[0].device) for norm in norms])
+    # In one dtype: under autocast, torch does not stack some of them with others.
+    wide = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+    together = torch.stack([norm.to(tensors[0].device, wide) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
 

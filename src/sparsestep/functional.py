@@ -189,7 +189,7 @@ def sparse_adam_(
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
-    if eps == 0:
+    if not isinstance(eps, Tensor) and eps == 0:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = sparse_adam_rules.RULE, [exp_avg, exp_avg_sq]

@@ -97,6 +97,9 @@ class Groups:
 def _settings(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
     if optimizer.has_torch_kernel:
         checks.torch_kernel(group)
+    missing = optimizer.option_names - group.keys()
+    if missing:
+        raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
     options.check(group)
     rule = optimizer.rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.

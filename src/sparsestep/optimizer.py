@@ -127,6 +127,11 @@ class RuleOptimizer(_Base):
         super().__init__(params, {**defaults, **self._set_as_a_whole()})
         self._complete_on_demand()
 
+    @property
+    def option_names(self) -> frozenset[str]:
+        """The keys that every param group has."""
+        return frozenset(self._option_names) - frozenset(self.extras)
+
     def _set_as_a_whole(self) -> dict[str, Any]:
         """What was chosen for the optimizer as a whole, but for the defaults."""
         chosen = {name: getattr(self, name) for name in options.WHOLE}

@@ -245,6 +245,9 @@ class Step:
         if planned.kept is not None:
             with usable("the state's 'step' must say how many steps were taken"):
                 step = int(planned.kept.get("step", 1)) + 1
+            if step < 1:
+                contract = "the state's 'step' must say how many steps were taken"
+                raise InputError(sentence(contract, step - 1))
         seed = None
         if settings.seed is not None:
             seed = rounding.seed_for(settings.seed, self._numbers + index, step)
