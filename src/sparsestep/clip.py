@@ -187,6 +187,10 @@ def _gradients(
             held.append(_Held(f"{function}: param {index}", param, grad))
             with _said_of(held[-1]):
                 _check(grad)
+            if _is_dense(grad) and not grad.is_contiguous() and has_internal_overlap(grad):
+                # Scaled in place, elements that share memory would be scaled more than once.
+                param.grad = grad.clone(memory_format=torch.contiguous_format)
+                held[-1] = held[-1]._replace(grad=param.grad)
     return params, held
 
 
@@ -214,9 +218,6 @@ def _check(grad: Tensor) -> None:
             contract = "the gradient must be a strided or COO tensor, or a MaskedTensor"
             remedy = "Convert it with .to_sparse_coo()"
             raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
-        if not grad.is_contiguous() and has_internal_overlap(grad):
-            contract = "every element of the gradient must have memory of its own"
-            raise InputError(sentence(contract, f"strides {grad.stride()}", "Use a clone of it"))
     elif not (grad.is_floating_point() or grad.is_complex()):
         contract = "the gradient must have a floating-point or complex dtype"
         raise InputError(sentence(contract, grad.dtype))

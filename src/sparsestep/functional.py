@@ -189,7 +189,9 @@ def sparse_adam_(
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
-    if not isinstance(eps, Tensor) and eps == 0:
+    with usable("sparse_adam_: eps must be a number"):
+        is_zero = options.number(eps) == 0
+    if is_zero:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = sparse_adam_rules.RULE, [exp_avg, exp_avg_sq]

@@ -34,6 +34,9 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANT)
 
 
+_SWITCHES = ("amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov")
+
+
 class Groups:
     """An optimizer's param groups, as its steps see them.
 
@@ -100,6 +103,8 @@ def _settings(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
     missing = optimizer.option_names - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
+    for name in _SWITCHES:
+        bool(group.get(name))  # a table is neither
     options.check(group)
     rule = optimizer.rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.

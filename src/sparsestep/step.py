@@ -384,6 +384,10 @@ def _fits_torch(planned: Planned, settings: Settings) -> bool:
             _device_dtype_check_for_fused(param)
         except RuntimeError as error:
             raise InputError(str(error)) from None
+    if group.get("differentiable") and param.is_leaf and param.requires_grad:
+        contract = "differentiable=True needs parameters that are computed from others"
+        remedy = "Use clones of them, or differentiable=False"
+        raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
     if group.get("capturable"):
         devices = _get_capturable_supported_devices()
         if param.device.type not in devices:
