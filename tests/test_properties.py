@@ -62,9 +62,10 @@ def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], 
             kept.append(torch.full(column, float(value), dtype=torch.float64))
     step = int(state.get("step", 1 if state else 0)) + 1
     inputs = [param.detach().double().reshape(rows), gradient.dense().reshape(rows), *kept]
+    held = mask.expand(param.shape).reshape(rows)  # nothing else decays
 
     def new(param: torch.Tensor, grad: torch.Tensor, *kept: torch.Tensor) -> list[torch.Tensor]:
-        grad = settings.sign * grad + settings.l2 * param
+        grad = settings.sign * grad + torch.where(held, settings.l2 * param, 0.0)
         return rule.new_values([param * settings.shrink, *kept], grad, step, settings.hyper)
 
     exact = new(*inputs)

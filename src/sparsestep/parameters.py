@@ -27,15 +27,21 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor that holds the numbers: the local part of a DTensor, any other tensor itself.
+    """The tensor that holds the numbers: a plain one itself, the local part of a DTensor.
+
+    Of any other kind it is what there is without the ideas of its class about what may be done with
+    it; whether that has memory is for ``check_writable`` to say.
 
     Example:
         >>> weight = torch.zeros(2)
         >>> memory_of(weight) is weight
         True
     """
-    if type(tensor) is Parameter or type(tensor) is Tensor or not is_distributed(tensor):
+    if type(tensor) is Parameter or type(tensor) is Tensor:
         return tensor
+    if not is_distributed(tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach()
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # a collective may still be under way

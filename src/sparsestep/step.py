@@ -194,10 +194,11 @@ class Step:
         """A parameter's gradient and state, checked."""
         rule, memory = settings.rule, param
         kept = self._optimizer.state.get(param)
-        if type(param) is not torch.nn.Parameter and parameters.is_distributed(param):
-            by_row = rule.by_row or self._dense_semantics
-            grad = parameters.local_gradient(param, grad, by_row=by_row)
+        if type(param) is not torch.nn.Parameter:
             memory = parameters.memory_of(param)
+            if parameters.is_distributed(param):
+                by_row = rule.by_row or self._dense_semantics
+                grad = parameters.local_gradient(param, grad, by_row=by_row)
         self._optimizer.look_at(param, memory)
         gradient = touched(memory, grad, by_row=rule.by_row or self._dense_semantics)
         if self._dense_semantics:
@@ -221,7 +222,7 @@ class Step:
         """Make it an engine's update."""
         rule, param, group = settings.rule, planned.param, planned.group
         gradient = planned.gradient
-        if selection is not None and planned.owner is not param:
+        if selection is not None and parameters.is_distributed(planned.owner):
             contract = "a DTensor parameter takes no mask"
             raise InputError(sentence(contract, "one", "Use a group of its own without mask"))
         if param.dtype not in FLOATS and param.dtype not in COMPLEX:
@@ -302,11 +303,11 @@ class Step:
         work.commit()
         for planned, update in zip(self._updated, self._updates, strict=True):
             self._count(planned, update)
-        for lagging in self._idle:
-            lagging.commit(optimizer)
         apart = [p for p in (*self._updated, *self._dense_planned()) if p.owner is not p.param]
         if apart:
             increment_version([planned.owner for planned in apart])
+        for lagging in self._idle:  # in the end: it remembers how often a parameter was written
+            lagging.commit(optimizer)
 
     def _dense_planned(self) -> list[Planned]:
         return [planned for dense in self._dense for planned in dense]
