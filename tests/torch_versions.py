@@ -1,0 +1,24 @@
+"""What one release of torch does and another does not, in one place, with the reasons.
+
+A test that a release cannot pass is marked with a condition from here. So is a warning that torch
+itself causes; elsewhere warnings are errors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Up to 2.13, DistributedOptimizer compiles the optimizer that it finds into TorchScript, and what
+# it raises comes back as a RuntimeError. From 2.14 on it calls it from Python.
+COMPILES_DISTRIBUTED_OPTIMIZERS = torch.__version__ < (2, 14)
+
+# Torch says this of its own, wherever TorchScript is used: a DeprecationWarning up to 2.13, a
+# FutureWarning from 2.14 on.
+uses_torchscript = pytest.mark.filterwarnings(
+    r"ignore:`torch\.jit\.\w+` is (deprecated|not supported)::torch\.jit"
+)
+
+needs_clipping_of_sparse_gradients = pytest.mark.skipif(
+    torch.__version__ < (2, 14), reason="torch's clip_grad_norm_ takes no sparse gradients here"
+)
