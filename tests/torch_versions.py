@@ -22,3 +22,26 @@ uses_torchscript = pytest.mark.filterwarnings(
 needs_clipping_of_sparse_gradients = pytest.mark.skipif(
     torch.__version__ < (2, 14), reason="torch's clip_grad_norm_ takes no sparse gradients here"
 )
+
+needs_gradients_that_autograd_lets_go = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="autograd holds the gradient during backward here (seen in 2.7 and 2.10), so that "
+    "nobody can tell whether it is shared, and it is copied",
+)
+
+# Of what is compiled by AOTAutograd, inductor too. Python numbers are then part of the graph.
+needs_graphs_for_any_number = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="torch.compile makes a graph for every value of lr here (seen in 2.7 and 2.10), and "
+    "gives up after eight",
+)
+
+# torch.load(weights_only=True) since 2.15.
+loads_sparse_tensors = pytest.mark.filterwarnings(
+    r"ignore:Validating sparse tensor invariants:UserWarning:torch\.serialization"
+)
+
+# SequentialLR calls its schedulers in a way that it has deprecated itself (seen in 2.7).
+steps_sequential_schedulers = pytest.mark.filterwarnings(
+    r"ignore:The epoch parameter in `scheduler\.step\(\)`:UserWarning:torch\.optim\.lr_scheduler"
+)
