@@ -13,6 +13,10 @@ import torch
 # it raises comes back as a RuntimeError. From 2.14 on it calls it from Python.
 COMPILES_DISTRIBUTED_OPTIMIZERS = torch.__version__ < (2, 14)
 
+# Over gloo, fully_shard gives parameters the sum of the processes' gradients in 2.7, where the mean
+# is meant; in 2.10 it is the mean.
+SUMS_SHARDED_GRADIENTS = torch.__version__ < (2, 10)
+
 # Torch says this of its own, wherever TorchScript is used: a DeprecationWarning up to 2.13, a
 # FutureWarning from 2.14 on.
 uses_torchscript = pytest.mark.filterwarnings(
