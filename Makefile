@@ -1,9 +1,11 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 # Each creates what it needs (.venv, torch at the version in constraints.txt, the native build) and
 # is quick when run again.
+#
+# With TORCH=2.15.0, any target uses that release of torch, in a virtual environment of its own.
 
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
@@ -71,11 +73,12 @@ bench: $(INSTALLED)
 	$(BIN)/sparsestep bench
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf .venv .venv-torch-* build
 
 # Python sources are used in place; only what the native core is built from makes this run again.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
 		--config-settings=cmake.define.SPARSESTEP_WERROR=ON -e ".[cli,dev]"
 	touch $@

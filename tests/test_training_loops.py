@@ -23,6 +23,7 @@ from tests.table import (
     state_tensors,
     unchanged,
 )
+from tests.torch_versions import steps_sequential_schedulers
 
 
 class Model(torch.nn.Module):
@@ -178,6 +179,7 @@ def options_now(opt: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+@steps_sequential_schedulers
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("driven", DRIVEN)
 def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str, driven: str):

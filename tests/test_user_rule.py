@@ -21,6 +21,7 @@ from sparsestep.by_hand import FunctionalOptimizer
 from sparsestep.errors import InputError
 from sparsestep.optimizer import RuleOptimizer
 from tests.table import same_bits, sign_sgd, sm3_by_rows, snapshot, state_tensors, unchanged
+from tests.torch_versions import needs_graphs_for_any_number, uses_torchscript
 
 SHAPE = (6, 4)
 
@@ -1062,15 +1063,16 @@ def trained_under_a_schedule(steps: int = 12, **how: Any) -> Tensor:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("aot_eager", marks=needs_graphs_for_any_number)]
+)
 def test_a_compiled_rule_has_the_same_numbers(backend: str):
     compiled = trained_under_a_schedule(compile={"backend": backend, "fullgraph": True})
     assert torch.allclose(compiled, trained_under_a_schedule(), rtol=1e-6, atol=1e-6)
 
 
-# Torch's compiler imports parts of torch that are deprecated.
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@uses_torchscript
 def test_a_rule_compiled_by_inductor_has_the_same_numbers():
     compiled = trained_under_a_schedule(3, compile=True)
     assert torch.allclose(compiled, trained_under_a_schedule(3), rtol=1e-5, atol=1e-6)

@@ -20,6 +20,7 @@ import sparsestep.distributed
 from sparsestep.by_hand import FUNCTIONAL, FunctionalOptimizer
 from sparsestep.distributed import scripted
 from tests.table import same_bits
+from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
@@ -72,17 +73,17 @@ def test_torch_makes_functional_optimizers(
 
 
 @each_functional
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_what_distributed_optimizer_gets_can_be_compiled(
+@uses_torchscript
+def test_distributed_optimizer_can_use_what_it_gets(
     utils: ModuleType, functional: type[FunctionalOptimizer]
 ):
     weights = [torch.ones(6, 3), torch.ones(6, 3)]
-    opt = compiled(utils.functional_optim_map[functional.optimizer_class](weights, lr=0.1))
+    opt = held(utils.functional_optim_map[functional.optimizer_class](weights, lr=0.1))
     assert trained(functional, lambda _, grads: opt.step(grads), weights)
 
 
 class Holder(torch.nn.Module):
-    """As torch's _ScriptLocalOptimizer has it."""
+    """As DistributedOptimizer has it."""
 
     def __init__(self, optim: object) -> None:
         super().__init__()
@@ -93,12 +94,14 @@ class Holder(torch.nn.Module):
         self.optim.step(grads)
 
 
-def compiled(optim: object) -> Any:
-    return torch.jit.script(Holder(optim))
+def held(optim: object) -> Any:
+    """As this torch has it: compiled or not."""
+    holder = Holder(optim)
+    return torch.jit.script(holder) if COMPILES_DISTRIBUTED_OPTIMIZERS else holder
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_compiled_optimizer_lives_as_long_as_it_is_needed():
+@uses_torchscript
+def test_a_held_optimizer_lives_as_long_as_it_is_needed():
     made = []
 
     class Noted(sparsestep.FunctionalSGD):
@@ -107,7 +110,7 @@ def test_a_compiled_optimizer_lives_as_long_as_it_is_needed():
             made.append(weakref.ref(self))
 
     weight = torch.zeros(6, 3)
-    opt = compiled(scripted.functional(Noted, [weight], lr=1.0))
+    opt = held(scripted.functional(Noted, [weight], lr=1.0))
     gc.collect()
     opt.step([torch.ones(6, 3)])
     opt.step([None])

@@ -19,6 +19,7 @@ from sparsestep.compact import Compact, compact
 from sparsestep.grads import Touched
 from sparsestep.sums import sums
 from tests.nn.cases import DTYPES, plain, same
+from tests.torch_versions import loads_sparse_tensors
 
 SHAPE = torch.Size([6, 4])
 
@@ -254,6 +255,7 @@ def test_what_is_settled_is_not_the_memory_of_autograd():
     assert part.positions.tolist() == [3, 1, 3]
 
 
+@loads_sparse_tensors
 @pytest.mark.parametrize("settled", [False, True])
 def test_copies(settled: bool):
     grad, wanted = example(), example().to_dense()

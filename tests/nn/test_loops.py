@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.compact import Compact
 from tests.nn.cases import OPTIMIZERS, plain, same, same_run
+from tests.torch_versions import needs_gradients_that_autograd_lets_go
 
 
 @pytest.fixture(autouse=True)
@@ -387,6 +388,7 @@ def test_memory_that_autograd_shares(kind: str, first: bool, viewed: bool):
         assert same(ours, theirs)
 
 
+@needs_gradients_that_autograd_lets_go
 def test_the_gradient_of_an_output_that_nobody_shares_is_not_copied():
     table = sparsestep.nn.EmbeddingBag(5, 2, mode="sum")
     output = table(torch.tensor([[1, 2], [1, 3]]))

@@ -18,6 +18,7 @@ import sparsestep
 from sparsestep.compact import Compact
 from sparsestep.nn import Embedding, EmbeddingBag
 from tests.nn.cases import plain, same
+from tests.torch_versions import uses_torchscript
 
 KINDS = [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
 each_kind = pytest.mark.parametrize(("ours", "theirs"), KINDS)
@@ -152,7 +153,7 @@ def test_export(ours: Any, theirs: Any, strict: bool):
 
 
 @each_kind
-@pytest.mark.filterwarnings("ignore:`torch.jit")
+@uses_torchscript
 def test_tracing(ours: Any, theirs: Any):
     table = ours(10, 3)
     assert same(torch.jit.trace(table, IDS)(IDS), table(IDS))

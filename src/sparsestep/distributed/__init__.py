@@ -52,8 +52,8 @@ def register() -> None:
         remedy = "Where there is one process only, nothing has to be registered"
         raise InputError(sentence(contract, f"torch {torch.__version__} without it", remedy))
     with warnings.catch_warnings():
-        # Torch compiles its own functional optimizers here, and warns of its own compiler.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        # Older releases compile their own functional optimizers here, and warn of the compiler.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", module=r"torch\.jit")
         from torch.distributed.optim.utils import register_functional_optim
     for cls in FUNCTIONAL:
         register_functional_optim(cls.optimizer_class, partial(scripted.functional, cls))

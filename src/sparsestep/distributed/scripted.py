@@ -1,10 +1,10 @@
 """What torch's map of functional optimizers has for ours.
 
-``DistributedOptimizer`` compiles what it finds there into TorchScript, which a Python class around
-a C++ core cannot be. Were ours not in the map, it would set ``param.grad`` and call ``step()``. But
-then it leaves ``param.grad`` where it is, and a parameter that the next batch does not use is
-updated with the gradient of the one before. So it gets a class of one line that it can compile and
-that hands over to Python.
+Up to torch 2.13, ``DistributedOptimizer`` compiles what it finds there into TorchScript, which a
+Python class around a C++ core cannot be. Were ours not in the map, it would set ``param.grad`` and
+call ``step()``. But then it leaves ``param.grad`` where it is, and a parameter that the next batch
+does not use is updated with the gradient of the one before. So it gets a class of one line that it
+can compile and that hands over to Python. Later releases call it from Python.
 
 There is no ``from __future__ import annotations``: TorchScript needs them as types.
 """
