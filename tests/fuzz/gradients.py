@@ -81,6 +81,15 @@ def strided(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
     return Drawn(values, dense, torch.ones(param.shape, dtype=torch.bool), text)
 
 
+def is_lazy(grad: Tensor) -> bool:
+    """Expanded or negated: nothing that torch's own functions write."""
+    if grad.layout is not torch.strided:
+        return False
+    return grad.is_neg() or any(
+        s == 0 and n > 1 for s, n in zip(grad.stride(), grad.shape, strict=True)
+    )
+
+
 # COO
 
 

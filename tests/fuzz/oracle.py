@@ -85,7 +85,8 @@ def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float
     """How far off one may be.
 
     A few roundings of the larger of value and update, and of each input, carried through the
-    formula: where terms cancel, no arithmetic of this precision can do better.
+    formula: where terms cancel, no arithmetic of this precision can do better. Twice that, since
+    what the formula has on the way is rounded too: FTRL divides the difference of two roots by lr.
     """
     before = [inputs[0], *inputs[2:]]
     slack = [
@@ -95,7 +96,7 @@ def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float
     for index, value in enumerate(inputs):
         moved = new(*inputs[:index], value * (1 + roundings), *inputs[index + 1 :])
         slack = [s + (m - e).abs() for s, m, e in zip(slack, moved, exact, strict=True)]
-    return slack
+    return [2 * each for each in slack]
 
 
 def _copy(value: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 from collections.abc import Callable
@@ -299,7 +300,9 @@ def interrupt(world: World) -> None:
         nonlocal left
         if "/sparsestep/" not in frame.f_code.co_filename:
             return None
-        if event == "line":
+        # Not where a with block ends: Python itself lets no signal in there.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith("with "):
             left -= 1
             if left == 0:
                 signal.raise_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ def _given(chance: Chance, say: Say) -> tuple[list[Any], list[Tensor | None]]:
         param, _ = tables.any_param(chance, dtype)
         kind = chance.pick([gradients.coo, gradients.coo, gradients.compact, gradients.strided])
         drawn = None if chance.one_in(8) else kind(chance, param, param.dtype)
-        if drawn is not None and isinstance(drawn.grad, Tensor) and _is_lazy(drawn.grad):
+        if drawn is not None and isinstance(drawn.grad, Tensor) and gradients.is_lazy(drawn.grad):
             drawn = None  # torch itself cannot write it
         say(f"gradient {place} of {tuple(param.shape)}: {drawn.text if drawn else None}")
         param.grad = drawn.grad if drawn else None
@@ -36,18 +36,11 @@ def _given(chance: Chance, say: Say) -> tuple[list[Any], list[Tensor | None]]:
     return params, dense
 
 
-def _is_lazy(grad: Tensor) -> bool:
-    """Expanded or negated: nothing that torch's own functions write."""
-    if grad.layout is not torch.strided:
-        return False
-    return grad.is_neg() or any(
-        s == 0 and n > 1 for s, n in zip(grad.stride(), grad.shape, strict=True)
-    )
-
-
 def clipping(chance: Chance, say: Say) -> None:
     params, dense = _given(chance, say)
     held = [(p, d) for p, d in zip(params, dense, strict=True) if d is not None]
+    if not held:  # a norm of nothing is torch's, wherever torch makes it
+        return
     bound = chance.pick([0.5, 3.0, 1e4])
     around, name = any_surroundings(chance)
     foreach = chance.pick([None, None, False])

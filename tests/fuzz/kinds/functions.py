@@ -57,6 +57,7 @@ class Call:
             self.mask = tables.any_mask(chance, self.param, by_row=self.rule.by_row)
         self.state = {spec.name: self._state(spec) for spec in self.rule.state}
         self.steps = 0
+        self.over = False
 
     def _state(self, spec: Any) -> Tensor:
         initial = self.group.get(spec.initial, spec.initial)
@@ -108,7 +109,7 @@ class Call:
             oracle.compare(wanted, [self.param, *self.state.values()], self.group)
 
     def invalid(self) -> None:
-        """One argument is garbage."""
+        """One argument is garbage; where it is accepted, nothing more can be said."""
         grad: Any = gradients.draw(self.chance, self.param, by_hand=True).grad
         keywords, must = self.keywords(), False
         if self.chance.one_in(2):
@@ -127,6 +128,7 @@ class Call:
             return
         if must:
             raise FindingError(f"accepted: {text}", "it should have been refused")
+        self.over = True
 
 
 def _things(param: Tensor) -> list[Any]:
@@ -149,6 +151,8 @@ def functions_and_garbage(chance: Chance, say: Say) -> None:
     call = Call(chance, say)
     for _ in range(chance.integer(1, 4)):
         chance.pick([call.invalid, call.invalid, call.valid])()
+        if call.over:
+            return
 
 
 KINDS: dict[Callable[[Chance, Say], None], int] = {functions: 6, functions_and_garbage: 6}
