@@ -53,8 +53,7 @@ def search(options: argparse.Namespace) -> int:
             for outcome in pool.run(
                 seeds, options.workers, options.timeout, lambda: time.monotonic() < end
             ):
-                tally.add(outcome)
-                screen.update()
+                screen.add(outcome)
     except KeyboardInterrupt:
         print("stopped")
     screen.close()

@@ -33,6 +33,10 @@ class Tally:
             self.bad[outcome.kind] += 1
             self.findings[outcome.kind, _without_numbers(outcome.finding)].append(outcome)
 
+    def is_new(self, outcome: Outcome) -> bool:
+        """Whether it is the first finding of its kind."""
+        return len(self.findings[outcome.kind, _without_numbers(outcome.finding)]) == 1
+
     @property
     def cases(self) -> int:
         return sum(self.kinds.values())
@@ -88,7 +92,14 @@ class Screen:
             self._live.update(self._table())
             self._live.stop()
 
-    def update(self) -> None:
+    def add(self, outcome: Outcome) -> None:
+        """Count it; a finding of a new kind is told at once, lest it is lost with whoever looks."""
+        self._tally.add(outcome)
+        if outcome.finding and self._live is None and self._tally.is_new(outcome):
+            print(f"seed {outcome.seed}, {outcome.kind}: {outcome.finding}: {outcome.detail}")
+        self._update()
+
+    def _update(self) -> None:
         now = time.monotonic()
         if now - self._shown < (0.25 if self._live is not None else 10):
             return
