@@ -28,7 +28,6 @@ _OTHERS = (
     (TypeError, r"takes (at most|from|\d+) "),
     (TypeError, r"multiple values for"),
     (TypeError, r"params argument given to the optimizer should be an iterable"),
-    (TypeError, r"object is not iterable"),  # as torch's optimizers say it of their parameters
     (TypeError, r"optimizer can only optimize Tensors"),
     (TypeError, r"param_group must be a dict|param group must be a dict"),
     (TypeError, r"optimizer parameters need to be organized in ordered collections"),
@@ -46,8 +45,12 @@ _INNER_WORDS = ("INTERNAL ASSERT", "incompatible function arguments", "nanobind"
 def is_refusal(error: BaseException) -> bool:
     """Whether somebody can be told this: one sentence that says what is wrong."""
     text = str(error)
-    if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("tests/table.py"):
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("tests/table.py"):
         return True  # a user's own formula has its own errors
+    if isinstance(error, TypeError) and text.endswith("object is not iterable"):
+        # As torch's optimizers say it of their parameters; of nothing else.
+        return where(error).endswith(("__init__", "add_param_group"))
     if isinstance(error, InputError):
         return bool(text.strip()) and "\n" not in text.strip() and not _has_inner_words(text)
     return any(isinstance(error, kind) and re.search(words, text) for kind, words in _OTHERS)
