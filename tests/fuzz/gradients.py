@@ -147,6 +147,14 @@ def as_dense(grad: Tensor) -> Tensor:
     return dense.detach().resolve_neg().to(wide(grad.dtype), copy=True)
 
 
+def is_as_given(drawn: Drawn) -> bool:
+    """Whether nobody has written into the gradient; asked of those that are cheap to look at."""
+    grad = drawn.grad
+    if type(grad) is not Tensor or grad.layout not in (torch.strided, torch.sparse_coo):
+        return True
+    return torch.equal(as_dense(grad), drawn.dense)
+
+
 def summed(
     shape: tuple[int, ...], slots: int, positions: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:

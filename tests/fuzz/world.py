@@ -17,7 +17,7 @@ from sparsestep.optimizer import RuleOptimizer
 from tests.fuzz import gradients, oracle, tables
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, check_refusal
-from tests.fuzz.gradients import Drawn
+from tests.fuzz.gradients import Drawn, is_as_given
 
 INSTRUCTION_SETS = [name for name, there in native.instruction_sets().items() if there]
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
@@ -188,6 +188,8 @@ class World:
             zip(self.each(), drawn, wanted, strict=True)
         ):
             record = self.record(param)
+            if each is not None and not is_as_given(each):
+                raise FindingError("a gradient was written", each.text)
             self._check_count(before.counts[place], record, given=each is not None)
             if want is None:
                 if not oracle.same_bits(param, before.params[place]):
