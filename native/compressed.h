@@ -40,7 +40,7 @@ inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source
                 const int64_t first = (g * from.high + row) * from.wide;
                 for (int64_t e = begin; e < end; ++e, ++at) {
                     inside &= uint64_t(from.others[e]) < uint64_t(from.wide);
-                    positions[at] = first + from.others[e];
+                    positions[at] = int64_t(uint64_t(first) + uint64_t(from.others[e]));
                     if (source) source[at] = e * from.high + row;
                 }
             }

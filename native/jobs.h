@@ -244,7 +244,7 @@ private:
         Plain own;
         if (!own.read(param) || own.dl.dims == 0 || own.numel() == 0) return false;
         if (nb::len(memory) < 2 || memory[0].ptr() != param.ptr() ||
-            !is_address(memory[1], own.data())) {
+            !is_address(memory[1], own.data()) || is_true(param, name.is_neg)) {
             return false;
         }
         Job job{};

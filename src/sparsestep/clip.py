@@ -20,7 +20,7 @@ from torch.nn import utils
 
 from sparsestep.compact import Compact
 from sparsestep.compact_clip import clamped
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.norms import coo_sums, elements, held_by
 from sparsestep.parameters import has_internal_overlap
 
@@ -63,9 +63,10 @@ def clip_grad_norm_(
         tensor(1.0000)
     """
     params, held = _gradients("clip_grad_norm_", parameters)
+    with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
+        norm_type, max_norm = float(norm_type), float(max_norm)
     if all(_is_dense(each.grad) for each in held):
         return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm_type = float(norm_type)
     total = _total_norm(held, norm_type, foreach)
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
@@ -127,7 +128,8 @@ def clip_grad_value_(
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
     _, held = _gradients("clip_grad_value_", parameters)
-    bound = float(clip_value)
+    with usable("clip_grad_value_: clip_value must be a number"):
+        bound = float(clip_value)
     in_place, apart = [], dict[Tensor, Tensor]()
     for each in held:
         grad = each.grad
@@ -172,6 +174,9 @@ def _gradients(
     function: str, parameters: Tensor | Iterable[Tensor]
 ) -> tuple[list[Tensor], list[_Held]]:
     """All parameters, and the gradients of those that have one, checked."""
+    if not isinstance(parameters, Iterable):
+        contract = f"{function} takes a tensor or an iterable of tensors"
+        raise InputError(sentence(contract, f"a {type(parameters).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warnings.warn(

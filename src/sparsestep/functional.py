@@ -324,7 +324,7 @@ def sgd_(
     ``step=1`` says that it is the buffer's first: it then takes the gradient undampened.
     """
     with usable("sgd_: the options must be of their kinds: numbers, True or False"):
-        needs_more = nesterov and (momentum <= 0 or dampening != 0)
+        needs_more = bool(nesterov and (momentum <= 0 or dampening != 0))
     if needs_more:
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None:
@@ -355,7 +355,9 @@ def rmsprop_(
     hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
     rule = rmsprop.RULES[grad_avg is not None, momentum_buffer is not None]
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
-    if momentum and momentum_buffer is None:
+    with usable("rmsprop_: momentum must be a number"):
+        needs_buffer = bool(momentum) and momentum_buffer is None
+    if needs_buffer:
         contract = "rmsprop_: momentum needs a momentum_buffer"
         raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
     apply_("rmsprop_", rule, param, grad, state, step, hyper, **decay)

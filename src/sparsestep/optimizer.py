@@ -76,6 +76,10 @@ else:
     _Base = object
 
 
+def _is_turned(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj()
+
+
 class RuleOptimizer(_Base):
     """Base of every optimizer here; a subclass names its rule and checks its options.
 
@@ -310,7 +314,9 @@ class RuleOptimizer(_Base):
         tensors = (memory, *(state or ()))
         addresses = tuple(map(parameters.address, tensors))
         known = self.known.get(id(param))
-        if known is not None and known[0] is param and known[1 : 1 + len(tensors)] == addresses:
+        before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
+        # Whether it is a negative view shows at no address.
+        if before == addresses and not any(map(_is_turned, tensors)):
             return
         names = ("a parameter", *("its state" for _ in tensors[1:]))
         for name, tensor in zip(names, tensors, strict=True):

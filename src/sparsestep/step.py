@@ -375,6 +375,8 @@ def _fits_torch(planned: Planned, settings: Settings) -> bool:
         dtypes = {states.dtype_for(_ANY, param, settings.state_dtype)}
     if dtypes != {param.dtype} or grad.dtype != param.dtype:
         return False
+    if settings.rule.counts and planned.kept and not isinstance(planned.kept["step"], Tensor):
+        return False  # its kernels count in tensors
     if group.get("fused"):
         # Torch's fused kernels take for granted that all elements lie in the same order, without
         # gaps.

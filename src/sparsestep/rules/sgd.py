@@ -79,9 +79,12 @@ MOMENTUM = Rule(
 
 def _torch_kernel(batch: Batch) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
+    # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
+    in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
+    copied = batch.group["nesterov"] and in_lists
     torch_sgd(
         batch.params,
-        batch.grads,
+        [grad.clone() for grad in batch.grads] if copied else batch.grads,
         batch.state.get("momentum_buffer", []),
         fused=batch.group["fused"],
         **{name: batch.group[name] for name in names},
