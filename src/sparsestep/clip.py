@@ -174,9 +174,10 @@ def _gradients(
     function: str, parameters: Tensor | Iterable[Tensor]
 ) -> tuple[list[Tensor], list[_Held]]:
     """All parameters, and the gradients of those that have one, checked."""
-    if not isinstance(parameters, Iterable):
+    given: object = parameters
+    if not isinstance(given, Iterable):
         contract = f"{function} takes a tensor or an iterable of tensors"
-        raise InputError(sentence(contract, f"a {type(parameters).__name__}"))
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warnings.warn(
