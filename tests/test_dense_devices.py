@@ -43,6 +43,7 @@ def trained(variant: Variant, device: torch.device, mask: Tensor | None = None) 
         opt.catch_up(param, ids if t % 2 else ids.to(device))  # wherever the ids are
         gradient: Any = sparsestep.Touched(ids.to(device), values.to(device))
         if t == 6:
+            opt.catch_up()  # a dense gradient comes from reading all rows
             gradient = torch.zeros(9, 3).double().index_add_(0, ids, values).to(device)
         opt.step([gradient])
     opt.catch_up()

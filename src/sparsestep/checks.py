@@ -65,9 +65,10 @@ def torch_kernel(group: Mapping[str, Any]) -> None:
         known = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
         options = {**known, **group}
         implementation(options)
-        for name, value in (("lr", group.get("lr")), *_betas(group)):
-            if isinstance(value, Tensor):
-                _one_element(name, value, options)
+        if "betas" in group and "capturable" in group:  # others take tensors
+            for name, value in (("lr", group.get("lr")), *_betas(group)):
+                if isinstance(value, Tensor):
+                    _one_element(name, value, options)
 
 
 def _betas(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
