@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -15,6 +16,10 @@ hypothesis.settings.load_profile(os.environ.get("SPARSESTEP_HYPOTHESIS", "ci"))
 
 # Tests make broken tensors on purpose; torch asks to be told so explicitly.
 torch.sparse.check_sparse_tensor_invariants.disable()
+
+# A job in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

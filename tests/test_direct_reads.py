@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsestep
 from tests.table import each_engine, running_on, same_bits
+from tests.torch_versions import compiles_generators
 
 
 @pytest.fixture(autouse=True)
@@ -503,6 +504,7 @@ def test_a_weight_that_is_computed_from_another():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler itself
+@compiles_generators
 @pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
 def test_a_model_that_was_compiled_and_called_before_it_is_tracked(guard: bool):
     losses = []

@@ -49,3 +49,8 @@ loads_sparse_tensors = pytest.mark.filterwarnings(
 steps_sequential_schedulers = pytest.mark.filterwarnings(
     r"ignore:The epoch parameter in `scheduler\.step\(\)`:UserWarning:torch\.optim\.lr_scheduler"
 )
+
+# torch.compile says that it leaves torch.Generator out of the graph (seen in 2.7 and 2.10).
+compiles_generators = pytest.mark.filterwarnings(
+    r"ignore:Dynamo does not know how to trace the builtin .*Generator:UserWarning"
+)
