@@ -40,8 +40,11 @@ def memory_of(tensor: Tensor) -> Tensor:
     if type(tensor) is Parameter or type(tensor) is Tensor:
         return tensor
     if not is_distributed(tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.detach()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.detach()
+        except (NotImplementedError, RuntimeError):  # a class that cannot even do that
+            return tensor
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # a collective may still be under way
