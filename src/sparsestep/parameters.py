@@ -7,7 +7,7 @@ with state that is sharded likewise. Whatever has no memory of its own is refuse
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -162,6 +162,20 @@ def address(tensor: Tensor) -> int:
 def _span(tensor: Tensor) -> int:
     """From the first element of a tensor to the last, in elements."""
     return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of all lie in the same order, without gaps.
+
+    Example:
+        >>> table = torch.zeros(4, 6)
+        >>> lie_alike([table.T, torch.zeros(4, 6).T]), lie_alike([table[:, ::2], torch.zeros(4, 3)])
+        (True, False)
+    """
+    first = tensors[0]
+    return _span(first) + 1 == first.numel() and all(
+        tensor.stride() == first.stride() for tensor in tensors
+    )
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:

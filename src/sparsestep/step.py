@@ -381,7 +381,7 @@ def _fits_torch(planned: Planned, settings: Settings) -> bool:
         # Torch's fused kernels take for granted that all elements lie in the same order, without
         # gaps.
         tensors = (param, planned.gradient.values, *(planned.tensors or ()))
-        if not all(tensor.is_contiguous() for tensor in tensors):
+        if not parameters.lie_alike(tensors):
             return False
         try:
             _device_dtype_check_for_fused(param)
