@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -176,6 +176,10 @@ def test_twenty_steps_are_torchs_to_the_last_bit(
     ours: type[RuleOptimizer], theirs: type[torch.optim.Optimizer], data: st.DataObject
 ):
     config = data.draw(configs(ours.__name__))
+    # Torch's fused kernels take elements in the order of memory, whatever the strides: where param
+    # and gradient lie differently, their numbers are not those of the formula.
+    fused = config.options.get("fused")
+    assume(not fused or all(kind != "transposed" for _, kind, _ in config.params))
     assert_same(config.train(ours, **config.extras), config.train(theirs))
 
 
