@@ -42,7 +42,7 @@ fuzz-properties: $(INSTALLED)
 
 # The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer;
 # then the extension as Python uses it, under the first two.
-sanitize: sanitize-address,undefined sanitize-thread sanitize-module
+sanitize: sanitize-address,undefined sanitize-thread
 
 sanitize-%:
 	cmake -S . -B build/sanitize-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
