@@ -40,8 +40,8 @@ fuzz: $(INSTALLED)
 fuzz-properties: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
 
-# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer;
-# then the extension as Python uses it, under the first two.
+# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer.
+# `make sanitize-module` has the extension as Python uses it, under the first two.
 sanitize: sanitize-address,undefined sanitize-thread
 
 sanitize-%:
