@@ -508,7 +508,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "step -1": ({"step": torch.tensor(-1.0)}, "from 1. Got -1"),
     "step 1.5": ({"step": 1.5}, "from 1. Got 1.5"),
     "step nan": ({"step": torch.tensor(float("nan"))}, "from 1. Got nan"),
-    "two steps": ({"step": torch.tensor([1, 2])}, "from 1. Got tensor"),
+    "two steps": ({"step": torch.tensor([1, 2])}, "from 1. Got a tensor"),
     "engine": ({"engine": "quantum"}, "engine must be one of auto, native, reference. Got 'qua"),
     "lr": ({"lr": -1.0}, "Invalid learning rate: -1.0"),
     "two lrs": ({"lr": torch.tensor([0.1, 0.2])}, "Tensor lr must be 1-element"),

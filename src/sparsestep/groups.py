@@ -104,6 +104,8 @@ def _settings(optimizer: RuleOptimizer, number: int, group: Group) -> Settings:
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
     for name in _SWITCHES:
+        if name in optimizer.own_options:  # a formula's own may be anything
+            continue
         if not hasattr(group.get(name, False), "__bool__"):
             raise InputError(sentence(f"{name} must be True or False", repr(group[name])))
         bool(group.get(name))  # a table is neither

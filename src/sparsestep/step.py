@@ -133,13 +133,13 @@ class Step:
                     self._take(planned, settings, index, selection)
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
-        if settings.rule.counts:
-            self._dense += [dense] if dense else []
-        else:
-            # Torch's fused SGD wants all momentum buffers or none.
+        batches = [dense]
+        if group.get("fused") and not settings.rule.counts:
+            # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and
+            # round the buffers of half precision differently where one is missing.
             known = [planned for planned in dense if planned.kept is not None]
-            fresh = [planned for planned in dense if planned.kept is None]
-            self._dense += [each for each in (known, fresh) if each]
+            batches = [known, [planned for planned in dense if planned.kept is None]]
+        self._dense += [batch for batch in batches if batch]
         self._numbers += len(params)
 
     def _unusual(
