@@ -254,15 +254,19 @@ def linked(name: str) -> str:
 def signature(cls: Class) -> str:
     """How the class is called: torch's arguments, where it has them, and what comes on top."""
     own = [p for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    theirs = torchs(cls)
+    known = inspect.signature(theirs).parameters if theirs else {p.name: p for p in own}
+    ours, own = [p for p in own if p.name not in known], [p for p in own if p.name in known]
     words = []
     for before, after in zip([None, *own], own, strict=False):
         if after.kind is after.KEYWORD_ONLY and before and before.kind is not after.kind:
             words.append("*")
         words.append(assigned(after.name, after.default))
     extras = [assigned(n, read_default(n)) for n, _, _ in extras_of(Docstring.of(cls))]
+    extras += [assigned(p.name, p.default) for p in ours]
     if len(own) == len(words):  # no argument is keyword-only yet; the extras are
         extras.insert(0, "*")
-    above = [f"    # as torch.optim.{cls.__name__} has them"] if torchs(cls) else []
+    above = [f"    # as torch.optim.{cls.__name__} has them"] if theirs else []
     lines = [*above, *wrapped(words), "    # extras", *wrapped(extras)]
     return "\n".join(["```text", f"sparsestep.{cls.__name__}(", *lines, ")", "```"])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeGuard
 
@@ -20,7 +19,7 @@ from torch.nn import utils
 
 from sparsestep.compact import Compact
 from sparsestep.compact_clip import clamped
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence, usable, warn
 from sparsestep.norms import coo_sums, elements, held_by
 from sparsestep.parameters import has_internal_overlap
 
@@ -180,9 +179,7 @@ def _gradients(
         raise InputError(sentence(contract, f"a {type(given).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4
-        )
+        warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
     held = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):

@@ -112,8 +112,13 @@ def warn_once(category: type[Warning], reason: str) -> None:
     """
     if (category, reason) in _said:
         return
+    warn(category, f"sparsestep: {reason}")
+    _said.add((category, reason))
+
+
+def warn(category: type[Warning], message: str) -> None:
+    """Say something, and point at the user's line."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"sparsestep: {reason}", category, stacklevel=level)
-    _said.add((category, reason))
+    warnings.warn(message, category, stacklevel=level)

@@ -73,7 +73,10 @@ def expected(
         return rule.new_values([param * shrink, *kept], grad, step, hyper)
 
     exact = new(*inputs)
-    slack = _slack(new, inputs, exact, ROUNDINGS.get(param.dtype, _USUAL_ROUNDINGS))
+    roundings = ROUNDINGS.get(param.dtype, _USUAL_ROUNDINGS)
+    # FTRL divides the difference of two roots by lr: what it has on the way is rounded too.
+    roundings *= 2 if rule.name.startswith("ftrl") else 1
+    slack = _slack(new, inputs, exact, roundings)
     touched_rows = by_rows.any(1, keepdim=True)
     touched = [by_rows, *(touched_rows if s.per_row else by_rows for s in rule.state)]
     names = ["param", *(spec.name for spec in rule.state)]
@@ -85,8 +88,7 @@ def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float
     """How far off one may be.
 
     A few roundings of the larger of value and update, and of each input, carried through the
-    formula: where terms cancel, no arithmetic of this precision can do better. Twice that, since
-    what the formula has on the way is rounded too: FTRL divides the difference of two roots by lr.
+    formula: where terms cancel, no arithmetic of this precision can do better.
     """
     before = [inputs[0], *inputs[2:]]
     slack = [
@@ -96,7 +98,7 @@ def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float
     for index, value in enumerate(inputs):
         moved = new(*inputs[:index], value * (1 + roundings), *inputs[index + 1 :])
         slack = [s + (m - e).abs() for s, m, e in zip(slack, moved, exact, strict=True)]
-    return [2 * each for each in slack]
+    return slack
 
 
 def _copy(value: Any) -> Tensor | None:

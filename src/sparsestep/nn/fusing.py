@@ -6,13 +6,12 @@ import copyreg
 import functools
 import logging
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, warn
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
 
@@ -68,12 +67,12 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
     if left:
         text = "these tables keep torch's gradient: " + ", ".join(left)
-        warnings.warn(f"fuse: {text}.", stacklevel=2)
+        warn(UserWarning, f"fuse: {text}.")
     elif not chosen:
         why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
         if found:
             why = f"only={only!r} chooses none of the model's tables"
-        warnings.warn(f"fuse: nothing to do: {why}.", stacklevel=2)
+        warn(UserWarning, f"fuse: nothing to do: {why}.")
     for name, table in chosen.items():
         if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag):
             make_ours(table, name)
