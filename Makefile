@@ -40,9 +40,12 @@ fuzz: $(INSTALLED)
 fuzz-properties: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
 
-# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer, then ThreadSanitizer.
-# `make sanitize-module` has the extension as Python uses it, under the first two.
-sanitize: sanitize-address,undefined sanitize-thread
+# The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer and under
+# ThreadSanitizer, both at once, since most of it is one file each for the compiler; then the
+# extension as Python uses it, under the first two.
+sanitize:
+	+$(MAKE) --jobs 2 --output-sync=target sanitize-address,undefined sanitize-thread
+	+$(MAKE) sanitize-module
 
 sanitize-%:
 	cmake -S . -B build/sanitize-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
@@ -60,8 +63,10 @@ UNDER_SANITIZERS = \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=$(SITE):$$($(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') $(BIN)/python -S
 
-sanitize-module: $(INSTALLED) sanitize-address,undefined
-	cmake -S . -B $(SANITIZED) -DSPARSESTEP_MODULE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+sanitize-module: $(INSTALLED)
+	cmake -S . -B $(SANITIZED) -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
+		-DSPARSESTEP_SANITIZE=address,undefined \
+		-DSPARSESTEP_MODULE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	cmake --build $(SANITIZED) --target _native --parallel 2
 	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/_native*
