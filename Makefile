@@ -8,8 +8,8 @@ PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-NATIVE := $(wildcard native/*.cpp native/*.h native/rules/*.h)
-FORMATTED := $(NATIVE) $(wildcard native/tests/*.cpp native/tests/*.h)
+FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
+NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
 .PHONY: demo test lint format fuzz fuzz-properties sanitize sanitize-module bench clean
 
@@ -24,6 +24,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -69,8 +70,8 @@ sanitize-module: $(INSTALLED)
 		-DSPARSESTEP_MODULE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	cmake --build $(SANITIZED) --target _native --parallel 2
-	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/_native*
-	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/
+	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/core/_native*
+	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/core/
 	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
 	$(UNDER_SANITIZERS) -m pytest tests/test_properties.py -k "position_anywhere or never_written"
 

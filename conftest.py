@@ -7,8 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from sparsestep import errors
-from sparsestep.engines import native
+from sparsestep import core, errors
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
@@ -31,8 +30,8 @@ def _nothing_said_before():
 @pytest.fixture(autouse=True)
 def _unchanged_settings():
     """Give back the thread count and the instruction set that a test found."""
-    threads, isa = torch.get_num_threads(), native.instruction_set()
+    threads, isa = torch.get_num_threads(), core.instruction_set()
     yield
     torch.set_num_threads(threads)
     if isa is not None:
-        native.use_instruction_set(isa)
+        core.use_instruction_set(isa)

@@ -25,8 +25,8 @@ from torch.nn import Embedding, Parameter
 from turns import Stepping, add_rounds, medians
 
 import sparsestep
-from sparsestep.catch_up import Idling
 from sparsestep.cli.options import whole_number
+from sparsestep.dense.clock import RowClock
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
 BEHIND = 4  # steps between two catch-ups of the whole table
@@ -99,16 +99,16 @@ def show_history(steps: int) -> None:
     param = Parameter(torch.zeros(1, 1))
     optimizer = sparsestep.AdamW([param], lr=LR, weight_decay=DECAY, semantics="dense")
     settings = optimizer.settings_of(0, optimizer.param_groups[0])
-    idling = Idling(settings, rows=1, done=0, new=True)
+    clock = RowClock(settings, rows=1, done=0, new=True)
     times = []
     for number in range(steps):
         begin = perf_counter()
-        if idling.history.is_full:
-            idling.history.begin_anew()
-        idling.advance(settings)
+        if clock.history.is_full:
+            clock.history.begin_anew()
+        clock.advance(settings)
         if number >= steps - COUNTED:
             times.append(perf_counter() - begin)
-    assert idling.history.now == steps
+    assert clock.history.now == steps
     print(
         f"{'the history':30} {1e6 * median(times):5.1f} us for a step (goal: under 20), "
         f"median of the last {len(times):,} of {steps:,}; mean {1e6 * sum(times) / len(times):.1f}"

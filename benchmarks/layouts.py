@@ -28,7 +28,7 @@ from turns import Stepping, add_rounds, medians
 import sparsestep
 from sparsestep import Touched, functional
 from sparsestep.cli.options import whole_number
-from sparsestep.layouts import Gradient
+from sparsestep.gradients.layouts import Gradient
 
 SIZE, BLOCK = 4_096, 16
 LINE = 16  # numbers in a cache line

@@ -34,8 +34,8 @@ from sparsestep.cli.bench.results import Timing
 from sparsestep.cli.bench.screen import Screen, fraction, milliseconds
 from sparsestep.cli.bench.workload import Unavailable, Workload
 from sparsestep.cli.options import output_path, whole_number
-from sparsestep.contract import Rule
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.contract.rule import Rule
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 100

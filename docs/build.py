@@ -23,9 +23,9 @@ from typing import Any, get_type_hints
 import torch
 
 import sparsestep
-from sparsestep import options
-from sparsestep.contract import State
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.contract import options
+from sparsestep.contract.rule import State
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 
 PAGES = Path(__file__).parent / "optimizers"

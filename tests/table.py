@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep.contract import Rule
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep import core
+from sparsestep.contract.rule import Rule
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INSTRUCTION_SETS = [name for name, available in native.instruction_sets().items() if available]
+INSTRUCTION_SETS = [name for name, available in core.instruction_sets().items() if available]
 ENGINES = ["reference", *INSTRUCTION_SETS]
 
 # Options that select another formula or another treatment of it.
@@ -184,13 +184,13 @@ def running_on(engine: str) -> Iterator[str]:
     if engine == "reference":
         yield "reference"
         return
-    before = native.instruction_set()
+    before = core.instruction_set()
     assert before is not None
-    native.use_instruction_set(engine)
+    core.use_instruction_set(engine)
     try:
         yield "native"
     finally:
-        native.use_instruction_set(before)
+        core.use_instruction_set(before)
 
 
 @dataclass

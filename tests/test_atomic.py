@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import (
     STATEFUL,
     Variant,

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import (
     STATEFUL,
     Variant,

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.by_hand import FUNCTIONAL, FunctionalOptimizer
 from sparsestep.errors import InputError
-from sparsestep.layouts import Gradient
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
+from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
 from tests.table import OPTIONS, same_bits, state_tensors, steps_of
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]

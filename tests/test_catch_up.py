@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import history as histories
-from sparsestep.catch_up import History, Idling
-from sparsestep.contract import Settings
+from sparsestep.contract.rule import Settings
+from sparsestep.dense import history as histories
+from sparsestep.dense.clock import History, RowClock
 from sparsestep.errors import InputError
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
 
@@ -235,9 +235,9 @@ def test_a_history_is_full_when_decay_has_left_almost_nothing():
 # Rows that catch up
 
 
-def lagging(
+def pending(
     variant: Variant, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0
-) -> tuple[Idling, Tensor, list[Tensor]]:
+) -> tuple[RowClock, Tensor, list[Tensor]]:
     """A parameter whose rows have just had a gradient, all but the last one."""
     generator = torch.Generator().manual_seed(seed)
     rule = variant.rule
@@ -255,25 +255,25 @@ def lagging(
         state[2] = torch.maximum(state[1], state[2])
     if rule.name == "rmsprop_centered_momentum":
         state[2] = state[2].clamp(-0.1, 0.1) * state[0].sqrt()
-    idling = Idling(settings_of(variant, 0.0), shape[0], 3, new=False)
-    idling.last[-1] = ~3
-    return idling, param.to(dtype), state
+    clock = RowClock(settings_of(variant, 0.0), shape[0], 3, new=False)
+    clock.last[-1] = ~3
+    return clock, param.to(dtype), state
 
 
-def miss(idling: Idling, variant: Variant, lrs: list[float]) -> None:
+def miss(clock: RowClock, variant: Variant, lrs: list[float]) -> None:
     for lr in lrs:
-        idling.advance(settings_of(variant, lr))
+        clock.advance(settings_of(variant, lr))
 
 
 def one_by_one(
-    idling: Idling, variant: Variant, lrs: list[float], param: Tensor, state: list[Tensor]
+    clock: RowClock, variant: Variant, lrs: list[float], param: Tensor, state: list[Tensor]
 ) -> list[Tensor]:
     """The rule itself with gradients of zero, in float64."""
-    rule, decay = idling.rule, variant.options.get("weight_decay", 0.0)
+    rule, decay = clock.rule, variant.options.get("weight_decay", 0.0)
     rows = len(param)
     old = [t.double().reshape(rows, -1) for t in (param, *state)]
     zero = torch.zeros_like(old[0])
-    hyper = {name: value for name, value in idling.history.hyper.items() if name != "lr"}
+    hyper = {name: value for name, value in clock.history.hyper.items() if name != "lr"}
     for number, lr in enumerate(lrs):
         if "weight_decay" in variant.options or variant.cls is sparsestep.AdamW:
             old[0] = old[0] * (1 - lr * (decay or 0.01))
@@ -294,14 +294,14 @@ GAPS = [1, 2, 3, 40]
 @pytest.mark.parametrize("missed", GAPS)
 def test_a_row_that_missed_some_steps(variant: Variant, engine: str, missed: int):
     lrs = rates(missed + 1)[1:]
-    idling, param, state = lagging(variant, (9, 5), torch.float64)
-    exact = one_by_one(idling, variant, lrs, param, state)
-    miss(idling, variant, lrs)
+    clock, param, state = pending(variant, (9, 5), torch.float64)
+    exact = one_by_one(clock, variant, lrs, param, state)
+    miss(clock, variant, lrs)
     with running_on(engine) as name:
-        idling.bring(param, state, None, engine=name)
+        clock.catch_up_rows(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours, wanted) <= 1e-13
-    assert idling.last.tolist() == [3 + missed] * 8 + [~(3 + missed)]
+    assert clock.last.tolist() == [3 + missed] * 8 + [~(3 + missed)]
 
 
 LONG = [KINDS[1], KINDS[2], KINDS[6], KINDS[8], KINDS[10], KINDS[13], KINDS[15]]
@@ -312,22 +312,22 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
     """In one go and in two, in two precisions, on both engines."""
     palette = rates(50)
     lrs = [palette[n * n % 47] for n in range(10_000)]
-    idling, param, state = lagging(variant, (4, 3), torch.float64)
-    exact = one_by_one(idling, variant, lrs, param, state)
+    clock, param, state = pending(variant, (4, 3), torch.float64)
+    exact = one_by_one(clock, variant, lrs, param, state)
     engines = INSTRUCTION_SETS[-1:]
-    if idling.history.converges or not engines:  # or it would take the reference too long
+    if clock.history.converges or not engines:  # or it would take the reference too long
         engines = ["reference", *engines]
-    runs: list[tuple[Idling, Tensor, list[Tensor], str, bool]] = []
+    runs: list[tuple[RowClock, Tensor, list[Tensor], str, bool]] = []
     for dtype in (torch.float64, torch.float32):
         for engine in engines:
             for halfway in (False, True):
                 own = (param.to(dtype, copy=True), [t.to(dtype, copy=True) for t in state])
-                runs.append((idling_like(idling), *own, engine, halfway))
+                runs.append((clock_like(clock), *own, engine, halfway))
     for number, lr in enumerate(lrs):
-        idling.advance(settings_of(variant, lr))
+        clock.advance(settings_of(variant, lr))
         if number == 5000:
-            bring_each(idling, [run for run in runs if run[-1]])
-    bring_each(idling, runs)
+            catch_up_each(clock, [run for run in runs if run[-1]])
+    catch_up_each(clock, runs)
     for _, ours, kept, _, _ in runs:
         room = 1e-11 if ours.dtype == torch.float64 else 3e-6
         for tensor, wanted in zip((ours, *kept), exact, strict=True):
@@ -337,19 +337,19 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
             )
 
 
-def idling_like(idling: Idling) -> Idling:
+def clock_like(clock: RowClock) -> RowClock:
     """Another parameter with the same history."""
-    other = object.__new__(Idling)
-    other.__dict__.update(idling.__dict__)
-    other._stamps = copy.deepcopy(idling._stamps)
+    other = object.__new__(RowClock)
+    other.__dict__.update(clock.__dict__)
+    other._stamps = copy.deepcopy(clock._stamps)
     return other
 
 
-def bring_each(idling: Idling, runs: list[Any]) -> None:
+def catch_up_each(clock: RowClock, runs: list[Any]) -> None:
     for one, param, state, engine, _ in runs:
-        one.history = idling.history
+        one.history = clock.history
         with running_on(engine) as name:
-            one.bring(param, state, None, engine=name)
+            one.catch_up_rows(param, state, None, engine=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -357,13 +357,13 @@ def bring_each(idling: Idling, runs: list[Any]) -> None:
 def test_an_average_whose_sign_counts_never_fades_to_zero(dtype: torch.dtype, engine: str):
     """Lion drifts along it for as long as the row is idle; dense steps never make it zero."""
     variant = Variant(sparsestep.Lion, {"betas": (0.9, 0.5)})
-    idling = Idling(settings_of(variant, 0.0), 3, 0, new=False)
+    clock = RowClock(settings_of(variant, 0.0), 3, 0, new=False)
     average = torch.tensor([[1e-3], [-1e-3], [0.0]], dtype=dtype)
     param = torch.zeros(3, 1, dtype=dtype)
     with running_on(engine) as name:
         for _ in range(2):
-            miss(idling, variant, [2.0**-10] * 1200)
-            idling.bring(param, [average], None, engine=name)
+            miss(clock, variant, [2.0**-10] * 1200)
+            clock.catch_up_rows(param, [average], None, engine=name)
     assert param.flatten().tolist() == [-2.34375, 2.34375, 0.0]
     assert average.sign().flatten().tolist() == [1.0, -1.0, 0.0]
     assert float(average.abs().max()) < 1e-7
@@ -376,16 +376,16 @@ def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
     rows = torch.tensor([7, 2, 7, 7, 0, 2])
     results = []
     for given in (rows, rows.unique(), rows.view(2, 3), rows.int(), rows[::2].repeat(3)):
-        idling, param, state = lagging(variant, (9, 5), torch.float32)
+        clock, param, state = pending(variant, (9, 5), torch.float32)
         before = [t.clone() for t in (param, *state)]
-        miss(idling, variant, lrs)
+        miss(clock, variant, lrs)
         with running_on(engine) as name:
-            idling.bring(param, state, given, engine=name)
+            clock.catch_up_rows(param, state, given, engine=name)
         chosen = torch.zeros(9, dtype=torch.bool)
         chosen[given.flatten().long()] = True
         for ours, was in zip((param, *state), before, strict=True):
             assert same_bits(ours[~chosen], was[~chosen])
-        assert idling.last.tolist() == [
+        assert clock.last.tolist() == [
             (23 if chosen[row] else 3) if row < 8 else ~3 for row in range(9)
         ]
         results.append([t[7] for t in (param, *state)])
@@ -397,32 +397,32 @@ def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
 def test_stamps(engine: str):
     """A row that is about to be updated counts as current after that step, and as touched."""
     variant = Variant(sparsestep.SGD, {"momentum": 0.5})
-    idling = Idling(settings_of(variant, 0.0), 5, 7, new=True)
+    clock = RowClock(settings_of(variant, 0.0), 5, 7, new=True)
     param, buffer = torch.zeros(5, 1), torch.zeros(5, 1)
-    assert idling.last.tolist() == [~7] * 5
+    assert clock.last.tolist() == [~7] * 5
     with running_on(engine) as name:
 
-        def bring(rows: list[int] | None, touch: bool) -> int:
+        def catch_up_rows(rows: list[int] | None, touch: bool) -> int:
             given = None if rows is None else torch.tensor(rows)
-            stale = idling.bring(param, [buffer], given, engine=name)
+            stale = clock.catch_up_rows(param, [buffer], given, engine=name)
             if touch:
-                idling.stamp(given)
+                clock.stamp(given)
             return stale
 
-        bring([1], touch=True)
-        assert idling.last.tolist() == [~7, 8, ~7, ~7, ~7]
-        miss(idling, variant, [1.0])
-        bring([0, 1, 2], touch=False)
-        assert idling.last.tolist() == [~8, 8, ~8, ~7, ~7]
-        miss(idling, variant, [1.0])
-        bring([], touch=True)
-        assert idling.last.tolist() == [~8, 8, ~8, ~7, ~7]
-        bring([1, 2, 3], touch=True)
-        assert idling.last.tolist() == [~8, 10, 10, 10, ~7]
-        miss(idling, variant, [1.0])
-        idling.bring_all(param, [buffer], engine=name)
-    assert idling.last.tolist() == [~10, 10, 10, 10, ~10]
-    assert (idling.history.base, idling.history.steps) == (10, 0)
+        catch_up_rows([1], touch=True)
+        assert clock.last.tolist() == [~7, 8, ~7, ~7, ~7]
+        miss(clock, variant, [1.0])
+        catch_up_rows([0, 1, 2], touch=False)
+        assert clock.last.tolist() == [~8, 8, ~8, ~7, ~7]
+        miss(clock, variant, [1.0])
+        catch_up_rows([], touch=True)
+        assert clock.last.tolist() == [~8, 8, ~8, ~7, ~7]
+        catch_up_rows([1, 2, 3], touch=True)
+        assert clock.last.tolist() == [~8, 10, 10, 10, ~7]
+        miss(clock, variant, [1.0])
+        clock.catch_up_all(param, [buffer], engine=name)
+    assert clock.last.tolist() == [~10, 10, 10, 10, ~10]
+    assert (clock.history.base, clock.history.steps) == (10, 0)
 
 
 # Which rows were read where they should not have been, had they been read before they caught up.
@@ -461,15 +461,15 @@ STALE = {
 def test_how_many_rows_were_stale(case: str, engine: str):
     cls, options, lr, stale = STALE[case]
     variant = Variant(cls, options)
-    idling = Idling(settings_of(variant, 0.0), 4, 0, new=True)
-    idling.last[:2] = 0  # these have had a gradient
+    clock = RowClock(settings_of(variant, 0.0), 4, 0, new=True)
+    clock.last[:2] = 0  # these have had a gradient
     param = torch.ones(4, 3)
     state = [torch.ones(4) if k.per_row else torch.ones(4, 3) for k in variant.rule.state]
-    miss(idling, variant, [lr, lr])
+    miss(clock, variant, [lr, lr])
     with running_on(engine) as name:
         found = [
-            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
-            idling.bring(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
+            clock.catch_up_rows(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
+            clock.catch_up_rows(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
         ]
     assert found == [stale, 0]
 
@@ -485,13 +485,13 @@ def test_a_leader_that_stays_is_not_stale(engine: str, dtype: torch.dtype):
         for row in range(4):
             param.grad = torch.sparse_coo_tensor([[row]], torch.randn(1, 3).to(dtype), (50, 3))
             opt.step()
-        idling = opt.idle[id(param)]
+        clock = opt.clocks[id(param)]
         real = (param.detach(), [opt.state[param][n] for n in ("linear", "sum")])
-        assert idling.bring(*real, torch.arange(4), engine=name) == 0
+        assert clock.catch_up_rows(*real, torch.arange(4), engine=name) == 0
         opt.param_groups[0]["lr"] = 0.2
         param.grad = torch.sparse_coo_tensor([[9]], torch.randn(1, 3).to(dtype), (50, 3))
         opt.step()
-        assert idling.bring(*real, torch.arange(9), engine=name) == 4
+        assert clock.catch_up_rows(*real, torch.arange(9), engine=name) == 4
 
 
 # What the optimizer offers
@@ -571,11 +571,11 @@ def test_under_masked_semantics_there_is_nothing_to_catch_up():
 def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
     """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
-    idling, state = opt.idle[id(param)], [opt.state[param]["momentum_buffer"]]
-    assert idling.is_behind
-    assert idling.bring_all(param.detach(), state) == 3
-    assert not idling.is_behind
-    assert idling.bring_all(param.detach(), state) == 0
+    clock, state = opt.clocks[id(param)], [opt.state[param]["momentum_buffer"]]
+    assert clock.is_behind
+    assert clock.catch_up_all(param.detach(), state) == 3
+    assert not clock.is_behind
+    assert clock.catch_up_all(param.detach(), state) == 0
 
 
 def test_catch_up_before_the_first_step_does_nothing():
@@ -629,14 +629,14 @@ def test_many_rows_are_shared_out(engine: str, threads: int):
     lrs = rates(10)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 3000, (6000,), generator=generator)
-    idling, param, state = lagging(variant, (3000, 8), torch.float64)
+    clock, param, state = pending(variant, (3000, 8), torch.float64)
     torch.set_num_threads(1)
-    exact = one_by_one(idling, variant, lrs, param, state)
+    exact = one_by_one(clock, variant, lrs, param, state)
     before = param.clone()
-    miss(idling, variant, lrs)
+    miss(clock, variant, lrs)
     torch.set_num_threads(threads)
     with running_on(engine) as name:
-        stale = idling.bring(param, state, rows, engine=name)
+        stale = clock.catch_up_rows(param, state, rows, engine=name)
     chosen = torch.zeros(3000, dtype=torch.bool)
     chosen[rows] = True
     assert stale == int(chosen.sum())
@@ -662,13 +662,13 @@ def test_tensors_that_lie_otherwise(engine: str, strides: str):
             return t.repeat_interleave(2, dim=1)[:, ::2]
         return t.view(9, 2, 3).transpose(1, 2).contiguous().transpose(1, 2)
 
-    idling, param, state = lagging(variant, (9, 6), torch.float64)
-    exact = one_by_one(idling, variant, lrs, param, state)
+    clock, param, state = pending(variant, (9, 6), torch.float64)
+    exact = one_by_one(clock, variant, lrs, param, state)
     param, state = placed(param), [placed(t) for t in state]
     assert not param.is_contiguous()
-    miss(idling, variant, lrs)
+    miss(clock, variant, lrs)
     with running_on(engine) as name:
-        idling.bring(param, state, torch.tensor([8, 3]), engine=name)
-        idling.bring(param, state, None, engine=name)
+        clock.catch_up_rows(param, state, torch.tensor([8, 3]), engine=name)
+        clock.catch_up_rows(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours.reshape(wanted.shape), wanted) <= 1e-13

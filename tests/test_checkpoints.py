@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import STATEFUL, Variant, each_optimizer, each_stateful, same_bits
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.masked import masked_tensor
 from torch.nn import utils
 
-from sparsestep import clip
-from sparsestep.clip import clip_grad_norm_, clip_grad_value_
-from sparsestep.engines import native
 from sparsestep.errors import InputError
+from sparsestep.gradients import clip, norms
+from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
 from tests.table import DTYPES, Gradient, gradients, same_bits, shapes
 
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
@@ -370,7 +369,7 @@ def test_the_remedy_for_other_layouts_works(function: Callable, convert: Callabl
 def test_another_default_device(core: bool, monkeypatch):
     """As where the rest of a model is on a GPU."""
     if not core:
-        monkeypatch.setattr(native, "core", None)
+        monkeypatch.setattr(norms, "core", None)
     grads = [coo([[1, 1]], [3.0, 4.0], (3,)), coo([[0, 2, 0]], torch.ones(3, 2), (4, 2))]
     params = [with_grad(grad) for grad in grads]
     monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import history as histories
-from sparsestep.catch_up import Idling
+from sparsestep.dense import history as histories
+from sparsestep.dense.clock import RowClock
+from sparsestep.dense.history import History
 from sparsestep.errors import InputError
-from sparsestep.history import History
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.table import (
     INSTRUCTION_SETS,
@@ -856,7 +856,7 @@ def test_histories_longer_than_what_is_reserved(cls: Any):
             param.grad = grad if sparse else grad.to_dense()
             opt.step()
         if sparse:
-            assert opt.idle[id(param)].history.steps == 1105
+            assert opt.clocks[id(param)].history.steps == 1105
         opt.catch_up()
         results.append(kept(opt, param))
     assert_close(*results)
@@ -897,17 +897,17 @@ def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch):
     param = run.param()
     variant = Variant(sparsestep.AdamW, {"weight_decay": 0.1})
     caught_up = []
-    bring = Idling.bring
+    bring = RowClock.catch_up_rows
 
-    def counted(idling: Idling, *args: Any, **options: Any) -> int:
+    def counted(clock: RowClock, *args: Any, **options: Any) -> int:
         caught_up.append(args[2].unique().numel())
-        return bring(idling, *args, **options)
+        return bring(clock, *args, **options)
 
-    monkeypatch.setattr(Idling, "bring", counted)
+    monkeypatch.setattr(RowClock, "catch_up_rows", counted)
     with running_on(engine) as name:
         opt = variant([param], lr=0.1, semantics="dense", engine=name)
         run.train(opt, param)
-    assert opt.idle[id(param)].history.base >= 40
+    assert opt.clocks[id(param)].history.base >= 40
     assert max(caught_up) == 20  # 200 rows in a quarter of 40 steps
     monkeypatch.undo()
     opt.catch_up()
@@ -927,7 +927,7 @@ def test_rows_outside_a_mask_stay_where_they_are_when_a_history_is_long(engine: 
             more = {"semantics": "dense", "engine": name} if sparse else {}
             opt = variant([{"params": [param], "mask": mask}], lr=0.1, **more)
             run.train(opt, param, range(50))
-            assert not sparse or opt.idle[id(param)].history.base >= 30
+            assert not sparse or opt.clocks[id(param)].history.base >= 30
             opt.catch_up()
             assert same_bits(param[1::3].detach(), run.weight[1::3])
             opt.param_groups[0]["mask"] = ~mask  # now the others move, from where they are
@@ -957,13 +957,13 @@ def test_the_first_step_on_a_large_table_writes_nothing_but_what_it_touches(engi
                 opt.catch_up(param, at[t:])
                 param.grad = coo(at[t:], torch.ones(5 - t, 1), param.shape)
                 opt.step()
-        stamps = opts[0].idle[id(weight)]._stamps
+        stamps = opts[0].clocks[id(weight)]._stamps
         assert stamps.pages_left == -(-rows // 1024) - 3
         for opt in opts:
             opt.catch_up()
     assert not stamps.pages_left
     assert torch.equal(weight[ids], few[[0, 1, 2, 3, 0]])
-    assert torch.equal(stamps.last[ids], opts[1].idle[id(few)].last[[0, 1, 2, 3, 0]])
+    assert torch.equal(stamps.last[ids], opts[1].clocks[id(few)].last[[0, 1, 2, 3, 0]])
     assert (stamps.last < 0).sum() == rows - 4
 
 
@@ -1163,8 +1163,8 @@ LATER: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
 def bookkeeping(opt: RuleOptimizer) -> list[Any]:
     """What is remembered about rows that are behind."""
     return [
-        (key, idling.last.clone(), idling.history.base, idling.history.steps)
-        for key, idling in opt.idle.items()
+        (key, clock.last.clone(), clock.history.base, clock.history.steps)
+        for key, clock in opt.clocks.items()
     ]
 
 

@@ -328,9 +328,9 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
     model, opt = made(True)
     opt.track(model, guard=True)
     train(model, opt, range(10))
-    idling = opt.idle[id(model.table.weight)]
+    clock = opt.clocks[id(model.table.weight)]
     weight = model.table.weight
-    behind = (idling.last.abs() < 9).nonzero().squeeze(1)
+    behind = (clock.last.abs() < 9).nonzero().squeeze(1)
     assert behind.numel() > 4
     for read, rows in (
         (lambda: functional.embedding(behind[:1], weight), behind[:1]),
@@ -341,11 +341,11 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
             behind[:0],
         ),
     ):
-        before = idling.last.clone()
+        before = clock.last.clone()
         read()
-        assert (idling.last != before).nonzero().squeeze(1).tolist() == rows.tolist()
+        assert (clock.last != before).nonzero().squeeze(1).tolist() == rows.tolist()
     weight.sum()
-    assert not idling.is_behind
+    assert not clock.is_behind
 
 
 def test_a_guard_that_is_removed_leaves_an_ordinary_parameter():
@@ -371,7 +371,7 @@ def test_two_optimizers_may_guard_one_table(first: int):
     one = other if first == 0 else opt
     train(model, one, range(5))
     model.table.weight.sum()
-    assert not one.idle[id(model.table.weight)].is_behind
+    assert not one.clocks[id(model.table.weight)].is_behind
     handles[1 - first].remove()
     assert type(model.table.weight) is nn.Parameter
 
@@ -476,7 +476,7 @@ def test_a_module_that_holds_a_table_itself(cls: Any):
         opt.track(model)
         if cls is Saying:
             losses.append(train(model, opt, range(12)))
-            assert opt.idle[id(model.weight)].is_behind
+            assert opt.clocks[id(model.weight)].is_behind
         else:
             with pytest.warns(sparsestep.SlowWarning, match="Direct .*20 rows.*method rows_read"):
                 losses.append(train(model, opt, range(12)))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import EVERY, Variant, each_optimizer, same_bits
 
 pytestmark = [

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import functional, rounding
-from sparsestep import state as states
-from sparsestep.contract import Rule
-from sparsestep.engines import ENGINES
+from sparsestep import functional
+from sparsestep.contract.rule import Rule
+from sparsestep.engines import ENGINES, rounding
 from sparsestep.errors import InputError
-from sparsestep.grads import Touched
-from sparsestep.layouts import Gradient
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.gradients.touched import Touched
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.table import each_engine, running_on, same_bits
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.fuzz import cases, pool, spoiling
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, Outcome, check_refusal

@@ -17,11 +17,11 @@ from torch.masked import MaskedTensor, masked_tensor
 
 import sparsestep
 from sparsestep import Touched, functional
-from sparsestep.by_hand import FUNCTIONAL, FunctionalOptimizer
 from sparsestep.errors import InputError
-from sparsestep.layouts import Gradient as AnyGradient
-from sparsestep.layouts import touched
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.gradients.layouts import Gradient as AnyGradient
+from sparsestep.gradients.layouts import touched
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
 from tests.table import (
     ENGINES,
     EVERY,
@@ -835,7 +835,8 @@ def test_the_example_of_the_notebook(engine: str):
 LARGE = """
 import sys, warnings
 import torch, sparsestep
-from sparsestep import Touched, functional, memory
+from sparsestep import Touched, functional
+from sparsestep.memory import pages
 
 warnings.simplefilter("ignore")
 
@@ -845,7 +846,7 @@ def resident():
 
 SHAPE = torch.Size([2**17, 2**14])  # 4 GB for each tensor, were it touched
 param, state = (
-    memory.zeros(SHAPE, torch.float16, torch.device("cpu"), touches=64) for _ in range(2)
+    pages.zeros(SHAPE, torch.float16, torch.device("cpu"), touches=64) for _ in range(2)
 )
 rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**14, 2**11)
 values = torch.ones(8, dtype=torch.float16)

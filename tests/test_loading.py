@@ -106,8 +106,8 @@ BAD: dict[str, tuple[Change, str]] = {
 
 def everything(opt: sparsestep.AdamW) -> list[Any]:
     idle = [
-        (key, idling, idling.last.clone(), idling.history.base, idling.history.steps)
-        for key, idling in opt.idle.items()
+        (key, clock, clock.last.clone(), clock.history.base, clock.history.steps)
+        for key, clock in opt.clocks.items()
     ]
     return [id(opt.param_groups), id(opt.state), copy.deepcopy(opt.defaults), idle]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.table import (
     ENGINES,

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsestep import memory
+from sparsestep.memory import pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (300_000, 8)], ids=str)
 def test_zeros_are_ordinary_tensors(shape, dtype):
-    ours = memory.zeros(torch.Size(shape), dtype, torch.device("cpu"))
+    ours = pages.zeros(torch.Size(shape), dtype, torch.device("cpu"))
     assert torch.equal(ours, torch.zeros(shape, dtype=dtype))
     ours += 1
     assert torch.equal(copy.deepcopy(ours), torch.ones(shape, dtype=dtype))
@@ -25,7 +25,7 @@ def test_zeros_are_ordinary_tensors(shape, dtype):
 
 def test_full_takes_any_value():
     assert torch.equal(
-        memory.full(torch.Size([3]), 0.5, torch.float32, torch.device("cpu")),
+        pages.full(torch.Size([3]), 0.5, torch.float32, torch.device("cpu")),
         torch.full((3,), 0.5),
     )
 
@@ -34,7 +34,7 @@ def test_full_takes_any_value():
 def test_gathering_into_huge_pages_changes_nothing(touches):
     for tensor in (torch.randn(1_000_003, 5), torch.randn(7), torch.randn(3000, 900).t()):
         before, address = tensor.clone(), tensor.data_ptr()
-        memory.gather_into_huge_pages(tensor, touches)
+        pages.gather_into_huge_pages(tensor, touches)
         assert torch.equal(tensor, before)
         assert tensor.data_ptr() == address
 
@@ -42,7 +42,7 @@ def test_gathering_into_huge_pages_changes_nothing(touches):
 def test_shared_memory_is_left_alone():
     tensor = torch.randn(1_000_000, 4).share_memory_()
     before = tensor.clone()
-    memory.gather_into_huge_pages(tensor, None)
+    pages.gather_into_huge_pages(tensor, None)
     assert torch.equal(tensor, before)
 
 
@@ -55,7 +55,7 @@ def resident():
 
 ROWS, DIM, LOOKUPS = 40_000_000, 16, 256
 # The param is lazy too, or the test would need 2.5 GB for it.
-param = sparsestep.memory.zeros(
+param = sparsestep.memory.pages.zeros(
     torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu"), touches=LOOKUPS
 )
 opt = sparsestep.SparseAdam([param], lr=0.1)
@@ -91,7 +91,7 @@ def test_state_may_be_larger_than_the_machine():
     """As long as only a little of it is touched."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = 2 * machine // 4
-    state = memory.zeros(torch.Size([count]), torch.float32, torch.device("cpu"), touches=1)
+    state = pages.zeros(torch.Size([count]), torch.float32, torch.device("cpu"), touches=1)
     state[-1] = 1.0
     assert state[[0, -1]].tolist() == [0.0, 1.0]
 

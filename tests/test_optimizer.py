@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import (
     Variant,
     each_engine,

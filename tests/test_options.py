@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import options
-from sparsestep.by_hand import FUNCTIONAL
+from sparsestep.contract import options
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.rules.by_hand import FUNCTIONAL
 from tests.table import VARIANTS, Variant, each_optimizer, each_variant, same_bits
 
 
@@ -257,3 +257,49 @@ def test_other_options_may_be_tensors_too():
     opt = sparsestep.SGD([param], lr=torch.tensor(0.5), momentum=torch.tensor(0.5))
     plain = sparsestep.SGD([other], lr=0.5, momentum=0.5)
     assert same_bits(train(opt, param), train(plain, other))
+
+
+@pytest.mark.parametrize(("name", "value"), [("amsgrad", 1), ("maximize", 0), ("nesterov", 0)])
+def test_a_switch_may_be_written_as_a_number(name: str, value: int):
+    """Torch's fused kernels take True or False alone, and are called when others have written."""
+    cls = sparsestep.SGD if name == "nesterov" else sparsestep.Adam
+    runs = []
+    for given in (bool(value), value):
+        table, weight = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+        opt = cls([table, weight], lr=0.1, fused=True)
+        opt.param_groups[0][name] = given
+        table.grad = torch.eye(4)[:, :2].to_sparse(1)
+        weight.grad = torch.ones(4, 2)
+        opt.step()
+        runs.append((table.detach(), weight.detach()))
+    assert all(map(same_bits, *runs))
+
+
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "message"),
+    [
+        (sparsestep.Adam, "betas", (0.9, 0.99, 0.999), "betas must be a pair"),
+        (sparsestep.SGD, "momentum", float("nan"), "Invalid momentum value: nan"),
+    ],
+)
+def test_what_it_could_not_be_made_with_is_refused_later_too(
+    cls: type[RuleOptimizer], name: str, value: Any, message: str, semantics: str
+):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = cls([param], lr=0.1, semantics=semantics)
+    opt.param_groups[0][name] = value
+    param.grad = torch.eye(4)[:, :2].to_sparse(1)
+    with pytest.raises(InputError, match=message):
+        opt.step()
+    assert bool((param == 1).all())
+
+
+def test_a_schedule_may_go_below_zero():
+    """As with torch, whose schedulers end where they end."""
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.SGD([param], lr=0.1)
+    opt.param_groups[0]["lr"] = -0.5
+    param.grad = torch.ones(4, 2).to_sparse(1)
+    opt.step()
+    assert bool((param == 1.5).all())

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import sparsestep
-from sparsestep.parameters import has_internal_overlap, overlapping
+from sparsestep.memory.parameters import has_internal_overlap, overlapping
 from sparsestep.rules import OPTIMIZERS
 from tests.table import same_bits
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep import rounding
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.engines import rounding
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import (
     ENGINES,
     INSTRUCTION_SETS,

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from sparsestep.signals import uninterrupted
+from sparsestep.engines.signals import uninterrupted
 
 # A thread sends Ctrl-C while steps are running, over and over. Each time the number of steps that
 # the values have had must be the number that was counted.
@@ -57,8 +57,8 @@ for _ in range(25):
         assert float(count) == float(total), (count, total)
         assert float(opt.state[layer]["step"]) == float(opt.state[layer]["sum"][0, 0])
     if semantics == "dense":
-        idling = opt.idle[id(table)]
-        assert int(idling.last.max()) == idling.history.now, "a row runs ahead"
+        clock = opt.clocks[id(table)]
+        assert int(clock.last.max()) == clock.history.now, "a row runs ahead"
 stop.set()
 thread.join()
 print(caught)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import each_engine, running_on, same_bits
 
 

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import (
     each_engine,
     each_optimizer,

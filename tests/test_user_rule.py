@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.by_hand import FunctionalOptimizer
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.rules.by_hand import FunctionalOptimizer
 from tests.table import same_bits, sign_sgd, sm3_by_rows, snapshot, state_tensors, unchanged
 from tests.torch_versions import needs_graphs_for_any_number, uses_torchscript
 

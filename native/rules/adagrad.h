@@ -1,7 +1,7 @@
 // Adagrad as torch.optim.Adagrad has it. The Python twin is src/sparsestep/rules/adagrad.py.
 #pragma once
 
-#include "math.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {

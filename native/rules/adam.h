@@ -2,7 +2,7 @@
 // largest second moment so far. The Python twin is src/sparsestep/rules/adam.py.
 #pragma once
 
-#include "bias.h"
+#include "rules/bias.h"
 
 namespace sparsestep {
 namespace {

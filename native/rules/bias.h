@@ -3,7 +3,7 @@
 // The Python twin is src/sparsestep/rules/bias.py.
 #pragma once
 
-#include "math.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {

@@ -2,7 +2,7 @@
 // The Python twin is src/sparsestep/rules/lion.py.
 #pragma once
 
-#include "math.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {

@@ -2,7 +2,7 @@
 // The Python twin is src/sparsestep/rules/rmsprop.py.
 #pragma once
 
-#include "math.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {

@@ -2,7 +2,7 @@
 // The Python twin is src/sparsestep/rules/rowwise_adagrad.py.
 #pragma once
 
-#include "math.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {

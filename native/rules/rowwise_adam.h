@@ -2,7 +2,7 @@
 // moment is kept per element. The Python twin is src/sparsestep/rules/rowwise_adam.py.
 #pragma once
 
-#include "bias.h"
+#include "rules/bias.h"
 
 namespace sparsestep {
 namespace {

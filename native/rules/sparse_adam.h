@@ -2,7 +2,7 @@
 // The Python twin is src/sparsestep/rules/sparse_adam.py.
 #pragma once
 
-#include "bias.h"
+#include "rules/bias.h"
 
 namespace sparsestep {
 namespace {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t rows = 70, base = 3, steps = 40;
 
-// The steps since base, as src/sparsestep/catch_up.py keeps them.
+// The steps since base, as src/sparsestep/dense keeps them.
 struct History {
     Along along;
     double first, second, eps;

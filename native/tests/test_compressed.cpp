@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "compressed.h"
+#include "core/compressed.h"
 #include "testing.h"
 
 using namespace sparsestep;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "step.h"
+#include "core/step.h"
 #include "testing.h"
 
 using namespace sparsestep;

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "step.h"
+#include "core/step.h"
 #include "testing.h"
 
 using namespace sparsestep;

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <string>
 
+#include "kernels/tile.h"
 #include "testing.h"
-#include "tile.h"
 
 using namespace sparsestep;
 using namespace sparsestep::testing;

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.h"
+#include "core/dispatch.h"
 
 namespace sparsestep::testing {
 

@@ -1,21 +1,9 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
 from sparsestep import distributed, functional, nn
-from sparsestep.by_hand import (
-    FunctionalAdagrad,
-    FunctionalAdam,
-    FunctionalAdamW,
-    FunctionalFtrl,
-    FunctionalLion,
-    FunctionalRMSprop,
-    FunctionalRowwiseAdagrad,
-    FunctionalRowwiseAdam,
-    FunctionalSGD,
-    FunctionalSparseAdam,
-)
-from sparsestep.clip import clip_grad_norm_, clip_grad_value_
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
-from sparsestep.grads import Touched
+from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
+from sparsestep.gradients.touched import Touched
 from sparsestep.rules import (
     SGD,
     Adagrad,
@@ -28,7 +16,19 @@ from sparsestep.rules import (
     RowwiseAdam,
     SparseAdam,
 )
-from sparsestep.user_rule import rule
+from sparsestep.rules.by_hand import (
+    FunctionalAdagrad,
+    FunctionalAdam,
+    FunctionalAdamW,
+    FunctionalFtrl,
+    FunctionalLion,
+    FunctionalRMSprop,
+    FunctionalRowwiseAdagrad,
+    FunctionalRowwiseAdam,
+    FunctionalSGD,
+    FunctionalSparseAdam,
+)
+from sparsestep.rules.user import rule
 from sparsestep.version import __version__
 
 __all__ = [

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
-from sparsestep import checks, engines, masks, options
-from sparsestep import state as states
-from sparsestep.contract import Rule, Settings, Update
+from sparsestep import engines
+from sparsestep.contract import checks, options
+from sparsestep.contract.rule import Rule, Settings, Update
 from sparsestep.errors import InputError, sentence, usable
-from sparsestep.grads import COMPLEX, FLOATS
-from sparsestep.layouts import Gradient, touched
-from sparsestep.parameters import check_writable, is_distributed, local_gradient, memory_of
+from sparsestep.gradients import masks
+from sparsestep.gradients.layouts import Gradient, touched
+from sparsestep.gradients.touched import COMPLEX, FLOATS
+from sparsestep.memory.parameters import check_writable, is_distributed, local_gradient, memory_of
+from sparsestep.optimizer import state as states
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import sparsestep
+from sparsestep import core
 from sparsestep.cli import info, main
-from sparsestep.engines import native
 
 KEYS = [
     *("sparsestep", "python", "platform", "torch", "engine"),
@@ -38,12 +38,12 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert values == info.facts()
 
 
-@pytest.mark.skipif(native.core is None, reason="installed without the C++ core")
+@pytest.mark.skipif(core.core is None, reason="installed without the C++ core")
 def test_the_native_core_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARSESTEP_ISA", raising=False)
     values = info.facts()
     assert values["engine"] == "native"
-    assert values["instruction_set"] == native.instruction_set()
+    assert values["instruction_set"] == core.instruction_set()
     assert isinstance(values["instruction_sets"], list)
     assert values["instruction_set"] in values["instruction_sets"]
     assert values["threads_of"]
@@ -56,7 +56,7 @@ def test_the_native_core_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_works_without_the_core(
     options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native, "core", None)
+    monkeypatch.setattr(core, "core", None)
     assert main(["info", *options]) == 0
     assert "reference (the C++ core is missing" in capsys.readouterr().out
     values = info.facts()
@@ -66,13 +66,13 @@ def test_info_works_without_the_core(
 
 
 def test_why_the_core_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "core", None)
-    monkeypatch.setattr(native, "why_missing", "GLIBC_2.99 not found")
+    monkeypatch.setattr(core, "core", None)
+    monkeypatch.setattr(core, "why_missing", "GLIBC_2.99 not found")
     assert info.engine() == "reference (the C++ core is missing: GLIBC_2.99 not found)"
 
 
 def test_an_instruction_set_that_is_not_here_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_isa", native._InUse())
+    monkeypatch.setattr(core, "isa", core._InUse())
     monkeypatch.setenv("SPARSESTEP_ISA", "mmx")
     assert "Got 'mmx'" in info.lines(info.facts())
 

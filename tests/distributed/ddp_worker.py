@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.distributed import ddp_compact
 from tests.distributed.pair import Results, main
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.distributed.pair import Results, main
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS

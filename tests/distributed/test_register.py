@@ -17,8 +17,8 @@ from torch import Tensor
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.by_hand import FUNCTIONAL, FunctionalOptimizer
 from sparsestep.distributed import scripted
+from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 

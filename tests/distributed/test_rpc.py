@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import each_optimizer, same_bits
 
 if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():

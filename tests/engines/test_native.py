@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.engines import native
-from sparsestep.grads import Touched
+from sparsestep import core
+from sparsestep.gradients.touched import Touched
 from tests.table import VARIANTS, same_bits
 
 NATIVE = Path(__file__).parents[2] / "native"
@@ -33,26 +33,26 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_plainest_instruction_set_is_everywhere():
-    assert next(iter(native.instruction_sets())) == "baseline"
-    assert native.instruction_sets()["baseline"]
+    assert next(iter(core.instruction_sets())) == "baseline"
+    assert core.instruction_sets()["baseline"]
 
 
-@pytest.mark.parametrize("name", [n for n, here in native.instruction_sets().items() if here])
+@pytest.mark.parametrize("name", [n for n, here in core.instruction_sets().items() if here])
 def test_the_environment_forces_an_instruction_set(name: str):
-    code = "from sparsestep.engines import native; print(native.instruction_set())"
+    code = "from sparsestep import core; print(core.instruction_set())"
     assert run_python(code, SPARSESTEP_ISA=name).stdout.strip() == name
 
 
 def test_an_unknown_instruction_set_is_refused():
-    code = "from sparsestep.engines import native; native.instruction_set()"
+    code = "from sparsestep import core; core.instruction_set()"
     done = run_python(code, SPARSESTEP_ISA="mmx")
     assert done.returncode == 1
     assert re.search("SPARSESTEP_ISA must be one of baseline.*Got 'mmx'", done.stderr)
 
 
 def test_every_rule_has_its_native_twin():
-    assert native.core is not None
-    twins = native.core.rules()
+    assert core.core is not None
+    twins = core.core.rules()
     for variant in VARIANTS:
         rule = variant.rule
         _, states, slot_states, coefficients = twins[rule.name]
@@ -69,13 +69,23 @@ def test_kernels_share_no_code_between_instruction_sets(tmp_path: Path):
 
     The sources are the same for all of them, so one is enough.
     """
-    isa, *flags = ("avx2", "-mavx2") if "avx2" in native.instruction_sets() else ("baseline",)
+    isa, *flags = ("avx2", "-mavx2") if "avx2" in core.instruction_sets() else ("baseline",)
     built = tmp_path / "kernels.o"
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
-    command = [compiler, "-std=c++17", "-O1", "-DSPARSESTEP_FEW_KERNELS", *flags, "-c"]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-DSPARSESTEP_FEW_KERNELS",
+        f"-I{NATIVE}",
+        *flags,
+        "-c",
+    ]
     command.append(f"-DSPARSESTEP_ISA={isa}")
-    subprocess.run([*command, str(NATIVE / "kernels.cpp"), "-o", str(built)], check=True)
+    subprocess.run(
+        [*command, str(NATIVE / "kernels" / "kernels.cpp"), "-o", str(built)], check=True
+    )
     symbols = subprocess.run(["nm", "-C", str(built)], capture_output=True, text=True, check=True)
     # A line is "address kind name", or "kind name" for what is defined elsewhere.
     found = re.findall(r"^[0-9a-f ]+ ([A-Za-z]) (.+)$", symbols.stdout, re.MULTILINE)
@@ -155,10 +165,10 @@ print("ok")
 
 
 def test_a_bad_call_into_the_core_is_refused():
-    assert native.core is not None
+    assert core.core is not None
     with pytest.raises(ValueError, match="instruction set"):
-        native.core.Jobs(999)
-    jobs = native.core.Jobs(0)
+        core.core.Jobs(999)
+    jobs = core.core.Jobs(0)
     one = torch.zeros(1, 1)
     numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1)
     whole = Touched(None, one, 1, 1)
@@ -179,7 +189,7 @@ def test_a_bad_call_into_the_core_is_refused():
 
 PURE = """
 import sys, warnings
-sys.modules["sparsestep._native"] = None   # what an installation without the core looks like
+sys.modules["sparsestep.core._native"] = None   # what an installation without the core looks like
 import torch, sparsestep
 table = torch.nn.Embedding(10, 4, sparse=True)
 opt = sparsestep.SparseAdam(table.parameters(), lr=0.1)
@@ -208,7 +218,9 @@ def test_without_the_core_everything_works_and_says_once_that_it_is_slow():
 def test_tables_above_two_billion_slots():
     """Element-wise positions need more than 32 bits; the memory is never touched."""
     rows, columns = 2**17, 2**15
-    param = sparsestep.memory.zeros(torch.Size([rows, columns]), torch.float16, torch.device("cpu"))
+    param = sparsestep.memory.pages.zeros(
+        torch.Size([rows, columns]), torch.float16, torch.device("cpu")
+    )
     opt = sparsestep.SparseAdam([param], lr=0.5, engine="native")
     indices = torch.tensor([[rows - 1, 0, rows - 1], [columns - 1, 1, columns - 1]])
     param.grad = torch.sparse_coo_tensor(indices, torch.ones(3, dtype=torch.float16), param.shape)

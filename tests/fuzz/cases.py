@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from sparsestep.engines import native
+from sparsestep import core
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, NotApplicableError, Outcome, where
 from tests.fuzz.kinds import clipping, dense, functions, making, modules, training
@@ -48,11 +48,11 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     if INSTRUCTION_SETS:
-        native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
+        core.use_instruction_set(chance.pick(INSTRUCTION_SETS))
     kind = chance.weighted(KINDS)
     name = kind.__name__.replace("_", " ")
     if tell is not None:
-        tell(f"{name}, instruction set {native.instruction_set()}")
+        tell(f"{name}, instruction set {core.instruction_set()}")
     try:
         kind(chance, say)
     except FindingError as found:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError, clip_grad_norm_
-from sparsestep.engines import native
+from sparsestep import InputError, clip_grad_norm_, core
 from sparsestep.rules import OPTIMIZERS
 from tests.fuzz import gradients, oracle, tables
 from tests.fuzz.findings import FindingError
@@ -287,7 +286,7 @@ def switch(world: World) -> None:
     isa = world.chance.pick(INSTRUCTION_SETS or ["none"])
     world.threads = world.chance.integer(1, 3)
     if INSTRUCTION_SETS:
-        native.use_instruction_set(isa)
+        core.use_instruction_set(isa)
     world.optimizer.engine = world.chance.pick(["auto", "auto", "reference"])
     world.say(f"{world.threads} threads, {isa}, engine {world.optimizer.engine}")
 

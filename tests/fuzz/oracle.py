@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.fuzz.findings import FindingError
 from tests.fuzz.gradients import Drawn
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.fuzz.chance import Chance
 from tests.table import sign_sgd, sm3_by_rows

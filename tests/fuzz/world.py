@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError
-from sparsestep.by_hand import FUNCTIONAL, FunctionalOptimizer
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep import InputError, core
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
 from tests.fuzz import gradients, oracle, tables
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, check_refusal
 from tests.fuzz.gradients import Drawn, is_as_given
 
-INSTRUCTION_SETS = [name for name, there in native.instruction_sets().items() if there]
+INSTRUCTION_SETS = [name for name, there in core.instruction_sets().items() if there]
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
 # With these words the native engine says that it was asked for by name and does not apply.
 NOT_NATIVE = "the native engine takes"
@@ -218,17 +217,17 @@ class World:
         place = {id(p): q for (_, _, p), (_, _, q) in zip(self.each(), twin.each(), strict=True)}
         twin.params = [place[id(p)] for p in self.params if id(p) in place]
         step = twin.give(drawn)
-        isa = native.instruction_set()
+        isa = core.instruction_set()
         twin.threads = self.chance.integer(1, 3)
         if isa is not None:
-            native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
+            core.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         try:
             step()
         except InputError:
             pass
         finally:
             if isa is not None:
-                native.use_instruction_set(isa)
+                core.use_instruction_set(isa)
         return twin
 
     def _compare_with(self, twin: World) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.compact import Compact, compact
-from sparsestep.grads import Touched
-from sparsestep.sums import sums
+from sparsestep.gradients.compact import Compact, compact
+from sparsestep.gradients.merge import sums
+from sparsestep.gradients.touched import Touched
 from tests.nn.cases import DTYPES, plain, same
 from tests.torch_versions import loads_sparse_tensors
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.compact import Compact
+from sparsestep.gradients.compact import Compact
 from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
 from tests.nn.cases import plain, same
 

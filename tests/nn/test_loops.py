@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.compact import Compact
+from sparsestep.gradients.compact import Compact
 from tests.nn.cases import OPTIMIZERS, plain, same, same_run
 from tests.torch_versions import needs_gradients_that_autograd_lets_go
 

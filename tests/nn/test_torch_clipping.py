@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import utils
 
 import sparsestep
-from sparsestep.compact import Compact
+from sparsestep.gradients.compact import Compact
 from tests.nn.cases import same
 
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.table import each_engine, running_on, same_bits
 
 ROWS, COLUMNS = 7, 5

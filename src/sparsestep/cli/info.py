@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from sparsestep import core
 from sparsestep.cli.linux import field
-from sparsestep.engines import native
 from sparsestep.errors import InputError
 from sparsestep.version import __version__
 
@@ -62,10 +62,10 @@ def facts() -> dict[str, Value]:
         "torch": str(torch.__version__),
         "engine": engine(),
         "instruction_set": instruction_set(),
-        "instruction_sets": [name for name, here in native.instruction_sets().items() if here],
+        "instruction_sets": [name for name, here in core.instruction_sets().items() if here],
         "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
         "threads": torch.get_num_threads(),
-        "threads_of": str(native.core.team()) if native.core else None,
+        "threads_of": str(core.core.team()) if core.core else None,
         "cpu": cpu_model(),
         "huge_pages": huge_pages(),
     }
@@ -73,15 +73,15 @@ def facts() -> dict[str, Value]:
 
 def engine() -> str:
     """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
-    if native.core is not None:
+    if core.core is not None:
         return "native"
-    return f"reference (the C++ core is missing: {native.why_missing})"
+    return f"reference (the C++ core is missing: {core.why_missing})"
 
 
 def instruction_set() -> str | None:
     """The instruction set in use, or why there is none: SPARSESTEP_ISA may ask for too much."""
     try:
-        return native.instruction_set()
+        return core.instruction_set()
     except InputError as error:
         return str(error)
 

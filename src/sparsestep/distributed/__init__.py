@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from sparsestep.by_hand import FUNCTIONAL
 from sparsestep.distributed import overlap, scripted
 from sparsestep.errors import InputError, sentence
+from sparsestep.rules.by_hand import FUNCTIONAL
 
 __all__ = ["register"]
 

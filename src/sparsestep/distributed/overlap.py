@@ -7,16 +7,16 @@ asks for the dense ones. This one takes it from the bucket's buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.torch_internals import register_overlapped
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket, ProcessGroup
+    from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
     from torch.nn.parallel import DistributedDataParallel
 
     Future = torch.futures.Future[Tensor]
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Have DDP take :class:`Overlapped` for every optimizer of this package."""
-    # Private, as is the method of DDP that it is for; a torch without the one has no other.
-    with suppress(ImportError):
-        from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
-
-        optimizer_overlap.register_overlapped(RuleOptimizer)(Overlapped)
+    register_overlapped(RuleOptimizer, Overlapped)
 
 
 class Overlapped:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsestep.by_hand import FunctionalOptimizer
+from sparsestep.rules.by_hand import FunctionalOptimizer
 
 
 def functional(

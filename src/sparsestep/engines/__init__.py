@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from sparsestep.contract import Update
+from sparsestep import core
+from sparsestep.contract.rule import Update
 from sparsestep.engines import native, reference
+from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
-from sparsestep.parameters import overlapping
-from sparsestep.signals import uninterrupted
+from sparsestep.memory.parameters import overlapping
 
 ENGINES = ("auto", "native", "reference")
 
@@ -22,7 +23,7 @@ def check_engine(engine: str) -> None:
     """Refuse an engine that does not exist here."""
     if engine not in ENGINES:
         raise InputError(sentence(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
-    if engine == "native" and native.core is None:
+    if engine == "native" and core.core is None:
         raise InputError(
             sentence(
                 "engine='native' needs the C++ core",
@@ -34,7 +35,7 @@ def check_engine(engine: str) -> None:
 
 def native_step(engine: str) -> native.Step | None:
     """What collects a step's work for the core, where there is one that may be used."""
-    return None if engine == "reference" or native.core is None else native.Step()
+    return None if engine == "reference" or core.core is None else native.Step()
 
 
 class Work:
@@ -130,7 +131,7 @@ def _why_not_native(update: Update) -> str:
 def _say_once_that_it_is_slow(update: Update) -> None:
     if update.settings.rule.coefficients is None:
         return  # a user's own rule: it was never to run elsewhere
-    if native.core is None:
+    if core.core is None:
         reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
     elif update.param.is_cpu and update.touched.positions is not None:
         reason = _why_not_native(update)

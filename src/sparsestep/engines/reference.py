@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsestep import rounding
-from sparsestep.contract import Update
-from sparsestep.errors import InputError
-from sparsestep.grads import HALVES, Touched, bad_index
+from sparsestep.contract.rule import Update
+from sparsestep.engines import rounding
+from sparsestep.gradients.merge import summed
+from sparsestep.gradients.touched import HALVES
 
 
 @dataclass(slots=True)
@@ -53,7 +53,8 @@ def compute(update: Update) -> Result:
     if grad.numel() == 0:
         return Result(update, slots, [])
     tensors = [update.param, *update.state]
-    dtype = _arithmetic_dtype([*tensors, grad])
+    wide = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
+    dtype = torch.float64 if wide else torch.float32
     grad = grad.to(dtype)
     if settings.sign < 0:
         grad = -grad
@@ -79,50 +80,6 @@ def compute(update: Update) -> Result:
             for value, before in zip(new, old, strict=True)
         ]
     return Result(update, slots, new)
-
-
-def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
-    """The unique slots in ascending order, and the sum of the values of each, a row per slot.
-
-    Duplicates are summed in order of appearance, in at least float32.
-
-    Example:
-        >>> values = torch.tensor([[1.0], [2.0], [4.0]])
-        >>> summed(Touched(torch.tensor([3, 1, 3]), values, 5, 1))
-        (tensor([1, 3]), tensor([[2.],
-                [5.]]))
-    """
-    positions, values = touched.positions, touched.values
-    if positions is None:
-        return None, values.reshape(touched.slots, touched.block)
-    positions = positions.reshape(-1)
-    _check_positions(positions, touched.slots)
-    if not touched.block:
-        return positions, values.reshape(-1)[:0]
-    values = touched.expanded().values.reshape(positions.numel(), touched.block)
-    values = values.to(_arithmetic_dtype([values]))
-    slots, where, counts = torch.unique(positions, return_inverse=True, return_counts=True)
-    if len(slots) == len(positions):
-        return slots, values[torch.argsort(positions)]
-    # The first value of a slot is copied, the others are added to it: a sum that began with 0.0
-    # would turn a single -0.0 into 0.0.
-    order = torch.argsort(positions, stable=True)
-    first = order[counts.cumsum(0) - counts]
-    total = values[first]
-    later = torch.ones_like(positions, dtype=torch.bool)
-    later[first] = False
-    return slots, total.index_add_(0, where[later], values[later])
-
-
-def _check_positions(positions: Tensor, slots: int) -> None:
-    bad = (positions < 0) | (positions >= slots)
-    if bool(bad.any()):
-        raise InputError(bad_index(0, slots, int(positions[bad][0])))
-
-
-def _arithmetic_dtype(tensors: list[Tensor]) -> torch.dtype:
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def _gather(tensor: Tensor, slots: Tensor | None, count: int, block: int) -> Tensor:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
-from torch.torch_version import TorchVersion
+
+from sparsestep.torch_internals import is_exporting, is_tracing, is_transforming
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-def _is_exporting() -> bool:
-    """Whether torch.export looks into a call.
-
-    Before torch 2.12, torch.compile takes ``torch.compiler.is_exporting()`` to be true wherever it
-    comes across it: look-ups would be compiled, with dense gradients. So there it is made to call
-    this function when it traces, and its own tracer tells.
-    """
-    if torch.compiler.is_exporting():
-        return True
-    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
-    try:
-        return compiler is not None and bool(compiler.InstructionTranslator.current_tx().export)
-    except AttributeError:  # nothing is being traced
-        return False
-
-
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-if TorchVersion(torch.__version__) >= "2.12":
-    _is_exporting = torch.compiler.is_exporting
 
 
 def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -46,7 +25,7 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling() and not _is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
             return left_out(*args, **kwargs)
         return function(*args, **kwargs)
@@ -77,9 +56,9 @@ def is_for_torch(*weights: Tensor) -> bool:
     ideas of its own.
     """
     return (
-        torch._C._are_functorch_transforms_active()
+        is_transforming()
         or torch.compiler.is_exporting()
-        or torch._C._is_tracing()
+        or is_tracing()
         or any(weight.is_meta or type(weight) not in _PLAIN for weight in weights)
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsestep.compact import compact
+from sparsestep.gradients.compact import compact
 from sparsestep.nn.checks import check_ids
 from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.parts import first_derivative, part, unshared

@@ -14,6 +14,7 @@ import torch
 from sparsestep.errors import InputError, sentence, warn
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
+from sparsestep.torch_internals import own_parameters
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Only: TypeAlias = str | Iterable[str] | Callable[[str, Any], bool] | None
@@ -122,7 +123,7 @@ def why_not(table: Any) -> str | None:
     kind = type(table)
     if kind.forward is not _torchs(kind).forward:
         return f"{kind.__name__} has a forward of its own"
-    if "weight" not in table._parameters:
+    if "weight" not in own_parameters(table):
         return "its weight is computed from others"
     return None
 

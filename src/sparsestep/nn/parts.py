@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsestep.grads import Touched
+from sparsestep.gradients.touched import Touched
+from sparsestep.torch_internals import uses, uses_of_memory
 
 
 def part(
@@ -77,11 +78,8 @@ def unshared(grad: Tensor) -> Tensor:
 
 def _users(tensor: Tensor) -> tuple[int, int] | None:
     """How many hold the tensor, and how many its memory; ``None`` if this torch does not tell."""
-    of_tensor = getattr(tensor, "_use_count", None)
-    of_memory = getattr(torch._C, "_storage_Use_Count", None)
-    if of_tensor is None or of_memory is None:
-        return None
-    return of_tensor(), of_memory(tensor.untyped_storage()._cdata)
+    of_tensor, of_memory = uses(tensor), uses_of_memory(tensor)
+    return None if of_tensor is None or of_memory is None else (of_tensor, of_memory)
 
 
 @functools.cache

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsestep.compact import compact
-from sparsestep.grads import Touched
+from sparsestep.gradients.compact import compact
+from sparsestep.gradients.touched import Touched
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
 from sparsestep.nn.parts import first_derivative, part, unshared
 from sparsestep.nn.processes import write_out_for_ddp
+from sparsestep.torch_internals import embedding_bag, embedding_bag_weights_backward
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
@@ -155,7 +156,7 @@ def _look_up(bags: Bags, factors: Tensor | None) -> tuple[Tensor, Tensor, Tensor
     """The rows, how many ids counted in each bag, and for ``max`` whose elements were chosen."""
     table = bags.table
     padding = -1 if table.padding_idx is None else table.padding_idx
-    found, _, sizes, winners = torch._embedding_bag_forward_only(
+    found, _, sizes, winners = embedding_bag(
         bags.weight,
         bags.ids,
         bags.starts,
@@ -317,7 +318,7 @@ def _of_factors(looked: _Looked, saved: _Saved, grad: Tensor) -> Tensor:
     bags = looked.bag_of_each_id(looked.sizes(saved), ids)
     if bags is None:
         bags = torch.arange(looked.count, device=ids.device)
-    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+    found: Tensor = embedding_bag_weights_backward(
         grad, saved.weight, ids.long(), bags, bags, _MODES[looked.mode], looked.padding
     )
     return found

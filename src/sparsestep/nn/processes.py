@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsestep.compact import Compact
+from sparsestep.gradients.compact import Compact
 
 
 def write_out_for_ddp(weight: Tensor) -> None:

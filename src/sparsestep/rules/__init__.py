@@ -3,7 +3,7 @@
 ``OPTIMIZERS`` is the registry: what is listed here is covered by the property tests.
 """
 
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules.adagrad import Adagrad
 from sparsestep.rules.adam import Adam, AdamW
 from sparsestep.rules.ftrl import Ftrl

@@ -9,10 +9,10 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Batch, Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import DecayExtras
+from sparsestep.contract import checks
+from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 
 
 def _step_size(step: int, lr: float, lr_decay: float) -> float:
@@ -77,7 +77,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         maximize: go along the gradient instead of against it.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
-        **extras: see :class:`sparsestep.options.DecayExtras`.
+        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
 
     Example:
         >>> import torch, sparsestep

@@ -11,11 +11,11 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Batch, Idle, Rule, State
+from sparsestep.contract import checks
+from sparsestep.contract.options import AdamExtras
+from sparsestep.contract.rule import Batch, Idle, Rule, State
 from sparsestep.errors import InputError, sentence
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import AdamExtras
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -254,7 +254,7 @@ class Adam(_Family, Optimizer):
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        **extras: see :class:`sparsestep.options.AdamExtras`.
+        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
 
     Example:
         One optimizer for a table with sparse gradients and a layer with dense ones.
@@ -299,7 +299,7 @@ class AdamW(_Family, Optimizer):
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
         decoupled_weight_decay: always ``True``.
-        **extras: see :class:`sparsestep.options.AdamExtras`.
+        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
 
     Example:
         Only the rows of three new tokens are trained; all others keep their bits.

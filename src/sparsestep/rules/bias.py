@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.contract import State
+from sparsestep.contract.rule import State
 
 # The row's own count. Exact up to 2^24 updates.
 ROW_STEP = State("row_step", per_row=True, dtype=torch.float32)

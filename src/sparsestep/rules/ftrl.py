@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import Extras
+from sparsestep.contract import checks
+from sparsestep.contract.options import Extras
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 
 
 def update(
@@ -77,7 +77,7 @@ class Ftrl(RuleOptimizer, Optimizer):
         l2: :math:`\lambda_2`.
         initial_accumulator_value: what ``sum`` starts with.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.options.Extras`.
+        **extras: see :class:`sparsestep.contract.options.Extras`.
 
     Example:
         >>> import torch, sparsestep

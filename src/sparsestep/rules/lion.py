@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks, options
-from sparsestep.contract import Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import Extras
+from sparsestep.contract import checks, options
+from sparsestep.contract.options import Extras
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 
 Pair = tuple[float, float]
 
@@ -59,7 +59,7 @@ class Lion(RuleOptimizer, Optimizer):
         betas: how much of the average goes into the step, and how slowly the average forgets.
         weight_decay: :math:`\lambda`.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.options.Extras`.
+        **extras: see :class:`sparsestep.contract.options.Extras`.
 
     Example:
         >>> import torch, sparsestep

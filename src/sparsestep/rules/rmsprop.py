@@ -9,10 +9,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Batch, Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import DecayExtras
+from sparsestep.contract import checks
+from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 
 
 def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
@@ -186,7 +186,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         foreach: for torch's kernel.
         maximize: go along the gradient instead of against it.
         differentiable: for torch's kernel; dense gradients only.
-        **extras: see :class:`sparsestep.options.DecayExtras`.
+        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
 
     Example:
         >>> import torch, sparsestep

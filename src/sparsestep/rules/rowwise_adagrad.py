@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import DecayExtras
+from sparsestep.contract import checks
+from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 
 
 def update(
@@ -54,7 +54,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         initial_accumulator_value: what ``sum`` starts with.
         eps: added to the square root. FBGEMM's default is 1e-8; this is torch's Adagrad's.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.options.DecayExtras`.
+        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
 
     Example:
         >>> import torch, sparsestep

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import RowwiseAdamExtras
+from sparsestep.contract import checks
+from sparsestep.contract.options import RowwiseAdamExtras
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -112,7 +112,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         eps: added to the square root after bias correction.
         weight_decay: :math:`\lambda`.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.options.RowwiseAdamExtras`.
+        **extras: see :class:`sparsestep.contract.options.RowwiseAdamExtras`.
 
     Example:
         >>> import torch, sparsestep

@@ -10,11 +10,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Batch, Idle, Rule, State
+from sparsestep.contract import checks
+from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.rule import Batch, Idle, Rule, State
 from sparsestep.errors import InputError
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import DecayExtras
+from sparsestep.optimizer.base import RuleOptimizer
 
 
 def update(param: Tensor, grad: Tensor, *, step: int, lr: float) -> tuple[Tensor]:
@@ -122,7 +122,7 @@ class SGD(RuleOptimizer, Optimizer):
         foreach: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
-        **extras: see :class:`sparsestep.options.DecayExtras`.
+        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
 
     Example:
         >>> import torch, sparsestep

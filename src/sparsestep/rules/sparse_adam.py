@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep import checks
-from sparsestep.contract import Idle, Rule, State
-from sparsestep.optimizer import RuleOptimizer
-from sparsestep.options import AdamExtras
+from sparsestep.contract import checks
+from sparsestep.contract.options import AdamExtras
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -123,7 +123,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
         betas: how slowly the running averages of the gradient and its square forget.
         eps: added to the square root before bias correction.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.options.AdamExtras`.
+        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
 
     Example:
         >>> import torch, sparsestep

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from sparsestep import core
 from sparsestep.cli import main
 from sparsestep.cli.bench import harness, picture, results, screen
 from sparsestep.cli.bench.cases import Case, case
 from sparsestep.cli.bench.contestants import Native, TorchDenseAdam, TorchSparseAdam
 from sparsestep.cli.bench.limit import Limit
 from sparsestep.cli.bench.results import CaseResult, Refusal, Report
-from sparsestep.engines import native
 
 TINY = ["bench", "--scale", "100000", "--seconds", "0.001", "--threads", "1"]
 
@@ -140,7 +140,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_unavailable_contestants_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native, "core", None)
+    monkeypatch.setattr(core, "core", None)
     assert main([*TINY, "--suite", "small"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("- sparsestep, limit: installed without the C++ core.") == 2
@@ -149,7 +149,7 @@ def test_unavailable_contestants_are_shown(
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(native, "core", None)
+    monkeypatch.setattr(core, "core", None)
     assert main([*TINY, "--suite", "skew", "--only", "limit", "--without", "torch"]) == 0
     assert "- limit: installed without the C++ core." in capsys.readouterr().out
 

@@ -24,6 +24,7 @@ from sparsestep import (
     RowwiseAdagrad,
     RowwiseAdam,
     SparseAdam,
+    core,
 )
 from sparsestep.cli.bench import harness, limit, screen, workload
 from sparsestep.cli.bench.cases import Case, case
@@ -40,10 +41,9 @@ from sparsestep.cli.bench.limit import Limit
 from sparsestep.cli.bench.peers import DglSparseAdam, FbgemmAdagrad
 from sparsestep.cli.bench.results import Refusal
 from sparsestep.cli.bench.workload import SETS, Unavailable, Workload
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 
-needs_core = pytest.mark.skipif(native.core is None, reason="installed without the C++ core")
+needs_core = pytest.mark.skipif(core.core is None, reason="installed without the C++ core")
 
 
 def test_sets_differ_and_share_memory_with_their_tensors() -> None:
@@ -121,8 +121,8 @@ RULES: dict[str, tuple[type[RuleOptimizer], dict[str, Any]]] = {
 
 @needs_core
 def test_every_rule_of_the_core_is_there() -> None:
-    assert native.core is not None
-    assert native.core.rules().keys() == RULES.keys()
+    assert core.core is not None
+    assert core.core.rules().keys() == RULES.keys()
 
 
 @needs_core

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep import core
+from sparsestep.optimizer.base import RuleOptimizer
 from tests.fuzz import gradients, tables
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError
@@ -185,9 +185,9 @@ class DenseWorld(World):
     def switch(self) -> None:
         self.threads = self.chance.integer(1, 3)
         if INSTRUCTION_SETS:
-            native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
+            core.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         self.optimizer.engine = self.chance.pick(["auto", "reference"])
-        self.say(f"engine {self.optimizer.engine}, {native.instruction_set()}")
+        self.say(f"engine {self.optimizer.engine}, {core.instruction_set()}")
 
     def spoil(self) -> None:
         self.say("garbage:")

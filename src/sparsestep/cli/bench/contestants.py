@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from sparsestep import SparseAdam
+from sparsestep import SparseAdam, core
 from sparsestep.cli.bench.workload import LEARNING_RATE, Unavailable, Workload
-from sparsestep.contract import Rule
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.contract.rule import Rule
+from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import sparse_adam
 
 # A class of this library: takes the parameters, lr, engine and its own options.
@@ -155,7 +154,7 @@ class Native(OptimizerContestant):
     name = "sparsestep"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if native.core is None:
+        if core.core is None:
             raise Unavailable("installed without the C++ core")
         self._optimizer, self._options = optimizer, options
         rule = rule_of(optimizer, **options)

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep import SparseAdam
+from sparsestep import SparseAdam, core
 from sparsestep.cli.bench.contestants import Contestant, Factory, element_states, rule_of, tensors
 from sparsestep.cli.bench.workload import LEARNING_RATE, Gradient, Unavailable, Workload
-from sparsestep.engines import native
-from sparsestep.optimizer import RuleOptimizer
+from sparsestep.optimizer.base import RuleOptimizer
 
 _MOST_DIM = 512
 
@@ -92,7 +91,7 @@ class Limit(Contestant):
     name = "limit"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if native.core is None:
+        if core.core is None:
             raise Unavailable("installed without the C++ core")
         self._dim = workload.case.dim
         if self._dim % 16 or self._dim > _MOST_DIM:
@@ -113,9 +112,9 @@ class Limit(Contestant):
             [plan(g.positions, _threads(g, workload.case.tables, rows), rows) for g in gradients]
             for gradients in workload.sets
         ]
-        self._rule = native.core.rules()[rule.name][0]
-        self._run = native.core.limit
-        self._instruction_set = native._isa.index
+        self._rule = core.core.rules()[rule.name][0]
+        self._run = core.core.limit
+        self._instruction_set = core.isa.index
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from sparsestep import core
 from sparsestep.cli import info
 from sparsestep.cli.bench.cases import Case
-from sparsestep.engines import native
 from sparsestep.version import __version__
 
 _PEERS = ("fbgemm-gpu-cpu", "fbgemm-gpu", "dgl")
@@ -155,7 +155,7 @@ def header() -> Header:
         huge_pages=info.huge_pages(),
     )
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Header(machine, versions(), native.instruction_set(), commit(), date)
+    return Header(machine, versions(), core.instruction_set(), commit(), date)
 
 
 def new_report(scale: float, seconds: float) -> Report:

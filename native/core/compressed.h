@@ -1,0 +1,53 @@
+// The slots of a compressed gradient (CSR, BSR), written out row by row of the parameter. So they
+// come in ascending order, whatever the height of a block, and memory is visited from front to
+// back.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/team.h"
+
+namespace sparsestep {
+
+// Compressed rows of blocks. Block e of group g covers `high` rows of the parameter from g * high
+// on, and in each of them the slot others[e] of `wide`.
+struct Compressed {
+    const int64_t* starts;  // of each group, and the end: groups + 1 numbers
+    const int64_t* others;
+    int64_t groups, entries, high, wide;
+};
+
+// Fills in the slot of every row of every block, and which row of the values it has (`source`,
+// which blocks that are one high do not need). False if the indices are not valid: then what was
+// filled in means nothing.
+inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source, int threads) {
+    // What the loop below relies on; a few numbers beside the entries.
+    if (from.starts[0] != 0 || from.starts[from.groups] != from.entries) return false;
+    for (int64_t g = 0; g < from.groups; ++g) {
+        if (from.starts[g] > from.starts[g + 1]) return false;
+    }
+    constexpr int64_t serial_entries = 1 << 14;
+    constexpr int64_t tasks = 16;
+    std::atomic<bool> valid{true};
+    parallel(from.entries * from.high < serial_entries ? 1 : threads, tasks, [&](int64_t task) {
+        bool inside = true;
+        const int64_t last = from.groups * (task + 1) / tasks;
+        for (int64_t g = from.groups * task / tasks; g < last; ++g) {
+            const int64_t begin = from.starts[g], end = from.starts[g + 1];
+            int64_t at = begin * from.high;
+            for (int64_t row = 0; row < from.high; ++row) {
+                const int64_t first = (g * from.high + row) * from.wide;
+                for (int64_t e = begin; e < end; ++e, ++at) {
+                    inside &= uint64_t(from.others[e]) < uint64_t(from.wide);
+                    positions[at] = int64_t(uint64_t(first) + uint64_t(from.others[e]));
+                    if (source) source[at] = e * from.high + row;
+                }
+            }
+        }
+        if (!inside) valid = false;
+    });
+    return valid;
+}
+
+}  // namespace sparsestep

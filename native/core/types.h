@@ -1,0 +1,155 @@
+// The plain data that Python's side, the partition and the kernels hand to each other.
+// Nothing here has code of its own: this header is seen by translation units that are compiled
+// for different instruction sets, and a shared inline function could be merged into the wrong one.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsestep {
+
+enum class Dtype : int32_t { float16 = 0, bfloat16 = 1, float32 = 2, float64 = 3 };
+
+// A tensor seen as [slots, block]. Strides are in elements.
+struct View {
+    void* data;
+    Dtype dtype;
+    int64_t slot_stride;
+    int64_t element_stride;
+};
+
+constexpr int max_states = 4;
+constexpr int max_slot_states = 2;
+constexpr int max_coefficients = 16;
+
+struct Job;
+
+// Of a slot of a gradient, for clipping: of its absolute values, of its squares (their root), or
+// the largest.
+enum class Norm : int32_t { sum = 1, squares = 2, largest = 3 };
+
+// A share of a job: entries [begin, end) and columns [first_column, last_column) of their blocks.
+// Entries that are marked as taken (see Link) are passed over, unless the piece is the chain that
+// begins with the one entry `begin`: then `end` is `heavy_piece`.
+struct Piece {
+    int64_t begin, end;
+    int64_t first_column, last_column;
+};
+constexpr int64_t heavy_piece = -1;
+
+// Applies a job's rule to a piece of it.
+using Apply = void (*)(const Job& job, const Piece& piece);
+
+// Where a slot comes more than once, its entries form a chain in order of appearance. An entry
+// holds the number of the next one; all but the first are marked as taken along by the first.
+using Link = uint32_t;
+constexpr Link taken = 0x80000000u;
+constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than that
+
+// One gradient to apply to one parameter.
+struct Job {
+    bool whole;                // every slot comes once, in order; no positions
+    const int64_t* positions;  // a slot for each entry
+    const int64_t* source;     // the row of values that each entry takes; null: row i
+    View scale;                // a factor for each entry; no data: none
+    const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
+    const Link* links;         // null: no slot comes twice
+    int64_t entries;
+    int64_t rows;  // of values; as many as entries where there is no source
+    int64_t slots;
+    int64_t block;
+    bool negate;  // maximize: the gradient is read with the opposite sign
+    double l2;    // coupled weight decay: so much of the parameter is added to the gradient
+    double shrink =
+        1;            // decoupled weight decay: the parameter is multiplied by this first; 1: none
+    bool stochastic;  // round half-precision tensors up or down at random
+    uint64_t seed;    // of that randomness: one for each parameter and step
+    View values;      // [rows, block]
+    View param;
+    View state[max_states];            // a number for each element
+    View slot_state[max_slot_states];  // a number for each slot
+    double coefficients[max_coefficients];
+    Apply apply;
+    bool by_slot;   // the rule needs whole slots at a time
+    Norm order;     // where there is no rule but a norm is asked for
+    double* norms;  // of each slot, at the number of its first entry
+};
+
+// What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
+// unless a float64 tensor takes part.
+struct LimitWork;
+using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
+
+struct RuleKernels {
+    const char* name;
+    int states;
+    int slot_states;
+    int coefficients;
+    Apply apply_float;
+    Apply apply_double;
+    Limit limit;
+};
+
+// What the benchmark's limit (limit.h) is told in advance: slots in order of first appearance, and
+// the entries of slot i at entries[offsets[i]] to entries[offsets[i + 1]]. float32, contiguous
+// rows.
+struct LimitWork {
+    const int64_t* slots;
+    const int64_t* offsets;
+    const int64_t* entries;
+    const float* grads;
+    float* param;
+    float* state[max_states];
+    float* slot_state[max_slot_states];
+    int64_t dim;  // a multiple of 16, at most max_limit_dim
+    double coefficients[max_coefficients];
+};
+constexpr int64_t max_limit_dim = 512;
+
+// Along what an idle row moves; see Idle in src/sparsestep/contract/rule.py.
+enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };
+
+// Rows to be brought up to date; see src/sparsestep/dense.
+struct CatchUpWork {
+    const int64_t* rows;  // with repetitions; null: all of them
+    int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient
+    int32_t now;          // the step that rows are brought to
+    int32_t base;         // the step that every row has reached
+    int64_t block;
+    View param;
+    View state[max_states];
+    View slot_state[max_slot_states];
+    int states, slot_states;
+    int fade[max_states + max_slot_states];  // 0: stays, 1 and 2: by which factor it fades
+    Along along;
+    int buffer, square;  // numbers of states, those per slot after those per element; -1: none
+    double first, fading, eps, small;
+    bool converges;
+    int64_t reach, follow;
+    // By step since base.
+    const double *growth, *sizes, *roots, *firsts, *seconds;
+    const double* sums[4];
+    double rate, beta, l1, l2;  // of FTRL
+};
+
+// Of the rows [begin, end), those that one of several parts owns.
+struct CatchUpShare {
+    int64_t begin, end;
+    int64_t part, parts;
+};
+
+// How many rows were behind, and of how many the parameter was not where it should have been.
+struct CaughtUp {
+    int64_t behind, stale;
+};
+using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
+
+struct KernelTable {
+    const RuleKernels* rules;
+    int count;
+    CatchUp catch_up_float;
+    CatchUp catch_up_double;
+    Apply norms_float;
+    Apply norms_double;
+};
+
+}  // namespace sparsestep

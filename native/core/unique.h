@@ -1,0 +1,77 @@
+// From positions to chains of equal slots.
+//
+// A gradient names slots in any order, with repetitions. The loop wants to know, for each entry,
+// whether an earlier one has its slot and which one comes next. Positions in ascending order show
+// that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
+// 64-bit key, slot in the high bits and entry in the low ones; the keys are dealt into buckets in
+// parallel, keeping their order, and each bucket is run through a hash table that fits the cache.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/types.h"
+
+namespace sparsestep {
+
+// Finds the chains of one job. The steps are called in the order in which they stand here; those
+// that take a number may run in parallel, for all numbers below the count above them.
+class Unique {
+public:
+    explicit Unique(const Job& job);
+
+    int64_t chunks() const { return chunks_; }
+    void inspect(int64_t chunk);      // range and order of the positions
+    int64_t first_bad_entry() const;  // -1: every position is a slot
+    bool ascending() const;           // strictly: no chains, so nothing further to do
+
+    int64_t scratch_words() const;  // 64-bit words that the next steps need
+    void use_scratch(uint64_t* scratch);
+    void use_positions(const int64_t* copy) { positions_ = copy; }  // the same ones, elsewhere
+    bool is_dealt() const { return bucket_bits_ > 0; }  // else count() to deal() are not needed
+    void count(int64_t chunk);
+    void place_buckets();
+    void deal(int64_t chunk);
+
+    int64_t buckets() const { return int64_t(1) << bucket_bits_; }
+    void link(int64_t bucket);  // writes the links of all entries in the bucket
+    const Link* links() const { return links_; }
+
+    // First entries of chains that have at least `length` entries and most of their bucket. They
+    // are marked as taken, so that the loop leaves them to whoever asked.
+    std::vector<int64_t> take_heavy(int64_t length);
+
+private:
+    int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size_; }
+    int64_t chunk_end(int64_t chunk) const;
+    int64_t bucket_begin(int64_t bucket) const;
+    int64_t entry_of(uint64_t key) const {
+        return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
+    }
+
+    static constexpr int64_t min_chunk_size = 8192;
+    static constexpr int64_t max_chunks = 64;
+    static constexpr int64_t bucket_size = 2048;
+    static constexpr int max_bucket_bits = 10;
+
+    struct Inspection {
+        int64_t first_bad;
+        bool ascending;
+    };
+
+    const int64_t* positions_;
+    int64_t entries_;
+    int64_t slots_;
+    int64_t chunk_size_;
+    int64_t chunks_;
+    int entry_bits_, slot_bits_, bucket_bits_;
+    std::vector<Inspection> inspections_;
+    std::vector<int64_t> bucket_begin_;
+    uint64_t* keys_ = nullptr;
+    uint64_t* tables_ =
+        nullptr;  // as large as the keys: room for a table twice as large as a bucket
+    uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
+    Link* links_ = nullptr;
+};
+
+}  // namespace sparsestep

@@ -1,0 +1,202 @@
+// The one loop: for each slot that was touched, sum its gradient rows in order of appearance, then
+// let the rule update parameter and state in place. One pass over memory, nothing the size of the
+// gradient in between.
+//
+// Slots are visited in the order in which the gradient names them: the gradient is then read from
+// front to back, and the rows of the table, which lie anywhere, are asked for ahead of time.
+//
+// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+#pragma once
+
+#include <utility>
+
+#include "core/types.h"
+#include "kernels/gradients.h"
+#include "kernels/rows.h"
+
+namespace sparsestep {
+namespace {
+
+// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
+template <class Rule, class T, class Rows>
+class Loop : Gradients<T, Rows> {
+public:
+    Loop(const Job& job, const Piece& piece)
+        : Gradients<T, Rows>(job, piece),
+          rule_(job.coefficients),
+          held_(job.held),
+          shrink_(T(job.shrink)),
+          param_(job.param, job, piece, 0),
+          state_(make_state(job, piece, sequence())) {}
+
+    void run() {
+        this->for_each_slot([this](int64_t entry) SPARSESTEP_LAMBDA { prefetch_slot(entry); },
+                            [this](int64_t entry) SPARSESTEP_LAMBDA {
+                                update_slot(entry, slot_of(entry), sequence());
+                            });
+    }
+
+private:
+    using Base = Gradients<T, Rows>;
+    using Base::columns_, Base::gradient, Base::job_, Base::l2_, Base::prefetch_values;
+    using Base::row_of, Base::slot_of;
+    static constexpr int states = Rule::states;
+    static constexpr int slot_states = Rule::slot_states;
+    static constexpr auto sequence() { return std::make_index_sequence<states>(); }
+
+    struct State {
+        Rows rows[states > 0 ? states : 1];
+    };
+    template <size_t... S>
+    static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
+        if constexpr (states == 0)
+            return {{Rows(job.param, job, piece, 0)}};  // never used
+        else
+            return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
+    }
+
+    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
+        const int64_t slot = slot_of(entry);
+        prefetch_values(entry);
+        param_.prefetch(slot);
+        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
+        for (int s = 0; s < slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
+            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
+        }
+    }
+
+    template <size_t... S>
+    SPARSESTEP_INLINE void update_slot(int64_t entry, int64_t slot, std::index_sequence<S...>) {
+        const int64_t columns = Rows::fixed_columns ? Rows::fixed_columns : columns_;
+        Rule rule = rule_;
+        const T* known = nullptr;  // the gradient, where it was needed before and is one tile
+        if constexpr (slot_states > 0) known = enter_slot(rule, entry, slot, columns);
+        for (int64_t offset = 0; offset < columns; offset += tile_size) {
+            const int64_t rest = columns - offset;
+            const int64_t n = rest < tile_size ? rest : tile_size;
+            T* param = param_.load(slot, offset, n, param_tile_);
+            const T* grad = known ? known : gradient(entry, offset, n, param);
+            T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
+            T* written[] = {param, state[S]...};
+            if (held_) keep(written, n);
+            if (shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
+            }
+            update(rule, n, param, grad, state[S]...);
+            if (held_) restore(written, row_of(entry) * columns + offset, n);
+            param_.store(slot, offset, n, param);
+            (state_.rows[S].store(slot, offset, n, state[S]), ...);
+        }
+    }
+
+    template <class... Tile>
+    SPARSESTEP_INLINE static void update(const Rule rule, int64_t n, T* __restrict param,
+                                         const T* __restrict grad, Tile* __restrict... state) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
+    }
+
+    // Of a slot that is held in part, what is not held gets back what it had.
+    void keep(T* const* written, int64_t n) {
+        for (int t = 0; t <= states; ++t)
+            std::memcpy(before_[t], written[t], size_t(n) * sizeof(T));
+    }
+    void restore(T* const* written, int64_t first, int64_t n) const {
+        for (int t = 0; t <= states; ++t) {
+            for (int64_t j = 0; j < n; ++j) {
+                written[t][j] = held_[first + j] ? written[t][j] : before_[t][j];
+            }
+        }
+    }
+
+    // Lets the rule read and write what it keeps once per slot.
+    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, int64_t entry, int64_t slot,
+                                          int64_t columns) {
+        const T* known = nullptr;
+        T mean_square = 0;
+        if constexpr (Rule::wants_mean_square) {
+            T lanes[mean_lanes] = {};
+            for (int64_t offset = 0; offset < columns; offset += tile_size) {
+                const int64_t rest = columns - offset;
+                const int64_t n = rest < tile_size ? rest : tile_size;
+                const T* param = l2_ != 0 ? param_.load(slot, offset, n, param_tile_) : nullptr;
+                known = gradient(entry, offset, n, param);
+                add_squares(lanes, known, n);
+            }
+            if (columns > tile_size) known = nullptr;
+            mean_square = total(lanes) / T(columns);
+        }
+        T kept[slot_states] = {};
+        for (int s = 0; s < slot_states; ++s) load_tile(job_.slot_state[s], slot, 0, 1, kept + s);
+        rule.enter_slot(kept, mean_square);
+        for (int s = 0; s < slot_states; ++s) {
+            if (job_.stochastic) {
+                const Randomness random(job_.seed, states + 1 + s);
+                store_tile(job_.slot_state[s], slot, 0, 1, kept + s, random, slot);
+            } else {
+                store_tile(job_.slot_state[s], slot, 0, 1, kept + s);
+            }
+        }
+        return known;
+    }
+
+    // Squares are summed in as many lanes as the widest vector has, on every machine: the order of
+    // a sum decides its last bits.
+    static constexpr int mean_lanes = 16;
+
+    SPARSESTEP_INLINE static void add_squares(T* __restrict lanes, const T* __restrict grad,
+                                              int64_t n) {
+        int64_t j = 0;
+        for (; j + mean_lanes <= n; j += mean_lanes) {
+            for (int lane = 0; lane < mean_lanes; ++lane) {
+                lanes[lane] += grad[j + lane] * grad[j + lane];
+            }
+        }
+        for (int lane = 0; j < n; ++j, ++lane) lanes[lane] += grad[j] * grad[j];
+    }
+    SPARSESTEP_INLINE static T total(T* lanes) {
+        for (int half = mean_lanes / 2; half > 0; half /= 2) {
+            for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+        }
+        return lanes[0];
+    }
+
+    const Rule rule_;
+    const bool* const held_;
+    const T shrink_;
+    const Rows param_;
+    const State state_;
+    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T state_tiles_[states > 0 ? states : 1][tile_size];
+    T before_[1 + states][tile_size];
+};
+
+template <template <class> class Rule, class T, int64_t fixed>
+void apply_stored(const Job& job, const Piece& piece) {
+    Loop<Rule<T>, T, StoredRows<T, fixed>>(job, piece).run();
+}
+
+template <template <class> class Rule, class T>
+void apply(const Job& job, const Piece& piece) {
+    if (piece.first_column == piece.last_column) return;  // slots without elements
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
+    if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();
+    if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
+        switch (piece.last_column - piece.first_column) {
+            case 16: return apply_stored<Rule, T, 16>(job, piece);
+#ifndef SPARSESTEP_FEW_KERNELS
+            case 1: return apply_stored<Rule, T, 1>(job, piece);  // elements of their own
+            case 32: return apply_stored<Rule, T, 32>(job, piece);
+            case 64: return apply_stored<Rule, T, 64>(job, piece);
+            case 128: return apply_stored<Rule, T, 128>(job, piece);
+#endif
+        }
+    }
+    return apply_stored<Rule, T, 0>(job, piece);
+}
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,399 @@
+// The jobs of one step, as Python's side hands them over. Included by bindings.cpp alone.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/dispatch.h"
+#include "core/step.h"
+#include "python/tensors.h"
+
+namespace sparsestep {
+namespace {
+
+const InstructionSet& chosen(int instruction_set) {
+    const auto& sets = instruction_sets();
+    if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
+        !sets[size_t(instruction_set)].available) {
+        throw nb::value_error("this machine does not have that instruction set");
+    }
+    return sets[size_t(instruction_set)];
+}
+
+// False if the core cannot reach the tensor.
+bool read_view(nb::handle tensor, int64_t rows, int64_t block, View& to) {
+    const std::optional<View> found = view(tensor, rows, block);
+    if (found) to = *found;
+    return found.has_value();
+}
+
+// What a Touched (see touched.py) says, but for what is held in part.
+bool read_gradient(nb::tuple touched, Job& job) {
+    job.positions = integers(touched[0]);
+    job.slots = nb::cast<int64_t>(touched[2]);
+    job.block = nb::cast<int64_t>(touched[3]);
+    job.source = integers(touched[4]);
+    job.whole = touched[0].is_none();
+    job.entries = job.whole ? job.slots : numel(touched[0]);
+    const bool by_number = !touched[4].is_none();
+    if (by_number && numel(touched[4]) != job.entries) throw nb::value_error("no such source");
+    job.rows = by_number && job.block > 0 ? numel(touched[1]) / job.block : job.entries;
+    return read_view(touched[1], job.rows, job.block, job.values) &&
+           (touched[5].is_none() || read_view(touched[5], job.entries, 1, job.scale));
+}
+
+// What a dict has for a key, or null. Looking it up may run Python code, and so raise.
+PyObject* find(nb::handle dict, nb::handle key) {
+    PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+    if (!found && PyErr_Occurred()) throw nb::python_error();
+    return found;
+}
+
+bool contains(nb::handle set, nb::handle key) {
+    const int found = PySet_Contains(set.ptr(), key.ptr());
+    if (found < 0) throw nb::python_error();
+    return found == 1;
+}
+
+// An int object's value as an address.
+bool is_address(nb::handle number, const void* data) {
+    const void* const found = PyLong_AsVoidPtr(number.ptr());
+    if (!found && PyErr_Occurred()) PyErr_Clear();
+    return found == data;
+}
+
+// What the parameters of one group have in common. From a plain tuple: an object of ours would be
+// invisible to Python's garbage collector, and the numbers lead back to it.
+struct Group {
+    int rule;
+    nb::tuple names;     // of the rule's state: first per element, then per row
+    bool counts;         // whether a parameter's state has a step count
+    nb::object numbers;  // step -> (sign of the gradient, l2, shrink, coefficients...)
+    int tag;             // returned with a bad entry
+
+    explicit Group(nb::tuple read)
+        : rule(nb::cast<int>(read[0])),
+          names(nb::cast<nb::tuple>(read[1])),
+          counts(nb::cast<bool>(read[2])),
+          numbers(read[3]),
+          tag(nb::cast<int>(read[4])) {}
+};
+
+// A step count: a Python number, or the one element of a tensor. Owns what it points to.
+struct Count {
+    nb::object state;   // the dict that holds it
+    nb::object tensor;  // the count itself, where it is a tensor
+    nb::object next;    // what replaces it, where it is a number
+    int64_t value = 0;
+    void* data = nullptr;
+    Dtype dtype = Dtype::float32;
+
+    // False if it is anything else.
+    bool read(nb::handle from) {
+        state = nb::borrow(from);
+        PyObject* found = find(from, names().step);
+        if (!found) return false;
+        if (PyLong_CheckExact(found)) {
+            value = nb::cast<int64_t>(nb::handle(found));
+            next = nb::int_(value + 1);
+            return true;
+        }
+        tensor = nb::borrow(found);
+        Plain read;
+        if (!read.read(found) || read.dl.dims != 0 || !read.dtype()) return false;
+        data = read.data();
+        dtype = *read.dtype();
+        if (dtype == Dtype::float32) value = int64_t(*static_cast<float*>(data));
+        if (dtype == Dtype::float64) value = int64_t(*static_cast<double*>(data));
+        return dtype == Dtype::float32 || dtype == Dtype::float64;
+    }
+    void advance() const {
+        if (!data) {
+            // Replaces a value that is there: nothing is allocated.
+            if (PyDict_SetItem(state.ptr(), names().step, next.ptr())) PyErr_Clear();
+        } else if (dtype == Dtype::float32) {
+            *static_cast<float*>(data) = float(value + 1);
+        } else {
+            *static_cast<double*>(data) = double(value + 1);
+        }
+    }
+};
+
+// The jobs of one step. Keeps the tensors alive that its jobs point to.
+class Jobs {
+public:
+    explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
+
+    // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
+    // says it is; `numbers` are (sign of the gradient, l2, shrink, coefficients...).
+    bool add(int rule_index, nb::tuple numbers, nb::tuple touched, nb::object param,
+             nb::list states, std::optional<uint64_t> seed) {
+        if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
+        const RuleKernels& rule = kernels_.rules[rule_index];
+        if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
+            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 7) {
+            throw nb::value_error("a rule was given the wrong number of states or coefficients");
+        }
+        Job job{};
+        set_numbers(job, rule, numbers);
+        if (!read_gradient(touched, job)) return false;
+        if (!touched[6].is_none()) {
+            if (numel(touched[6]) != job.rows * job.block) throw nb::value_error("no such mask");
+            job.held = static_cast<const bool*>(address(touched[6]));
+        }
+        job.stochastic = seed.has_value();
+        job.seed = seed.value_or(0);
+        if (!read_view(param, job.slots, job.block, job.param)) return false;
+        for (int s = 0; s < rule.states; ++s) {
+            if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
+        }
+        for (int s = 0; s < rule.slot_states; ++s) {
+            nb::handle state = states[size_t(rule.states + s)];
+            if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
+        }
+        finish(job, rule, {-1, added_++});
+        alive_.push_back(std::move(touched));
+        written_.append(param);
+        alive_.push_back(std::move(param));
+        alive_.push_back(std::move(states));
+        return true;
+    }
+
+    // Takes every parameter of a group that is in the usual form: a row-sparse gradient on the CPU,
+    // or a dense one of which `selections` has the rows or elements; state that fits; everything
+    // contiguous. Whatever is unusual in any way is left, untouched, to Python's side: it has all
+    // cases and all messages. Gradients are those of the parameters unless there are others; the
+    // first parameter has the number `first` in its group. `known` tells where the memory of a
+    // parameter and its state was when Python's side looked at it. Returns the numbers of the
+    // parameters that are left; those without a gradient are not among them.
+    nb::list take(nb::tuple common, nb::sequence given, nb::dict state, nb::dict known,
+                  nb::handle seen, nb::handle selections, nb::handle grads, int64_t first) {
+        const Group group(common);
+        if (group.rule < 0 || group.rule >= kernels_.count) throw nb::value_error("no such rule");
+        nb::list left;
+        const nb::tuple params(given);  // whatever happens to the list meanwhile
+        const size_t count = nb::len(params);
+        if ((!selections.is_none() && nb::len(selections) != count) ||
+            (!grads.is_none() && nb::len(grads) != count)) {
+            throw nb::value_error("there must be as many selections and gradients as parameters");
+        }
+        const bool able = names().exchange != nullptr;
+        for (size_t i = 0; i < count; ++i) {
+            const nb::object param = params[i];
+            const nb::object grad =
+                grads.is_none() ? get(param, names().grad) : nb::object(grads[i]);
+            if (grad.is_none()) continue;
+            const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
+            nb::object selection = nb::none();
+            if (!selections.is_none()) selection = selections[i];
+            PyObject* const memory = find(known, id);
+            // Seen already: a parameter that is given twice.
+            if (!able || !memory || contains(seen, id) ||
+                !take(group, param, grad, state, memory, selection, first + int64_t(i))) {
+                left.append(first + int64_t(i));
+            } else if (PySet_Add(seen.ptr(), id.ptr())) {
+                throw nb::python_error();
+            }
+        }
+        return left;
+    }
+
+    nb::object prepare(int threads) {
+        std::optional<BadEntry> bad;
+        {
+            nb::gil_scoped_release release;
+            step_ = std::make_unique<Step>(jobs_.data(), int64_t(jobs_.size()), threads);
+            bad = step_->prepare();
+        }
+        if (!bad) return nb::none();
+        step_.reset();
+        const Owner& owner = owners_[size_t(bad->job)];
+        return nb::make_tuple(owner.tag, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
+    }
+
+    void commit() {
+        if (!step_) throw nb::value_error("nothing was prepared");
+        {
+            nb::gil_scoped_release release;
+            step_->apply();
+        }
+        step_.reset();  // once is enough
+        for (const Count& taken : counts_) taken.advance();
+        if (nb::len(written_) == 0) return;
+        PyObject* arguments[] = {written_.ptr()};
+        PyObject* done = PyObject_Vectorcall(names().increment_version, arguments, 1, nullptr);
+        if (!done) throw nb::python_error();
+        Py_DECREF(done);
+    }
+
+private:
+    // Whose job it is: the tag of its group and its number there; or -1 and the number among those
+    // that were added one by one.
+    struct Owner {
+        int64_t tag, index;
+    };
+
+    bool take(const Group& group, nb::handle param, nb::handle grad, nb::dict state,
+              nb::handle memory, nb::handle selection, int64_t index) {
+        const Names& name = names();
+        const RuleKernels& rule = kernels_.rules[group.rule];
+        Plain own;
+        if (!own.read(param) || own.dl.dims == 0 || own.numel() == 0) return false;
+        if (nb::len(memory) < 2 || memory[0].ptr() != param.ptr() ||
+            !is_address(memory[1], own.data()) || is_true(param, name.is_neg)) {
+            return false;
+        }
+        Job job{};
+        const bool chosen = !selection.is_none(), compact = is_compact(grad);
+        nb::object positions, values, part;
+        if (chosen) {
+            if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.strided ||
+                !has_shape(selection[2], own)) {
+                return false;
+            }
+            positions = selection[0];
+            values = nb::borrow(grad);
+        } else if (compact) {
+            part = only_part(grad);
+            if (part.is_none()) return false;
+            positions = part[0];
+            values = part[1];
+        } else {
+            if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.sparse_coo ||
+                !has_shape(get(grad, name.shape), own)) {
+                return false;
+            }
+            positions = call(grad, name.indices);
+            values = call(grad, name.values);
+        }
+        Plain where, what;
+        if (!where.read(positions) || !where.is_int64() || !what.read(values)) return false;
+        job.entries = where.numel();
+        job.positions = static_cast<const int64_t*>(where.data());
+        job.slots = own.dl.shape[0];
+        job.rows = job.entries;
+        if (chosen) {
+            job.rows = job.slots = nb::cast<int64_t>(selection[1]);
+            job.source = job.positions;
+            if (!what.has_shape_of(own, own.dl.dims)) return false;
+        } else if (compact) {
+            if (nb::cast<int64_t>(part[2]) != job.slots || !read_factors(part, job)) return false;
+            if (job.source) job.rows = what.dl.dims ? what.dl.shape[0] : 0;
+        } else if (where.dl.dims != 2 || where.dl.shape[0] != 1) {
+            return false;
+        }
+        job.block = own.numel() / job.slots;
+        const auto value_view = what.view(job.block), param_view = own.view(job.block);
+        if (!value_view || !param_view || what.numel() != job.rows * job.block ||
+            is_true(values, name.is_neg)) {
+            return false;
+        }
+        job.values = *value_view;
+        job.param = *param_view;
+        Count count;
+        if (!read_state(group, param, own, state, memory, job, count)) return false;
+        if (count.value < 0) return false;
+        const nb::object step = nb::int_(count.value + 1);
+        const nb::object found = nb::steal(PyObject_GetItem(group.numbers.ptr(), step.ptr()));
+        if (!found.ptr()) throw nb::python_error();
+        set_numbers(job, rule, nb::cast<nb::tuple>(found));
+        finish(job, rule, {group.tag, index});
+        if (group.counts) counts_.push_back(std::move(count));
+        written_.append(param);
+        alive_.push_back(std::move(positions));
+        alive_.push_back(std::move(values));
+        if (compact) alive_.push_back(std::move(part));
+        return true;
+    }
+
+    // The Touched that a compact gradient consists of, or None if there are several, or none.
+    static nb::object only_part(nb::handle grad) {
+        const nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
+        return nb::len(parts) == 1 ? nb::object(parts[0]) : nb::none();
+    }
+
+    static bool read_factors(nb::handle part, Job& job) {
+        const nb::object source = part[4], scale = part[5], held = part[6];
+        Plain rows, factors;
+        if (!held.is_none()) return false;
+        if (!source.is_none()) {
+            if (!rows.read(source) || !rows.is_int64() || rows.numel() != job.entries) return false;
+            job.source = static_cast<const int64_t*>(rows.data());
+        }
+        if (!scale.is_none()) {
+            if (!factors.read(scale) || factors.numel() != job.entries) return false;
+            const auto view = factors.view(1);
+            if (!view || is_true(scale, names().is_neg)) return false;
+            job.scale = *view;
+        }
+        return true;
+    }
+
+    static bool has_shape(nb::handle shape, const Plain& param) {
+        if (nb::len(shape) != size_t(param.dl.dims)) return false;
+        for (int32_t i = 0; i < param.dl.dims; ++i) {
+            if (nb::cast<int64_t>(shape[size_t(i)]) != param.dl.shape[i]) return false;
+        }
+        return true;
+    }
+
+    bool read_state(const Group& group, nb::handle param, const Plain& own, nb::dict state,
+                    nb::handle memory, Job& job, Count& count) {
+        const RuleKernels& rule = kernels_.rules[group.rule];
+        const int states = rule.states + rule.slot_states;
+        count.value = 1;  // where nothing is counted, not the first, for there is a state
+        if (states == 0 && !group.counts) return true;
+        PyObject* kept = find(state, param);
+        if (!kept || !PyDict_Check(kept) || nb::len(memory) != size_t(2 + states)) return false;
+        if (group.counts && !count.read(kept)) return false;
+        if (rule.slot_states > 0 && job.slots != own.dl.shape[0]) return false;
+        for (int s = 0; s < states; ++s) {
+            const bool per_row = s >= rule.states;
+            PyObject* tensor = find(kept, group.names[size_t(s)]);
+            Plain read;
+            if (!tensor || !read.read(tensor)) return false;
+            if (!is_address(memory[size_t(2 + s)], read.data())) return false;
+            const auto view = read.view(per_row ? 1 : job.block);
+            if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
+            (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
+            alive_.push_back(nb::borrow(tensor));
+        }
+        return true;
+    }
+
+    static void set_numbers(Job& job, const RuleKernels& rule, nb::tuple numbers) {
+        const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
+        job.negate = number(0) < 0;
+        job.l2 = number(1);
+        job.shrink = number(2);
+        for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = number(3 + c);
+    }
+
+    void finish(Job& job, const RuleKernels& rule, Owner owner) {
+        bool wide = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
+        for (int s = 0; s < rule.states; ++s) wide |= job.state[s].dtype == Dtype::float64;
+        for (int s = 0; s < rule.slot_states; ++s) {
+            wide |= job.slot_state[s].dtype == Dtype::float64;
+        }
+        job.apply = wide ? rule.apply_double : rule.apply_float;
+        job.by_slot = rule.slot_states > 0;
+        jobs_.push_back(job);
+        owners_.push_back(owner);
+    }
+
+    KernelTable kernels_;
+    std::vector<Job> jobs_;
+    std::vector<Owner> owners_;
+    std::vector<Count> counts_;
+    std::unique_ptr<Step> step_;  // once it is prepared
+    nb::list written_;            // parameters
+    std::vector<nb::object> alive_;
+    int64_t added_ = 0;
+};
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,229 @@
+// Reading torch's tensors from C++ without torch's headers, so that one binary works with every
+// release: through the DLPack table that torch shows, or by the methods that tensors have in
+// Python. Included by bindings.cpp alone.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <optional>
+
+#include "core/types.h"
+
+namespace sparsestep {
+namespace {
+
+namespace nb = nanobind;
+
+// The parts of the DLPack standard (version 1) that are used: a table of functions that a library
+// shows on its tensor type, one of which fills in where a tensor lies without a detour over Python.
+struct DlTensor {
+    void* data;
+    int32_t device_type, device_id;
+    int32_t dims;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t* shape;
+    int64_t* strides;  // in elements
+    uint64_t byte_offset;
+};
+struct DlExchange {
+    uint32_t major, minor;
+    void* previous;
+    void* managed[3];
+    int (*tensor)(void* object, DlTensor* to);
+    void* stream;
+};
+constexpr int32_t dl_cpu = 1;
+constexpr uint8_t dl_int = 0, dl_float = 2, dl_bfloat = 4;
+
+// The names by which tensors are asked, made once.
+struct Names {
+    PyObject* indices = PyUnicode_InternFromString("_indices");
+    PyObject* values = PyUnicode_InternFromString("_values");
+    PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject* dtype = PyUnicode_InternFromString("dtype");
+    PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+    PyObject* grad = PyUnicode_InternFromString("grad");
+    PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+    PyObject* layout = PyUnicode_InternFromString("layout");
+    PyObject* numel = PyUnicode_InternFromString("numel");
+    PyObject* parts = PyUnicode_InternFromString("_parts");
+    PyObject* shape = PyUnicode_InternFromString("shape");
+    PyObject* step = PyUnicode_InternFromString("step");
+    PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+    PyObject* nbytes = PyUnicode_InternFromString("nbytes");
+    PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
+    PyObject* itemsize = PyUnicode_InternFromString("itemsize");
+    PyObject* dtypes[4];
+    PyObject* strided;
+    PyObject* sparse_coo;
+    PyObject* tensor;
+    PyObject* parameter;
+    PyObject* increment_version;
+    const DlExchange* exchange = nullptr;  // null: this torch has none
+
+    Names() {
+        // Never released: Python's own teardown may come first.
+        const nb::object torch = nb::module_::import_("torch");
+        const char* const known[] = {"float16", "bfloat16", "float32", "float64"};  // as in Dtype
+        for (int i = 0; i < 4; ++i) dtypes[i] = nb::object(torch.attr(known[i])).release().ptr();
+        strided = nb::object(torch.attr("strided")).release().ptr();
+        sparse_coo = nb::object(torch.attr("sparse_coo")).release().ptr();
+        tensor = nb::object(torch.attr("Tensor")).release().ptr();
+        parameter = nb::object(torch.attr("nn").attr("Parameter")).release().ptr();
+        increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
+        const char* const attribute = "__dlpack_c_exchange_api__";
+        if (nb::hasattr(torch.attr("Tensor"), attribute)) {
+            const nb::object capsule = torch.attr("Tensor").attr(attribute);
+            void* found = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+            if (!found) PyErr_Clear();
+            exchange = static_cast<const DlExchange*>(found);
+            if (exchange && (exchange->major != 1 || !exchange->tensor)) exchange = nullptr;
+        }
+    }
+};
+
+const Names& names() {
+    static const Names made;
+    return made;
+}
+
+nb::object get(nb::handle object, PyObject* name) {
+    return nb::steal(nb::detail::getattr(object.ptr(), name));
+}
+
+nb::object call(nb::handle object, PyObject* name) {
+    PyObject* arguments[] = {object.ptr()};
+    PyObject* result = PyObject_VectorcallMethod(name, arguments, 1, nullptr);
+    if (!result) throw nb::python_error();
+    return nb::steal(result);
+}
+
+bool is_true(nb::handle object, PyObject* method) { return call(object, method).ptr() == Py_True; }
+
+// No subclass: those may have ideas of their own about the methods that are used here.
+bool is_plain_tensor(nb::handle object) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+    return type == names().tensor || type == names().parameter;
+}
+
+// The class of src/sparsestep/gradients/compact.py, which it tells the core.
+PyObject* compact_class = nullptr;
+void set_compact_class(nb::object type) { compact_class = type.release().ptr(); }
+
+bool is_compact(nb::handle object) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == compact_class;
+}
+
+int64_t integer(nb::handle object, PyObject* method) {
+    return nb::cast<int64_t>(call(object, method));
+}
+
+int64_t numel(nb::handle tensor) { return integer(tensor, names().numel); }
+
+// Where `elements` numbers lie, counted from the tensor's first. Whoever made a tensor may have
+// taken its memory away again, or never have given it any: no pointer is used that was not looked
+// at.
+void* address(nb::handle tensor, int64_t elements) {
+    const Names& name = names();
+    void* const data = reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, name.data_ptr)));
+    if (elements <= 0) return data;
+    const int64_t bytes = integer(call(tensor, name.untyped_storage), name.nbytes);
+    const int64_t item = nb::cast<int64_t>(get(tensor, name.itemsize));
+    if (!data || (integer(tensor, name.storage_offset) + elements) * item > bytes) {
+        throw nb::value_error("sparsestep: a tensor has less memory than its shape says");
+    }
+    return data;
+}
+
+void* address(nb::handle tensor) { return address(tensor, numel(tensor)); }
+
+// Of a tensor that the library has made for itself and keeps from everybody.
+void* own_address(nb::handle tensor) {
+    return reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, names().data_ptr)));
+}
+
+// The number of the dtype in Dtype, or 4 for any other.
+int dtype_code(nb::handle tensor) {
+    const nb::object dtype = get(tensor, names().dtype);
+    int code = 0;
+    while (code < 4 && dtype.ptr() != names().dtypes[code]) ++code;
+    return code;
+}
+
+// The tensor as [rows, block]; nothing if it is elsewhere, of another kind, or no two strides
+// describe it.
+std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
+    const Names& name = names();
+    const int code = dtype_code(tensor);
+    if (code == 4 || get(tensor, name.is_cpu).ptr() != Py_True) return std::nullopt;
+    if (call(tensor, name.is_contiguous).ptr() == Py_True) {
+        if (numel(tensor) != rows * block) throw nb::value_error("a tensor of another size");
+        return View{address(tensor, rows * block), Dtype(code), block, 1};
+    }
+    try {
+        const nb::object strides = tensor.attr("view")(rows, block).attr("stride")();
+        const int64_t down = nb::cast<int64_t>(strides[0]), across = nb::cast<int64_t>(strides[1]);
+        const bool empty = rows <= 0 || block <= 0;
+        const int64_t reach = empty ? 0 : (rows - 1) * down + (block - 1) * across + 1;
+        return View{address(tensor, reach), Dtype(code), down, across};
+    } catch (nb::python_error& error) {
+        if (!error.matches(PyExc_RuntimeError)) throw;
+        return std::nullopt;
+    }
+}
+
+// A tensor in the usual form: plain, strided, contiguous, on the CPU.
+struct Plain {
+    DlTensor dl;
+
+    // False for anything else.
+    bool read(nb::handle tensor) {
+        if (!is_plain_tensor(tensor)) return false;
+        if (names().exchange->tensor(tensor.ptr(), &dl)) {
+            PyErr_Clear();  // sparse, or whatever else it does not describe
+            return false;
+        }
+        if (dl.device_type != dl_cpu || dl.lanes != 1) return false;
+        int64_t stride = 1;
+        for (int32_t i = dl.dims; i-- > 0;) {
+            if (dl.shape[i] != 1 && dl.strides[i] != stride) return false;
+            stride *= dl.shape[i];
+        }
+        return dl.data || stride == 0;  // by now, how many elements it has
+    }
+    void* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
+    int64_t numel() const {
+        int64_t product = 1;
+        for (int32_t i = 0; i < dl.dims; ++i) product *= dl.shape[i];
+        return product;
+    }
+    bool has_shape_of(const Plain& other, int32_t dims) const {
+        return dl.dims == dims &&
+               std::memcmp(dl.shape, other.dl.shape, size_t(dims) * sizeof(int64_t)) == 0;
+    }
+    bool is_int64() const { return dl.code == dl_int && dl.bits == 64; }
+    std::optional<Dtype> dtype() const {
+        if (dl.code == dl_bfloat && dl.bits == 16) return Dtype::bfloat16;
+        if (dl.code != dl_float) return std::nullopt;
+        if (dl.bits == 16) return Dtype::float16;
+        if (dl.bits == 32) return Dtype::float32;
+        if (dl.bits == 64) return Dtype::float64;
+        return std::nullopt;
+    }
+    std::optional<View> view(int64_t block) const {
+        const std::optional<Dtype> type = dtype();
+        if (!type) return std::nullopt;
+        return View{data(), *type, block, 1};
+    }
+};
+
+// The address of an int64 tensor, or null for None.
+const int64_t* integers(nb::handle tensor) {
+    return tensor.is_none() ? nullptr : static_cast<const int64_t*>(address(tensor));
+}
+
+}  // namespace
+}  // namespace sparsestep

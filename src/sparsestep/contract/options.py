@@ -1,0 +1,232 @@
+"""What every optimizer takes beyond torch's arguments, and how a param group is read.
+
+Extras are keys of a param group that are there only where somebody sets them, so that a checkpoint
+has torch's keys and no others.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.touched import FLOATS
+
+
+class Extras(TypedDict, total=False):
+    """Keyword arguments that every optimizer takes.
+
+    Attributes:
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; the two agree to the last places.
+        semantics: what an entry means that a gradient does not hold. ``"masked"``: not updated.
+            ``"dense"``: its gradient is zero, so momentum and decoupled decay go on; the work is
+            done when the row is next needed. See ``track`` and ``catch_up``.
+        mask: a bool tensor, one value for each row or one for each element: what is outside keeps
+            its bits, whatever the gradient, decay or momentum. For one parameter; for several a
+            list, with ``None`` for those without a mask. Mostly a key of a param group. Rules that
+            keep numbers per row take row masks only.
+        state_dtype: the dtype of the state. By default that of the parameter, but float32 for a
+            half-precision one. Complex parameters take no other than their own.
+        stochastic_rounding: round half-precision parameters and state up or down at random, so that
+            small updates are not lost. The random numbers follow ``torch.manual_seed`` as it was
+            when the param group was made, which keeps it as ``rounding_seed``.
+        rounding_seed: another seed for it.
+    """
+
+    engine: str
+    semantics: str
+    mask: Tensor | Sequence[Tensor | None] | None
+    state_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    rounding_seed: int | None
+
+
+class DecayExtras(Extras, total=False):
+    """Also for optimizers whose torch class has coupled decay only.
+
+    Attributes:
+        decoupled_weight_decay: shrink the parameter by ``lr * weight_decay`` instead of adding
+            ``weight_decay`` times the parameter to the gradient.
+    """
+
+    decoupled_weight_decay: bool
+
+
+class AdamExtras(Extras, total=False):
+    """Also for Adam's family.
+
+    Attributes:
+        bias_correction: ``"global"``: by the number of the parameter's steps; ``"per_row"``: by the
+            number of updates that the row itself has had.
+    """
+
+    bias_correction: str
+
+
+class RowwiseAdamExtras(AdamExtras, DecayExtras, total=False):
+    """What both :class:`AdamExtras` and :class:`DecayExtras` have."""
+
+
+# What belongs to an optimizer as a whole and is no key of its param groups, with the defaults. How
+# a process computes is no part of a checkpoint.
+WHOLE: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
+
+# The value that an extra has where nobody sets it.
+DEFAULTS: dict[str, Any] = {
+    "bias_correction": "global",
+    "decoupled_weight_decay": False,
+    "mask": None,
+    "rounding_seed": None,
+    "state_dtype": None,
+    "stochastic_rounding": False,
+}
+
+# Every option that a param group of some optimizer has, and the values of it that ask for nothing:
+# those are accepted by optimizers without the option.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: (default,) for name, default in DEFAULTS.items()},
+    **dict.fromkeys(("dampening", "initial_accumulator_value", "l1", "l2", "lr_decay"), (0,)),
+    **dict.fromkeys(("momentum", "weight_decay"), (0,)),
+    **dict.fromkeys(("amsgrad", "capturable", "centered", "differentiable"), (False,)),
+    **dict.fromkeys(("maximize", "nesterov"), (False,)),
+    **dict.fromkeys(("foreach", "fused"), (None, False)),
+    **dict.fromkeys(("alpha", "beta", "betas", "eps", "lr"), ()),
+}
+
+BIAS_CORRECTIONS = ("global", "per_row")
+
+
+def read(group: dict[str, Any], name: str) -> Any:
+    """A param group's value of an option, or the extra's default."""
+    return group[name] if name in group else DEFAULTS[name]
+
+
+def given(extras: dict[str, Any]) -> dict[str, Any]:
+    """The extras that differ from their defaults, with the seed that rounding needs.
+
+    Example:
+        >>> given({"state_dtype": None, "bias_correction": "per_row"})
+        {'bias_correction': 'per_row'}
+    """
+    found = {k: v for k, v in extras.items() if not _is(v, DEFAULTS[k])}
+    if found.get("stochastic_rounding"):
+        found.setdefault("rounding_seed", torch.initial_seed())
+    return found
+
+
+def seed_of(group: dict[str, Any]) -> int | None:
+    """The seed of a group's stochastic rounding, which the group then keeps; ``None`` without it.
+
+    Example:
+        >>> group = {"stochastic_rounding": True, "rounding_seed": 7}
+        >>> seed_of(group), seed_of({})
+        (7, None)
+    """
+    if not group.get("stochastic_rounding"):
+        return None
+    seed: int | None = group.get("rounding_seed")
+    if seed is None:
+        seed = group["rounding_seed"] = torch.initial_seed()
+    return seed
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, type(default)) and value == default)
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse extras that make no sense."""
+    correction = read(options, "bias_correction")
+    if correction not in BIAS_CORRECTIONS:
+        contract = f"bias_correction must be one of {', '.join(BIAS_CORRECTIONS)}"
+        raise InputError(sentence(contract, repr(correction)))
+    dtype = read(options, "state_dtype")
+    if dtype is not None and dtype not in FLOATS:
+        raise InputError(sentence("state_dtype must be a real float dtype or None", dtype))
+    seed = read(options, "rounding_seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise InputError(sentence("rounding_seed must be an integer or None", repr(seed)))
+    for name in ("stochastic_rounding", "decoupled_weight_decay"):
+        if not isinstance(read(options, name), bool):
+            raise InputError(sentence(f"{name} must be True or False", repr(read(options, name))))
+
+
+def check_keys(
+    group: dict[str, Any],
+    known: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> None:
+    """Refuse keys of a param group that are meant for an option and would be ignored.
+
+    Other keys are the user's own notes, as with torch.
+
+    Args:
+        group: the param group.
+        known: the options that the optimizer has.
+        neutral: which values of others ask for nothing.
+
+    Example:
+        >>> check_keys({"params": [], "weight_decay": 0.0, "layer": 7}, known=["lr"])
+        >>> check_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
+        Traceback (most recent call last):
+        ...
+        sparsestep.errors.InputError: an option of a param group must be spelt 'weight_decay'. Got \
+'weigth_decay'. Rename it, also if it is a note of your own.
+    """
+    unknown = [name for name in neutral if name in group and name not in known]
+    alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
+    if alien:
+        contract = f"a param group may set {', '.join(dict.fromkeys(known))}"
+        raise InputError(sentence(contract, ", ".join(alien)))
+    for key in group:
+        if not isinstance(key, str) or key in known or key in _NO_OPTIONS or key in neutral:
+            continue
+        if key in WHOLE:
+            contract = f"{key} belongs to the optimizer as a whole and not to a param group"
+            remedy = f"Pass {key} to the constructor"
+            raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
+        meant = _nearest(key, {*known, *neutral, *WHOLE})
+        if meant is not None:
+            contract = f"an option of a param group must be spelt {meant!r}"
+            remedy = "Rename it, also if it is a note of your own"
+            raise InputError(sentence(contract, repr(key), remedy))
+
+
+_NO_OPTIONS = ("params", "param_names")
+
+
+def _is_one_of(values: tuple[Any, ...], value: Any) -> bool:
+    return isinstance(value, int | float | str | None) and value in values
+
+
+def _nearest(key: str, names: Collection[str]) -> str | None:
+    """The option that was most likely meant; ``None`` for a key that is like none of them."""
+    plain = key.lower().replace("-", "_")
+    letters = sorted(plain)
+    for name in names:
+        if len(name) > 2 and sorted(name) == letters:  # two keys hit in the wrong order
+            return name
+    # Less would take torch's own max_momentum for momentum.
+    near = difflib.get_close_matches(plain, sorted(names), n=1, cutoff=0.85)
+    return near[0] if near else None
+
+
+def number(value: float | Tensor) -> float:
+    """An option that may be a one-element tensor, as a number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def plain(value: Any) -> Any:
+    """The same for an option that may be a pair of numbers.
+
+    Example:
+        >>> plain((torch.tensor(0.5), torch.tensor(0.75)))
+        (0.5, 0.75)
+    """
+    if isinstance(value, tuple | list):
+        return tuple(map(number, value))
+    return number(value)

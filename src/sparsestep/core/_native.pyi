@@ -1,0 +1,71 @@
+# The native core, built from native/. See native/bindings.cpp.
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.gradients.touched import Touched
+
+class Jobs:
+    def __init__(self, instruction_set: int) -> None: ...
+    def add(
+        self,
+        rule: int,
+        numbers: tuple[float, ...],
+        touched: Touched,
+        param: Tensor,
+        states: list[Tensor],
+        seed: int | None,
+    ) -> bool: ...
+    def take(
+        self,
+        group: tuple[int, tuple[str, ...], bool, dict[int, tuple[float, ...]], int],
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+        known: dict[int, tuple[Any, ...]],
+        seen: set[int],
+        selections: list[tuple[Tensor, int, torch.Size] | None] | None,
+        grads: Sequence[Tensor | Touched | None] | None,
+        first: int,
+    ) -> list[int]: ...
+    def prepare(self, threads: int) -> tuple[int, int, int, int] | None: ...
+    def commit(self) -> None: ...
+
+def set_compact_class(type: type) -> None: ...
+def limit(
+    rule: int,
+    order: tuple[int, ...],
+    tensors: tuple[int, ...],
+    dim: int,
+    coefficients: tuple[float, ...],
+    shares: tuple[int, ...],
+    instruction_set: int,
+) -> None: ...
+def catch_up(
+    tensors: tuple[Tensor, ...],
+    rows: Tensor | None,
+    last: Tensor,
+    fades: tuple[int, ...],
+    integers: tuple[int, ...],
+    numbers: tuple[float, ...],
+    tables: tuple[Tensor, ...],
+    threads: int,
+    instruction_set: int,
+) -> tuple[int, int] | None: ...
+def slots_of(
+    starts: Tensor,
+    others: Tensor,
+    high: int,
+    wide: int,
+    positions: Tensor,
+    source: Tensor | None,
+    threads: int,
+) -> bool: ...
+def norms(
+    touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
+) -> tuple[int | None] | None: ...
+def rules() -> dict[str, tuple[int, int, int, int]]: ...
+def instruction_sets() -> list[tuple[str, bool]]: ...
+def team() -> str: ...

@@ -1,0 +1,290 @@
+"""Dense semantics at sparse cost: what a row missed is made up for when it is next needed.
+
+Under ``semantics="dense"`` an entry without a gradient counts as one whose gradient is zero: its
+momentum goes on moving it, its averages fade, its weight decays. Nothing of that is done when it
+happens. A row remembers the step up to which it is current, and all that it missed since is done at
+once before the row is read or updated: ``history.py`` has the sums that make it possible,
+``motions.py`` and the core what is done to a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract.rule import Settings
+from sparsestep.dense import history as histories
+from sparsestep.dense import kernel, motions
+from sparsestep.dense.history import History
+from sparsestep.dense.stamps import Stamps
+from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
+from sparsestep.memory.parameters import memory_of
+from sparsestep.torch_internals import version_of
+
+
+class RowClock:
+    """A parameter whose idle rows are behind.
+
+    Attributes:
+        rows: how many there are.
+        last: for each row the step up to which it is current; ``~step`` for a row that has never
+            had a gradient, so that momentum it does not have is not missed. In the CPU's memory,
+            like the history.
+        among: the rows that a mask lets move; ``None`` for all.
+        owner: the parameter. Held on to, so that no other can come to have its id.
+        busy: a step or a catch-up is under way, which may read rows that are behind.
+        announced: somebody has called ``catch_up`` by hand since the latest step, as one does
+            before writing rows.
+        read_by: what has read all rows since the latest step, as far as is known.
+    """
+
+    def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
+        rule = settings.rule
+        if rule.idle is None:
+            raise InputError(refusal(rule.name))
+        self.rule = rule
+        self.rows = rows
+        self.constants = constants(settings)
+        self._latest: Settings | None = settings
+        self.history = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
+        self.among: Tensor | None = None
+        self.owner: Tensor | None = None
+        self._movable: tuple[Tensor, Tensor] | None = None
+        self._stamps = Stamps(rows, ~done if new else done)
+        self._whole = done  # the step that every row has reached
+        self._swept: tuple[int, int] | None = None  # see _sweep
+        self._mark: tuple[int, int] | None = None  # of the parameter after our latest write
+        self.busy = False
+        self.announced = False
+        self.read_by: str | None = None
+
+    @property
+    def last(self) -> Tensor:
+        """The stamps; of rows that were never asked for, not all are written yet."""
+        return self._stamps.last
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether any row may be behind."""
+        return self.history.now > self._whole
+
+    def advance(self, settings: Settings, param: Tensor | None = None) -> None:
+        """Take note of a step that was just done, with these settings, on this parameter.
+
+        Without the parameter, what others write to it until the next catch-up goes unnoticed.
+        """
+        self._mark = None if param is None else _mark_of(param)
+        self.busy = self.announced = False
+        self.read_by = None
+        idle, hyper = self.history.idle, settings.hyper
+        if hyper.get("lr"):  # FTRL rests where the latest rate put it
+            self.history.hyper = hyper
+        size, root = idle.size(self.history.now + 1, hyper)
+        if idle.along == "leader":  # counts the steps in which it did not rest
+            size = 1.0 if hyper["lr"] else 0.0
+        self.history.advance(size, root, settings.shrink)
+
+    def is_under(self, settings: Settings) -> bool:
+        """Whether rows that are behind may go on under these settings."""
+        if settings is not self._latest:
+            self._latest = settings if self.constants == constants(settings) else None
+        return self._latest is not None
+
+    def state_in(self, kept: Mapping[str, Any] | None) -> list[Tensor] | None:
+        """The state of the rule under which rows are behind.
+
+        Args:
+            kept: what the optimizer keeps for the parameter.
+
+        Returns:
+            ``None`` where it is gone: whoever clears it wants the parameter to begin anew.
+        """
+        found = [kept.get(spec.name) if kept else None for spec in self.rule.state]
+        tensors = [memory_of(tensor) for tensor in found if tensor is not None]
+        return tensors if len(tensors) == len(found) else None
+
+    def that_may_move(self, rows: Tensor) -> Tensor:
+        """Those of the rows that the mask of the latest step lets move."""
+        if self.among is None:
+            return rows
+        if self._movable is None or self._movable[0] is not self.among:
+            chosen = torch.zeros(self.rows, dtype=torch.bool, device=self.among.device)
+            self._movable = self.among, chosen.index_fill_(0, self.among, True)
+        return rows[self._movable[1][rows]]
+
+    def begin_step(
+        self, param: Tensor, state: list[Tensor], rows: Tensor, engine: str = "auto"
+    ) -> int:
+        """Make rows current that the next step touches; ``advance`` or ``cancel_step`` is its end.
+
+        Nothing changes its meaning by that: should the step not be done after all, rows are current
+        that would have been so sooner or later.
+        """
+        self.notice(param)
+        self._say_what_is_slow()
+        if self.history.is_half_full:
+            self._sweep(param, state, engine)
+        stale = self.catch_up_rows(param, state, rows, engine=engine)
+        self.busy = True
+        return stale
+
+    def cancel_step(self) -> None:
+        """The step that was begun is not done."""
+        self.busy = False
+
+    def catch_up_rows(
+        self, param: Tensor, state: list[Tensor], rows: Tensor | None, *, engine: str = "auto"
+    ) -> int:
+        """Make rows current; returns how many of them were not: of whose parameter.
+
+        Args:
+            param: the parameter, real.
+            state: its state tensors, real, of the shape that ``check`` wants.
+            rows: which ones, with repetitions, none of them outside; ``None`` for all.
+            engine: as for a step.
+        """
+        rows = None if rows is None else rows.reshape(-1).long()
+        busy, self.busy = self.busy, True
+        try:
+            self._stamps.begin(rows)
+            missed = self.history, self.rule.state, self.last
+            stale = None
+            if engine != "reference":
+                stale = kernel.catch_up(*missed, param, state, rows)
+            if stale is None:
+                stale = motions.catch_up(*missed, param, state, rows)
+            self._mark = _mark_of(param)
+            return stale
+        finally:
+            self.busy = busy
+
+    def _sweep(self, param: Tensor, state: list[Tensor], engine: str) -> None:
+        """Bring some more rows up to date, so that the older part of a history can be forgotten.
+
+        A few in each step, all of them within a quarter of the steps that a history may have: so no
+        step ever waits for the whole table.
+        """
+        row, began = self._swept or (0, self.history.steps)
+        end = min(self.rows, row - (-self.rows // max(1, histories._MOST_STEPS // 4)))
+        device = param.device if self.among is None else self.among.device
+        rows = self.that_may_move(torch.arange(row, end, device=device))
+        self.catch_up_rows(param, state, rows, engine=engine)
+        self._stamps.begin(torch.arange(row, end, device="cpu"))
+        some, now = self.last[row:end], self.history.now
+        some.copy_(torch.where(some < 0, ~now, now))  # those that may not move as well
+        self._swept = end, began
+        if end == self.rows:
+            self.history.forget(began)
+            self._swept = None
+
+    def was_written(self, param: Tensor) -> bool:
+        """Whether another hand has written the parameter since our latest write.
+
+        Rows that were behind were read for it, if they were read at all, as they should not be.
+        """
+        return self._mark is not None and self._mark != _mark_of(param)
+
+    def notice(self, param: Tensor) -> None:
+        """Say so if rows were behind when another hand wrote the parameter."""
+        if (
+            self._mark is None
+            or self.announced
+            or not self.is_behind
+            or not self.was_written(param)
+        ):
+            return
+        warn_once(
+            StaleWarning,
+            "a parameter was written while rows of it were behind (semantics='dense'), by another "
+            "optimizer or by hand; what was read for it was not what dense training would have. "
+            "Call optimizer.catch_up() before, or optimizer.track(model, guard=True) once.",
+        )
+
+    def _say_what_is_slow(self) -> None:
+        if self.read_by is not None:
+            warn_once(
+                SlowWarning,
+                f"{self.read_by} was called, which holds a table of {self.rows} rows, so all of "
+                "them were brought up to date (semantics='dense'); but only some got a gradient. "
+                "If it reads only those, give it a method rows_read that yields the weight and the "
+                "ids that a call reads.",
+            )
+
+    def written(self, param: Tensor) -> None:
+        """Take note of a write that only concerned rows that are current."""
+        self._mark = _mark_of(param)
+
+    def check(self, param: Tensor, state: list[Tensor]) -> None:
+        """Refuse what is not of the shape that the rows were counted in."""
+        shape = param.shape
+        wanted = [shape[:1] if kept.per_row else shape for kept in self.rule.state]
+        if shape[0] != self.rows or [tensor.shape for tensor in state] != wanted:
+            contract = (
+                f"a parameter with rows that are behind must keep its shape, {self.rows} rows"
+            )
+            got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
+            raise InputError(sentence(contract, got, "Make a new optimizer for it"))
+
+    def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
+        """Make every row current, of those that may move at all; forget the past.
+
+        Returns:
+            How many rows were not where they should have been.
+        """
+        if not self.history.steps:
+            return 0
+        self.check(param, state)
+        stale = 0
+        if self.is_behind:
+            stale = self.catch_up_rows(param, state, self.among, engine=engine)
+        self.history.begin_anew()
+        self.stamp_all(self.history.now, fresh=self.fresh)
+        self._swept = None
+        return stale
+
+    @property
+    def fresh(self) -> Tensor:
+        """Which rows have never had a gradient."""
+        self._stamps.begin(None)
+        return self.last < 0
+
+    def stamp_all(self, step: int, *, fresh: Tensor) -> None:
+        """Mark every row as current after a step; ``fresh`` are those without a gradient so far."""
+        self._stamps.begin(None)
+        self.last.copy_(torch.where(fresh, ~step, step))  # in place: it outlives inference mode
+        self._whole = step
+
+    def stamp(self, rows: Tensor | None) -> None:
+        """Mark rows as current after the step that touches them; ``None`` for all."""
+        step = self.history.now + 1
+        if rows is None:
+            self._stamps.begin(None)
+            self.last.fill_(step)
+            self._whole = step
+        else:
+            self._stamps.begin(rows.reshape(-1))
+            self.last.index_fill_(0, rows.cpu().long(), step)
+
+
+def _mark_of(param: Tensor) -> tuple[int, int]:
+    """Changes whenever somebody writes the parameter, or gives it other memory."""
+    return version_of(param), param.data_ptr()
+
+
+def constants(settings: Settings) -> tuple[Any, ...]:
+    """The options that must not change while rows are behind; lr and decay may."""
+    varying = {"lr", "lr_decay"}
+    hyper = {k: v for k, v in settings.hyper.items() if k not in varying}
+    return settings.rule.name, tuple(sorted(hyper.items(), key=lambda item: item[0]))
+
+
+def refusal(name: str) -> str:
+    """Phrase that a rule has no such form."""
+    return sentence(
+        "semantics='dense' needs a rule that says what it does without a gradient",
+        f"rule {name!r}",
+        "Use semantics='masked'",
+    )

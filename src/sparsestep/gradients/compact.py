@@ -1,0 +1,366 @@
+"""Compact: the gradient of an embedding as it comes, one row for each row of the output.
+
+A bag of a hundred ids has one gradient, and so does its output; the ordinary gradient of the table
+is a copy of it for each id. A Compact keeps the ids and the gradient of the output. Optimizers here
+work from that (``touched``). For everyone else it is a sparse gradient like any other: autograd
+adds it up, numbers scale it, and whoever asks for more gets the ordinary COO tensor.
+
+It does so in two places, because torch asks in two: ``__torch_function__`` for calls from Python,
+``__torch_dispatch__`` for those from torch's own C++. What it answers without being written out
+is in ``compact_tensor.py`` and ``compact_clip.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.core import core
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.touched import Touched
+from sparsestep.torch_internals import (
+    coo_indices,
+    coo_values,
+    graph_task_id,
+    tree_map_only,
+    without_torch_function,
+)
+
+
+class Compact(Tensor):
+    """A gradient that was never written out, in parts, each of which is a Touched.
+
+    Asking for its values, or anything else that only an ordinary tensor has, *settles* it: from
+    then on it is that tensor, so that what is done to the values in place is done to the gradient.
+
+    Example:
+        >>> import sparsestep
+        >>> bag = sparsestep.nn.EmbeddingBag(1000, 16, mode="sum")
+        >>> bag(torch.tensor([[3, 1, 3, 7]])).sum().backward()
+        >>> grad = bag.weight.grad
+        >>> type(grad).__name__, grad.is_sparse, grad.touched().values.shape
+        ('Compact', True, torch.Size([1, 16]))
+        >>> grad.coalesce().values().shape
+        torch.Size([3, 16])
+    """
+
+    _parts: tuple[Touched, ...]
+    _ordinary: Tensor | None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has become an ordinary tensor."""
+        return self._ordinary is not None
+
+    # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """Whether it is sparse: it is, unless something dense was added."""
+        return self._ordinary is None or self._ordinary.is_sparse
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        """The layout of the ordinary gradient."""
+        return torch.sparse_coo if self._ordinary is None else self._ordinary.layout
+
+    def touched(self) -> Touched:
+        """The gradient in canonical form; no row is written out. Not once it is settled."""
+        assert self._ordinary is None
+        if len(self._parts) == 1:
+            return self._parts[0]
+        return _joined(self._parts) if self._parts else _nothing(self)
+
+    def ordinary(self) -> Tensor:
+        """The ordinary gradient that it is from now on."""
+        if self._ordinary is None:
+            self._ordinary = _written_out(self)
+            self._parts = ()
+        return self._ordinary
+
+    def become(self, other: Tensor) -> None:
+        """Take the values of another gradient."""
+        if isinstance(other, Compact) and not other.is_settled:
+            self._parts, self._ordinary = other._parts, None
+        else:
+            self._parts, self._ordinary = (), ordinary(other).detach().to(self.dtype, copy=True)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # Looking at a gradient does not change what it is.
+        return repr(_written_out(self) if self._ordinary is None else self._ordinary)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_ALL_VALUES:
+            tree_map_only(Compact, _check_not_recorded, (args, kwargs))
+        elif func not in _UNCHANGED and not isinstance(func, _OPERATORS):
+            if func == _SET_DATA and isinstance(args[0], Compact):
+                return args[0].become(args[1])
+            return _on_ordinary(func, args, kwargs or {})
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = ANSWERS.get(func)
+        if answer is not None:
+            result = answer(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _on_ordinary(func, args, kwargs or {})
+
+
+if core is not None:
+    core.set_compact_class(Compact)
+
+
+def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compact:
+    """The gradient of a parameter that has these parts.
+
+    Args:
+        parts: in the order in which they are to be summed; with real numbers of slots and elements.
+        shape: the parameter's.
+        like: a tensor of its dtype, on its device.
+
+    Example:
+        >>> bag = Touched(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, torch.tensor([0, 0]))
+        >>> compact([bag], torch.Size([5, 2]), bag.values)
+        tensor(indices=tensor([[3, 1]]),
+               values=tensor([[1., 1.],
+                              [1., 1.]]),
+               size=(5, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    made: Compact = Tensor._make_wrapper_subclass(
+        Compact, shape, dtype=like.dtype, device=like.device
+    )
+    made._parts = tuple(parts)
+    made._ordinary = None
+    return made
+
+
+# What torch may ask without settling it, and who answers. An answer may be NotImplemented.
+ANSWERS: dict[Any, Callable[..., Any]] = {}
+
+
+def like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
+    """Another gradient of the same parameter."""
+    with without_torch_function():  # shape, dtype and device are torch's business
+        made = compact(parts, grad.shape, grad)
+    made._ordinary = ordinary
+    return made
+
+
+# From parts to an ordinary gradient, and back
+
+
+def _joined(parts: Sequence[Touched]) -> Touched:
+    """All parts as one, over the smallest slots that any of them has."""
+    slots = max(part.slots for part in parts)
+    parts = [part if part.slots == slots else part.finer(slots) for part in parts]
+    block = parts[0].block
+    values = [_rows(part) for part in parts]
+    positions = torch.cat([positions_of(part) for part in parts])
+    source = scale = None
+    if any(part.source is not None for part in parts):
+        source = torch.cat(_sources(parts, [len(rows) for rows in values]))
+    if any(part.scale is not None for part in parts):
+        scale = torch.cat([_scale(part) for part in parts])
+    return Touched(positions, torch.cat(values), slots, block, source, scale)
+
+
+def positions_of(part: Touched) -> Tensor:
+    """The slot of each entry, as a vector."""
+    assert part.positions is not None
+    return part.positions.reshape(-1)
+
+
+def _rows(part: Touched) -> Tensor:
+    values, block = part.values, part.block
+    return values.reshape(values.numel() // block if block else len(values), block)
+
+
+def _sources(parts: Sequence[Touched], rows: Sequence[int]) -> list[Tensor]:
+    """The rows that each part's entries take, counted through all parts."""
+    first, found = 0, []
+    for part, count in zip(parts, rows, strict=True):
+        own = part.source
+        if own is None:
+            own = torch.arange(count, device=part.values.device)
+        found.append(own + first)
+        first += count
+    return found
+
+
+def _scale(part: Touched) -> Tensor:
+    if part.scale is not None:
+        return part.scale
+    ones: Tensor = part.values.new_ones(
+        positions_of(part).numel(), dtype=part.values.dtype.to_real()
+    )
+    return ones
+
+
+def _nothing(grad: Compact) -> Touched:
+    rows, *rest = grad.shape
+    block = torch.Size(rest).numel()
+    values = torch.empty(0, block, dtype=grad.dtype, device=grad.device)
+    positions = torch.empty(0, dtype=torch.int64, device=grad.device)
+    return Touched(positions, values, rows, block)
+
+
+def _written_out(grad: Compact) -> Tensor:
+    """The COO gradient, with memory of its own: that of the output's gradient is not ours."""
+    touched, shape = grad.touched(), grad.shape
+    positions = positions_of(touched)
+    if touched.source is None and touched.scale is None:
+        values = touched.values.clone(memory_format=torch.contiguous_format)
+    else:
+        values = touched.expanded().values
+    leading = 1 if touched.slots == shape[0] else grad.dim()
+    if leading == 1:
+        indices = positions[None].clone()
+    elif touched.slots:
+        indices = torch.stack(torch.unravel_index(positions, shape))
+    else:
+        indices = positions.new_empty(leading, 0)
+    values = values.reshape(positions.numel(), *shape[leading:])
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=False,
+        check_invariants=False,
+    )
+
+
+def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
+    """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
+    if isinstance(grad, Compact):
+        if not grad.is_settled:
+            return grad._parts
+        grad = grad.ordinary()
+    if not grad.is_sparse:
+        return None
+    shape, leading = grad.shape, grad.sparse_dim()
+    if leading not in (1, grad.dim()):
+        return None
+    indices, values = coo_indices(grad), coo_values(grad).clone()
+    positions = indices[0].clone()
+    for row, size in zip(indices[1:], shape[1:], strict=False):
+        positions.mul_(size).add_(row)
+    slots = shape[:leading].numel()
+    return (Touched(positions, values, slots, shape[leading:].numel()),)
+
+
+def ordinary(tensor: Any) -> Any:
+    """A compact gradient as the ordinary one that it is from now on; anything else as it is."""
+    return tensor.ordinary() if isinstance(tensor, Compact) else tensor
+
+
+# What is done to an ordinary gradient
+
+
+def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    asked: dict[int, Compact] = {}
+
+    def settled(grad: Compact) -> Tensor:
+        _check_not_recorded(grad)
+        found = grad.ordinary()
+        asked[id(found)] = grad
+        return found
+
+    args, kwargs = tree_map_only(Compact, settled, (tuple(args), kwargs))
+    result = func(*args, **kwargs)
+    # What changes a tensor returns it: the gradient, not what is inside.
+    if _is_in_place(func) and id(result) in asked:
+        return asked[id(result)]
+    if graph_task_id() != -1 and asked:
+        return _for_hooks(result, next(iter(asked.values())))
+    return result
+
+
+def _check_not_recorded(grad: Compact) -> None:
+    if grad.requires_grad and torch.is_grad_enabled():
+        raise InputError(_NOT_TWICE)
+
+
+def _for_hooks(result: Any, grad: Compact) -> Any:
+    """While backward runs, a sparse gradient stays what autograd has seen, strided.
+
+    A hook gets this and may return what it made of it, but not another kind of tensor.
+    """
+    is_gradient = isinstance(result, Tensor) and result.is_sparse and result.shape == grad.shape
+    return like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
+
+
+_NOT_TWICE = sentence(
+    "the gradient of an embedding cannot be differentiated once more (create_graph=True)",
+    "an operation on it that would be recorded",
+    "Use torch.nn's module for that, or detach() the gradient",
+)
+_IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
+
+
+def _is_in_place(func: Any) -> bool:
+    return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
+
+
+# What modes that watch torch's operators call: these come to __torch_dispatch__ next.
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# These have to do with the values, the other attributes of a tensor only with the tensor.
+_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
+_ATTRIBUTES = [
+    attribute
+    for name, attribute in vars(Tensor.__mro__[1]).items()
+    if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
+]
+# Methods for which the same holds, and those that have an answer.
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
+    "__format__",
+    *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    "backward",
+    *("detach", "detach_", "clone", "copy_", "zero_", "add", "add_", "__add__", "__radd__"),
+    *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
+    *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
+    *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
+    *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
+    *("_foreach_zero_", "_foreach_copy_"),
+)
+# Those whose answer is in ``compact_clip.py``: it depends on all rows, summed.
+_CLIPPING = (
+    *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
+    *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
+    *("_foreach_clamp_max", "_foreach_clamp_max_"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+
+
+def _named(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        for owner in (Tensor, torch):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+_OF_ALL_VALUES = frozenset([*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm])
+_UNCHANGED = frozenset(
+    [
+        *(attribute.__get__ for attribute in _ATTRIBUTES),
+        *(attribute.__set__ for attribute in _ATTRIBUTES),
+        *_named(_METHODS),
+    ]
+)

@@ -1,0 +1,95 @@
+"""Updates while gradients arrive: one gradient in memory instead of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.optimizer.plan import Step
+from sparsestep.optimizer.records import StateKeeper
+
+
+class StepInBackward:
+    """The handle of ``optimizer.step_in_backward()``; ``remove()`` undoes it.
+
+    Until then the parameters hold on to the optimizer, and it to them.
+    """
+
+    def __init__(
+        self, optimizer: StateKeeper, params: Iterable[Tensor] | None, backwards: int
+    ) -> None:
+        if not isinstance(backwards, int) or backwards < 1:
+            raise InputError(sentence("backwards must be a whole number, at least 1", backwards))
+        places = {
+            id(param): (number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+        chosen = list(params) if params is not None else list(optimizer.all_params())
+        for param in chosen:
+            if id(param) not in places:
+                contract = "step_in_backward takes parameters of this optimizer"
+                raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
+            if param.grad is not None:
+                contract = "step_in_backward must begin without gradients, for it would add to them"
+                raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
+        self._optimizer = optimizer
+        self._backwards = backwards
+        self._places = places
+        # id -> gradients so far, and in which round: with step() or zero_grad() a new one begins.
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._began = optimizer.rounds
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._arrived)
+            for param in chosen
+            if param.requires_grad
+        ]
+
+    def _arrived(self, param: Tensor) -> None:
+        rounds = self._optimizer.rounds
+        count, latest = self._seen.get(id(param), (0, rounds))
+        if latest != rounds:
+            count = 0
+        if count == self._backwards:
+            # Whoever calls step() or zero_grad() at all calls it between two steps.
+            if rounds != self._began:
+                param.grad = None
+                raise InputError(self._one_too_many())
+            count = 0
+        self._seen[id(param)] = (count + 1, rounds)
+        if count + 1 == self._backwards:
+            try:
+                self._update(param)
+            except BaseException:
+                del self._seen[id(param)]
+                raise
+            finally:
+                param.grad = None
+
+    def _one_too_many(self) -> str:
+        one = "a second" if self._backwards == 1 else f"one after {self._backwards}"
+        return sentence(
+            f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
+            "was used, so gradients of several backward calls cannot be accumulated",
+            f"{one} before step() or zero_grad()",
+            "Pass backwards=n to step once in n backward calls",
+        )
+
+    def _update(self, param: Tensor) -> None:
+        optimizer = self._optimizer
+        number, index = self._places[id(param)]
+        groups = optimizer.param_groups
+        step = Step(optimizer)
+        if groups[number].get("stochastic_rounding"):
+            for earlier in range(number):  # the random bits depend on how many parameters they have
+                step.plan(earlier, groups[earlier], grads=[])
+        step.plan(number, groups[number], only=index)
+        step.run()
+
+    def remove(self) -> None:
+        """Leave gradients to ``step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

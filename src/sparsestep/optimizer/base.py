@@ -1,0 +1,303 @@
+"""RuleOptimizer: a torch optimizer around a rule.
+
+It keeps groups, state and step counts as torch does, checks everything before anything is written,
+and hands sparse and masked gradients to an engine, dense ones to torch's own kernel where torch has
+one for the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from threading import RLock
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    ParamsT,
+    StateDict,
+)
+
+from sparsestep import engines
+from sparsestep.contract import options
+from sparsestep.contract.rule import Settings
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients import masks
+from sparsestep.optimizer import checkpoint
+from sparsestep.optimizer.backward import StepInBackward
+from sparsestep.optimizer.catching_up import CatchesUp
+from sparsestep.optimizer.declaration import speaking
+from sparsestep.optimizer.groups import Groups
+from sparsestep.optimizer.plan import Step
+from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
+
+_KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
+
+
+class RuleOptimizer(CatchesUp):
+    """Base of every optimizer here; a subclass names its rule and checks its options.
+
+    It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        engine: str = "auto",
+        semantics: str = "masked",
+        **extras: Any,
+    ) -> None:
+        self._prepare()
+        self.engine = engine
+        self.semantics = semantics
+        unknown = sorted(extras.keys() - set(self.extras))
+        if unknown:
+            name = f"{type(self).__name__}.__init__()"
+            raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
+        with speaking(type(self).__name__):
+            engines.check_engine(engine)
+            if semantics not in ("masked", "dense"):
+                contract = "semantics must be one of masked, dense"
+                raise InputError(sentence(contract, repr(semantics)))
+            with usable(_KINDS):
+                self.check_options(defaults)
+                options.check(extras)
+        defaults = {**defaults, **options.given(extras)}
+        self._option_names = tuple(defaults)
+        # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
+        super().__init__(params, {**defaults, **self._set_as_a_whole()})
+        self._complete_on_demand()
+
+    def _set_as_a_whole(self) -> dict[str, Any]:
+        """What was chosen for the optimizer as a whole, but for the defaults."""
+        chosen = {name: getattr(self, name) for name in options.WHOLE}
+        return {name: value for name, value in chosen.items() if value != options.WHOLE[name]}
+
+    def _prepare(self) -> None:
+        """What is neither pickled nor copied."""
+        self._loading: checkpoint.Checkpoint | None = None
+        self.rounds = 0  # how often step() or zero_grad() was called
+        self.groups, self.clocks, self.known = Groups(), {}, {}
+        self._lock = RLock()  # one step at a time, whoever calls
+
+    # Param groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with options of its own, as torch's optimizers do."""
+        number = len(self.param_groups)
+        with speaking(type(self).__name__):
+            if isinstance(param_group, dict):
+                if "params" not in param_group:
+                    contract = "a param group must have the key 'params'"
+                    raise InputError(sentence(contract, ", ".join(map(str, param_group)) or "{}"))
+                options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
+                options.seed_of(param_group)
+            super().add_param_group(param_group)
+            for name in options.WHOLE:  # torch has put all defaults into the group
+                param_group.pop(name, None)
+            try:
+                with usable(_KINDS):
+                    self.check_options(param_group)
+                    options.check(param_group)
+                self.check_params(number, param_group)
+                by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
+                if self.semantics == "dense":
+                    self.groups.read(self, number, param_group)  # refuses what has no such form
+                masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
+            except Exception:
+                self.param_groups.pop()
+                raise
+
+    def check_params(self, group: int, options: dict[str, Any]) -> None:
+        """Refuse parameters that the optimizer cannot work with."""
+        name, params = type(self).__name__, options["params"]
+        sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
+        if sparse:
+            contract = f"{name} requires dense parameter tensors"
+            raise InputError(f"Sparse params at indices {sparse}: {contract}")
+        imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
+        if imaginary and not self.supports_complex:
+            contract = f"{name} does not support complex parameters"
+            raise InputError(f"Complex params at indices {imaginary}: {contract}")
+        if imaginary and options.get("state_dtype") is not None:
+            contract = "the state of complex parameters has their dtype: state_dtype must be None"
+            raise InputError(sentence(contract, options["state_dtype"]))
+
+    def __repr__(self) -> str:
+        who, rest = super().__repr__().split(" (", 1)
+        chosen = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
+        return f"{who} ({chosen}{rest}"
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient: all of them, or raise and none.
+
+        Args:
+            closure: reevaluates the model and returns the loss, which is then returned.
+        """
+        if torch.compiler.is_compiling():  # the step stays outside graphs
+            result: float | None = _uncompiled_step(self, closure)
+            return result
+        return self._uncompiled_step(closure)
+
+    # Tells torch not to wrap step() once more.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _uncompiled_step(self, closure: Callable[[], float] | None) -> float | None:
+        if self._is_observed():
+            given = () if closure is None else (closure,)
+            return self._observed_step(*given)
+        return self._step(closure)
+
+    def _is_observed(self) -> bool:
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or any(global_hooks)
+            or profiler_enabled()
+        )
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        self.rounds += 1
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            self._step_once()
+        return loss
+
+    def _step_once(self) -> None:
+        step = Step(self)
+        for number, group in enumerate(self.param_groups):
+            step.plan(number, group)
+        if step.repeats:
+            uninterrupted(lambda: self._step_with_repeats(step))
+        else:
+            step.run()
+
+    def _step_with_repeats(self, step: Step) -> None:
+        step.run()
+        for number, index in step.repeats:
+            # A parameter given more than once (torch warns of it) goes on from where it arrived.
+            again = Step(self)
+            again.plan(number, self.param_groups[number], only=index)
+            again.run()
+
+    # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
+    # step itself, so it is used only where somebody would notice.
+    _observed_step = Optimizer.profile_hook_step(_step)
+
+    def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
+        """What a param group says about its updates, now."""
+        return self.groups.settings_of(self, number, group)
+
+    def step_in_backward(
+        self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
+    ) -> StepInBackward:
+        """Update each parameter the moment its gradient is complete, and free the gradient.
+
+        So there is never more than one gradient in memory. ``step()`` then finds nothing left to do
+        and may stay in the loop.
+
+        Args:
+            params: which parameters; by default all of this optimizer's.
+            backwards: how many backward calls make a step. Accumulating gradients over several
+                without saying so is refused.
+
+        Returns:
+            A handle; its ``remove()`` undoes it.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(10, 4, sparse=True)
+            >>> optimizer = sparsestep.Adam(table.parameters())
+            >>> handle = optimizer.step_in_backward()
+            >>> table(torch.tensor([2, 7, 2])).sum().backward()
+            >>> table.weight.grad is None, int(optimizer.state[table.weight]["step"])
+            (True, 1)
+            >>> handle.remove()
+        """
+        with speaking(type(self).__name__):
+            return StepInBackward(self, params, backwards)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch's optimizers do."""
+        if torch.compiler.is_compiling():
+            _uncompiled_zero_grad(self, set_to_none)
+            return
+        self.rounds += 1
+        super().zero_grad(set_to_none)
+
+    # Checkpoints and pickles
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a checkpoint of this class or of torch's class with the same state.
+
+        The state keeps its own precision (torch would cast it to the parameter's), and is copied.
+        Options that the checkpoint does not know keep the values that they have. A checkpoint that
+        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
+        brought up to date first, for the parameters themselves are no part of the checkpoint.
+        """
+        given: Any = state_dict
+        if not isinstance(given, Mapping):
+            checkpoint.read(self, given, ())  # says what is wrong with it
+
+        def look(_: Optimizer, after_hooks: StateDict) -> None:
+            names = self._option_names + self.extras
+            self._loading = checkpoint.read(self, after_hooks, names)
+
+        handle = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.catch_up()
+        kept = {
+            "engine": self.engine,
+            "semantics": self.semantics,
+            "_option_names": self._option_names,
+        }
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Torch calls this at the end of load_state_dict too, with state and groups alone.
+        if "_loading" not in self.__dict__:
+            self._prepare()
+        loading = self._loading
+        if loading is not None:
+            self._restore(loading, state)
+        super().__setstate__(state)
+        self._complete_on_demand()
+
+    def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
+        """Put what a checkpoint says into the state that torch has read from it."""
+        for param in self.all_params():
+            # The parameters are no part of it, so what they have missed is made up for. But where
+            # another hand has written them since, they have been loaded already, and stand.
+            clock = self.clocks.get(id(param))
+            if clock is not None and not clock.was_written(param):
+                self.catch_up_rows(param, None)
+        self.clocks.clear()
+        for group, missing in zip(state["param_groups"], loading.missing, strict=True):
+            for name, value in missing.items():
+                group.setdefault(name, value)
+        state["state"].update(loading.state)
+
+
+# What is to run as it is when torch.compile comes across it. The compiler is not imported before
+# it does.
+_uncompiled_step = disable_compiler(RuleOptimizer._uncompiled_step)
+_uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)

@@ -1,0 +1,131 @@
+"""Rows that dense semantics has left behind: brought up to date when they are asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import StateDict
+
+from sparsestep.dense.pending import rows_of
+from sparsestep.dense.tracking import Tracking
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import parameters
+from sparsestep.optimizer.declaration import speaking
+from sparsestep.optimizer.records import StateKeeper
+
+
+class CatchesUp(StateKeeper):
+    """An optimizer as far as rows go that are behind."""
+
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Bring rows up to date that ``semantics="dense"`` has left behind.
+
+        Args:
+            param: whose rows; all parameters' by default. Under ``semantics="masked"`` no row is
+                ever behind, and there is nothing to do.
+            rows: which ones, integers of any shape, with repetitions; all by default.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 1))
+            >>> optimizer = sparsestep.SGD([weight], lr=1.0, momentum=0.5, semantics="dense")
+            >>> for row in (0, 1, 2):
+            ...     weight.grad = torch.sparse_coo_tensor(
+            ...         [[row]], [[1.0]], (3, 1), check_invariants=True
+            ...     )
+            ...     optimizer.step()
+            >>> weight.flatten().tolist()
+            [-1.0, -1.0, -1.0]
+            >>> optimizer.catch_up()
+            >>> weight.flatten().tolist()
+            [-1.75, -1.5, -1.0]
+        """
+        known = list(self.all_params())
+        if param is not None:
+            if not any(param is each for each in known):
+                contract = "a parameter that is brought up to date must be one of this optimizer's"
+                shape = getattr(param, "shape", None)
+                got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+                raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
+            known = [param]
+        for each in known:
+            clock = self.clocks.get(id(each))
+            if clock is None:
+                continue
+            if rows is not None:
+                with speaking(type(self).__name__):
+                    rows = _row_numbers(rows, clock.rows)
+            self.catch_up_rows(each, rows)
+            clock.announced = True
+
+    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+        """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
+
+        Args:
+            param: whose rows.
+            rows: int64 or int32, of one dim; ``None`` for all.
+        """
+        clock = self.clocks.get(id(param))
+        if clock is None or clock.owner is not param or not clock.is_behind:
+            return
+        state = clock.state_in(self.state.get(param))
+        if state is None:  # cleared: the parameter begins anew, so nothing was missed
+            return
+        memory = parameters.memory_of(param)
+        real = rows_of(memory, state)
+        clock.check(*real)
+        clock.notice(memory)
+        if rows is None:
+            uninterrupted(partial(clock.catch_up_all, *real, engine=self.engine))
+            return
+        rows = clock.that_may_move(rows.to(param.device))
+        clock.catch_up_rows(*real, rows, engine=self.engine)
+
+    def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
+        """Bring rows up to date before a model reads them.
+
+        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer has bring
+        up to date what they look up, as do modules that say what they read by a method
+        ``rows_read`` (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module that
+        holds such a weight reads all of it. Everything is current after ``eval()``, and in what
+        ``state_dict()``, pickles and copies of the model hold.
+
+        Args:
+            model: it must have parameters of this optimizer, whose semantics must be ``"dense"``.
+            guard: bring rows up to date whoever reads the tables, in whatever way. Costs a call
+                into Python for every operation on them.
+
+        Returns:
+            A handle; its ``remove()`` undoes it.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 1, sparse=True)
+            >>> optimizer = sparsestep.SGD(table.parameters(), momentum=0.5, semantics="dense")
+            >>> handle = optimizer.track(table)
+        """
+        return Tracking(self, model, guard=guard)
+
+    def state_dict(self) -> StateDict:
+        """As torch's: everything is current, so it is an ordinary checkpoint of the dense class."""
+        self.catch_up()
+        return super().state_dict()
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _row_numbers(rows: Tensor, count: int) -> Tensor:
+    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(sentence("rows must be integers, in a tensor", got))
+    rows = rows.reshape(-1).long()
+    if rows.numel():
+        low, high = rows.aminmax()
+        if int(low) < 0 or int(high) >= count:
+            outside = int(low) if int(low) < 0 else int(high)
+            raise InputError(sentence(f"rows to catch up must be in [0, {count})", outside))
+    return rows

@@ -1,0 +1,151 @@
+"""A checkpoint is looked at in full before anything is replaced by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract import options
+from sparsestep.contract.rule import Rule, State
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients import masks
+from sparsestep.gradients.touched import COMPLEX, FLOATS
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.groups import name_of
+from sparsestep.optimizer.records import StateKeeper
+
+Group = dict[str, Any]
+
+
+class Checkpoint(NamedTuple):
+    """What is about to be loaded.
+
+    Attributes:
+        missing: for each param group the options that the checkpoint does not know.
+        state: each parameter's, copied, in the dtype that it has here.
+    """
+
+    missing: list[Group]
+    state: list[tuple[Tensor, dict[str, Any]]]
+
+
+def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoint | None:
+    """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
+
+    Args:
+        optimizer: which is to load it.
+        saved: the checkpoint.
+        names: options that keep their value if the checkpoint does not know them.
+
+    Returns:
+        ``None`` where groups or parameters are not as many as they should be, which torch says.
+    """
+    who = type(optimizer).__name__
+    try:
+        _check_form(saved)
+    except InputError as error:
+        raise InputError(f"{who}: {error}") from None
+    groups, saved_groups = optimizer.param_groups, saved["param_groups"]
+    sizes = [[len(group["params"]) for group in each] for each in (groups, saved_groups)]
+    if sizes[0] != sizes[1]:
+        return None
+    found = Checkpoint([], [])
+    for number, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
+        missing = {name: group[name] for name in names if name in group and name not in new}
+        known = {**missing, **new, "params": group["params"]}
+        found.missing.append(missing)
+        try:
+            rule = _rule_of(optimizer, number, known)
+        except InputError as error:
+            raise InputError(f"{who}: group {number} of the checkpoint: {error}") from None
+        for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
+            if key not in saved["state"]:
+                continue
+            try:
+                kept = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
+            except InputError as error:
+                raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
+            if "step" in kept:
+                kept["step"] = optimizer.new_count(known, param, int(kept["step"]))
+            found.state.append((param, kept))
+    return found
+
+
+def _check_form(saved: Any) -> None:
+    contract = "a checkpoint must be what state_dict() returns, a dict with state and param_groups"
+    if not isinstance(saved, Mapping):
+        raise InputError(sentence(contract, type(saved).__name__))
+    if not {"state", "param_groups"} <= saved.keys():
+        raise InputError(sentence(contract, f"one with {', '.join(map(str, saved)) or 'nothing'}"))
+    if not isinstance(saved["state"], Mapping):
+        contract = "the state of a checkpoint must be a dict"
+        raise InputError(sentence(contract, type(saved["state"]).__name__))
+    groups = saved["param_groups"]
+    if not isinstance(groups, list | tuple):
+        contract = "the param_groups of a checkpoint must be a list"
+        raise InputError(sentence(contract, type(groups).__name__))
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            contract = "each of the param_groups of a checkpoint must be a dict with a list params"
+            got = sorted(map(str, group)) if isinstance(group, Mapping) else type(group).__name__
+            raise InputError(sentence(contract, got))
+
+
+def _rule_of(optimizer: StateKeeper, number: int, group: Group) -> Rule:
+    """The rule that a group selects; raises where its options are none that it could be made of."""
+    with usable("its options must be such as the optimizer could be made with"):
+        optimizer.check_options(group)
+        options.check(group)
+        rule = optimizer.rule_for(group)
+        by_row = rule.by_row or optimizer.semantics == "dense"
+        if optimizer.semantics == "dense":
+            optimizer.groups.read(optimizer, number, dict(group))  # refuses what has no such form
+        masks.checked(group.get("mask"), group["params"], by_row=by_row)
+    return rule
+
+
+def _state_of(
+    rule: Rule, param: Tensor, saved: Any, state_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    if not isinstance(saved, Mapping):
+        raise InputError(sentence("its state must be a dict", type(saved).__name__))
+    if not saved:
+        return {}
+    for spec in rule.state:
+        value = saved.get(spec.name)
+        if value is not None or rule.counts:  # torch's SGD takes a missing buffer for a first step
+            _check_tensor(spec, param, value, saved)
+    if rule.counts or saved.get("step") is not None:
+        _check_count(saved)
+    return states.loaded(rule, param, saved, state_dtype)
+
+
+def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
+    if not isinstance(value, Tensor):
+        held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
+        raise InputError(sentence(f"its state must hold a tensor {spec.name!r}", held))
+    wanted = states.shape_for(spec, param)
+    if value.shape != wanted:
+        contract = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
+        raise InputError(sentence(contract, tuple(value.shape)))
+    real = value.dtype in FLOATS or value.dtype == spec.dtype
+    if not real and not (param.is_complex() and value.dtype in COMPLEX):
+        kind = "float" if not param.is_complex() else "float or complex"
+        raise InputError(sentence(f"its state {spec.name!r} must be {kind}", value.dtype))
+
+
+def _check_count(saved: Mapping[str, Any]) -> None:
+    count = saved.get("step")
+    contract = "its state must hold the number of its steps, 'step'"
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.is_complex():
+            raise InputError(sentence(contract, f"a tensor of shape {tuple(count.shape)}"))
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, int | float):
+        got = f"{count!r}" if "step" in saved else f"one with {', '.join(map(str, saved))}"
+        raise InputError(sentence(contract, got))
+    if not 0 <= count < float("inf"):
+        raise InputError(sentence(contract, count))

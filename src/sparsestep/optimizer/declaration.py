@@ -1,0 +1,91 @@
+"""What an optimizer class says about itself: its rule, its options, how it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.optim import Optimizer
+
+from sparsestep.contract import options
+from sparsestep.contract.rule import Batch, Rule
+from sparsestep.errors import InputError
+
+# At run time the base of our classes is not torch's Optimizer; each of them also derives from it.
+# Whoever goes through the subclasses of Optimizer (class_resolver, hence PyKEEN) takes a class that
+# is not in the package of its own base for somebody else's. Below a base of ours, our Adam would
+# come up as a second Adam.
+if TYPE_CHECKING:
+    _Base = Optimizer
+else:
+    _Base = object
+
+
+class Declaration(_Base):
+    """What a class declares, and what a param group of it means."""
+
+    semantics: str
+    engine: str
+    _option_names: tuple[str, ...]
+
+    # Whether torch has a kernel for dense gradients under the same formula.
+    has_torch_kernel: ClassVar[bool] = False
+    # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
+    counts_in_tensor: ClassVar[bool] = True
+    # Keys of a param group that are there only where somebody sets them.
+    extras: ClassVar[tuple[str, ...]] = (
+        *("mask", "state_dtype", "stochastic_rounding", "rounding_seed"),
+    )
+    # Options of other optimizers, and what values of them ask for nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
+    supports_complex: ClassVar[bool] = True
+    always_decoupled: ClassVar[bool] = False
+    # Options that a user's formula takes itself, though they usually are everybody's.
+    own_options: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def option_names(self) -> frozenset[str]:
+        """The keys that every param group has."""
+        return frozenset(self._option_names) - frozenset(self.extras)
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Refuse values that the rule cannot work with."""
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        raise NotImplementedError
+
+    @classmethod
+    def uses_torch(cls, group: dict[str, Any]) -> bool:
+        """Whether torch's kernel computes what the group asks for."""
+        return (
+            cls.has_torch_kernel
+            and not options.read(group, "stochastic_rounding")
+            and options.read(group, "bias_correction") == "global"
+            and (
+                "decoupled_weight_decay" not in cls.extras
+                or not options.read(group, "decoupled_weight_decay")
+            )
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        raise NotImplementedError
+
+    @classmethod
+    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+        """Whether state that was made in advance does as well as none at the first step."""
+        return True
+
+
+@contextmanager
+def speaking(who: str) -> Iterator[None]:
+    """Put the name of who refuses in front of what is refused."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{who}: {error}") from None

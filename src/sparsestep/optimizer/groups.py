@@ -1,0 +1,193 @@
+"""How an optimizer reads its param groups.
+
+A user may change any option between two steps, so groups are read in every step; but mostly nothing
+has changed, and then what was read the last time is used again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract import checks, options
+from sparsestep.contract.rule import Rule, Settings
+from sparsestep.dense.clock import refusal
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients import masks
+from sparsestep.optimizer.declaration import Declaration
+
+Group = dict[str, Any]
+Selections = list[masks.Selection | None]
+
+_CONSTANT = (float, int, str, torch.dtype, type(None))
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it cannot change without being replaced."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANT)
+
+
+# Options that are true or false, however somebody may have written that.
+SWITCHES = ("amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov")
+
+
+class Groups:
+    """An optimizer's param groups, as its steps see them.
+
+    It does not know the optimizer, which would be freed only when the garbage collector finds the
+    circle.
+    """
+
+    def __init__(self) -> None:
+        self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+
+    def settings_of(self, optimizer: Declaration, number: int, group: Group) -> Settings:
+        """What a param group says about its updates, now."""
+        values = tuple(group.values())
+        known = self._settings.get(number)
+        if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
+            return known[1]
+        settings = self.read(optimizer, number, group)
+        changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
+        if all(map(_is_constant, changeable)):
+            self._settings[number] = (values, settings)
+        return settings
+
+    @staticmethod
+    def read(optimizer: Declaration, number: int, group: Group) -> Settings:
+        """Read it, whatever is known already.
+
+        Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
+        gradients are being applied, it is too late to.
+        """
+        with usable(f"the options of param group {number} must be such as it could be made with"):
+            return _settings(optimizer, number, group)
+
+    @staticmethod
+    def selections_of(
+        optimizer: Declaration, group: Group, settings: Settings
+    ) -> Selections | None:
+        """What the masks of a group select, looked at anew only when something has changed."""
+        given = group.get("mask")
+        if given is None:
+            return None
+        params = group["params"]
+        found: tuple[tuple[Tensor, ...], Selections] = settings.core.get("selections", ((), []))
+        made_for, known = found
+        # A list may have other masks now, and the group other parameters.
+        same = isinstance(given, Tensor) and len(params) == len(made_for)
+        if not same or not all(map(is_, params, made_for)):
+            by_row = settings.rule.by_row or optimizer.semantics == "dense"
+            masks.checked(given, params, by_row=by_row)
+            before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
+            known = [
+                None if mask is None else _selection(before.get(id(param)), param, mask)
+                for param, mask in zip(params, masks.listed(given, params), strict=True)
+            ]
+            settings.core["selections"] = (tuple(params), known)
+        for selection in known:
+            if selection is not None:
+                selection.update()
+        return known
+
+
+def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
+    if optimizer.has_torch_kernel:
+        checks.torch_kernel(group)
+    missing = optimizer.option_names - group.keys()
+    if missing:
+        raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
+    for name in SWITCHES:
+        if name in optimizer.own_options:  # a formula's own may be anything
+            continue
+        if not hasattr(group.get(name, False), "__bool__"):
+            raise InputError(sentence(f"{name} must be True or False", repr(group[name])))
+        bool(group.get(name))  # a table is neither
+    # They may have been changed since the optimizer was made. As with torch, lr may then be any
+    # number: schedules go below zero.
+    optimizer.check_options({**group, "lr": 0.0} if "lr" in group else group)
+    options.check(group)
+    rule = optimizer.rule_for(group)
+    # One-element tensors may be changed in place, so they are read in every step.
+    own = optimizer.own_options
+    hyper = {
+        name: group[name] if name in own else options.plain(group[name])
+        for name in rule.hyperparameters
+    }
+    lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
+    if "lr" in hyper:
+        hyper["lr"] = lr
+    decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
+    if decay:
+        decay = options.number(decay)
+    decoupled = decay and (
+        optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
+    )
+    if optimizer.semantics == "dense":
+        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
+    for step in (1, 2) if rule.coefficients is not None else ():  # a first step may be special
+        assert rule.coefficients is not None
+        tuple(map(float, rule.coefficients(step=step, **hyper)))  # out of numbers come numbers
+    for spec in rule.state:
+        if isinstance(spec.initial, str):
+            float(group[spec.initial])
+    return Settings(
+        rule,
+        hyper,
+        -1.0 if group.get("maximize") and "maximize" not in optimizer.own_options else 1.0,
+        0.0 if decoupled else float(decay),
+        float(1 - lr * decay) if decoupled else 1.0,
+        group.get("state_dtype"),
+        options.seed_of(group),
+        partial(name_of, type(optimizer).__name__, group, number),
+        optimizer.uses_torch(group),
+    )
+
+
+def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:
+    if before is not None and before.mask is mask and before.shape == param.shape:
+        return before
+    return masks.Selection(mask, param.shape)
+
+
+def name_of(who: str, group: Group, number: int, index: int) -> str:
+    """How messages name a parameter.
+
+    Args:
+        who: the optimizer's name.
+        group: the param group.
+        number: the group's.
+        index: the parameter's, in the group.
+    """
+    names = group.get("param_names")
+    name = f" ({names[index]})" if names and index < len(names) else ""
+    return f"{who}: param {index} of group {number}{name}"
+
+
+def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
+    """Refuse what dense semantics has no closed form for."""
+    if rule.idle is None and options.read(group, "bias_correction") == "per_row":
+        contract = "with semantics='dense' every row has every step: bias_correction must be global"
+        raise InputError(sentence(contract, "'per_row'"))
+    if rule.idle is None:
+        raise InputError(refusal(rule.name))
+    if coupled:
+        contract = (
+            "semantics='dense' has no closed form for coupled weight decay, whose gradient never "
+            "is zero"
+        )
+        got = f"weight_decay={group['weight_decay']}"
+        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
+    if not left > 0:
+        contract = "with semantics='dense', lr * weight_decay must be less than 1"
+        raise InputError(sentence(contract, 1 - left))
+    for name in ("stochastic_rounding", "differentiable"):
+        if group.get(name):
+            contract = f"semantics='dense' does not go with {name}"
+            raise InputError(sentence(contract, f"{name}=True"))

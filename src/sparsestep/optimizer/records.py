@@ -1,0 +1,165 @@
+"""The state of an optimizer's parameters: made, counted, looked at before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract.rule import Rule
+from sparsestep.dense.clock import RowClock
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.touched import Touched
+from sparsestep.memory import parameters
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.declaration import Declaration, speaking
+from sparsestep.optimizer.groups import Groups
+from sparsestep.torch_internals import scalar_dtype
+
+
+class StateKeeper(Declaration):
+    """An optimizer as far as its state goes.
+
+    Attributes:
+        groups: what its param groups say.
+        clocks: under dense semantics, how far the rows of a parameter are; by the parameter's id.
+        known: by the parameter's id: itself, so that no other comes to have its id, and the
+            addresses of its memory and that of its state, when they were looked at.
+        rounds: how often ``step()`` or ``zero_grad()`` was called.
+    """
+
+    groups: Groups
+    clocks: dict[int, RowClock]
+    known: dict[int, tuple[Any, ...]]
+    rounds: int
+
+    def all_params(self) -> Iterator[Tensor]:
+        """Every parameter."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def look_at(
+        self,
+        param: Tensor,
+        memory: Tensor,
+        state: list[Tensor] | None = None,
+        gradient: Touched | None = None,
+    ) -> None:
+        """Refuse memory that cannot be written, unless it was looked at before.
+
+        Args:
+            param: the parameter.
+            memory: where its numbers are.
+            state: its state tensors, where there are any.
+            gradient: the one that it is about to be updated with.
+        """
+        tensors = (memory, *(state or ()))
+        addresses = tuple(map(parameters.address, tensors))
+        known = self.known.get(id(param))
+        before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
+        # Whether it is a negative view shows at no address.
+        if before == addresses and not any(map(_is_turned, tensors)):
+            return
+        names = ("a parameter", *("its state" for _ in tensors[1:]))
+        for name, tensor in zip(names, tensors, strict=True):
+            parameters.check_writable(name, tensor)
+        if gradient is None or any(tensor.is_inference() for tensor in tensors):
+            return  # what is an inference tensor may be written at some times only
+        if known is None:
+            states.settle(memory, state, gradient)
+            if len(self.known) > sum(len(group["params"]) for group in self.param_groups):
+                self.known.clear()  # parameters were taken out of the groups
+        self.known[id(param)] = (param, *addresses)
+
+    def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
+        """A step count as torch's class keeps it."""
+        if not self.counts_in_tensor:
+            return value
+        fused, capturable = group.get("fused"), group.get("capturable")
+        device = param.device if fused or capturable else torch.device("cpu")
+        return torch.full((), float(value), dtype=scalar_dtype(is_fused=fused), device=device)
+
+    def new_record(
+        self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]
+    ) -> dict[str, Any]:
+        """A parameter's first state, with a step count of zero; empty where nothing is kept."""
+        record: dict[str, Any] = {}
+        if rule.counts or group.get("stochastic_rounding"):
+            record["step"] = self.new_count(group, param)
+        for spec, tensor in zip(rule.state, tensors, strict=True):
+            record[spec.name] = parameters.laid_out_like(param, tensor)
+        return record
+
+    def materialize_state(self) -> None:
+        """Make the state of every parameter that has none yet, as a first step would find it.
+
+        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum
+        with dampening is left out: it takes a missing buffer for a first step, as torch does.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1)
+            >>> optimizer.materialize_state()
+            >>> list(optimizer.state[weight])
+            ['step', 'sum']
+        """
+        self._materialize(lambda param: True)
+
+    def _materialize(self, chosen: Callable[[Tensor], bool]) -> None:
+        for group in self.param_groups:
+            rule = self.rule_for(group)
+            for param in group["params"]:
+                if self.state.get(param) or not self.begins_with_zeros(group) or not chosen(param):
+                    continue
+                memory = parameters.memory_of(param)
+                made = states.new(rule, memory, group, group.get("state_dtype"), None)
+                record = self.new_record(group, rule, param, made)
+                if record:
+                    self.state[param] = record
+
+    def _complete_on_demand(self) -> None:
+        """See to it that state exists when it is asked for."""
+        if not isinstance(self.state, states.Records):
+            self.state = states.Records(self.state, self._complete_state)
+
+    def _complete_state(self) -> None:
+        self._materialize(lambda param: param.requires_grad)
+        if len(self.state):  # a parameter that needs no state has an empty one beside others
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]
+
+    def share_memory(self) -> None:
+        """Move the state to shared memory, for processes that train one model together.
+
+        What is missing is made first. A step count that is a plain number, SparseAdam's, remains
+        each process's own.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.RowwiseAdagrad([weight], lr=0.1)
+            >>> optimizer.share_memory()
+            >>> optimizer.state[weight]["sum"].is_shared()
+            True
+        """
+        with speaking(type(self).__name__):
+            if self.semantics == "dense":
+                contract = "processes cannot share what rows have missed: semantics must be masked"
+                raise InputError(sentence(contract, "'dense'"))
+            self.materialize_state()
+            for group in self.param_groups:
+                if self.rule_for(group).state and not all(map(self.state.get, group["params"])):
+                    contract = "with dampening a first step makes the state, before it is shared"
+                    raise InputError(sentence(contract, "none yet", "Call step() first"))
+        tensors = (value for kept in self.state.values() for value in kept.values())
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor.share_memory_()
+
+
+def _is_turned(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj()

@@ -1,0 +1,180 @@
+"""The tensors that a rule keeps for a parameter: made, checked, loaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract.rule import Rule, State
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
+from sparsestep.memory import pages
+from sparsestep.memory.parameters import memory_of
+
+_COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+class Records(defaultdict[Tensor, Any]):
+    """An optimizer's state by parameter. Whoever asks whether there is any has it made.
+
+    ``torch.distributed.checkpoint`` asks; where there is none it runs a step of zeros to have some,
+    which would count, and where some parameters have none, what it saves cannot be loaded.
+
+    Args:
+        records: what there is.
+        complete: makes what is missing; a method, which is not kept alive.
+    """
+
+    def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
+        super().__init__(dict, records)
+        self._complete = WeakMethod(complete)
+
+    def __bool__(self) -> bool:
+        complete = self._complete()
+        if complete is not None:
+            complete()
+        return len(self) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self)
+
+    copy = __copy__
+
+
+def shape_for(kept: State, param: Tensor) -> torch.Size:
+    """The shape of a state tensor: the parameter's, or its first dim alone."""
+    return param.shape[:1] if kept.per_row else param.shape
+
+
+def dtype_for(kept: State, param: Tensor, state_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of a state tensor: what was asked for, else the parameter's, at least float32.
+
+    Running averages in half precision stall: an average of 0.25 in bfloat16 no longer moves when a
+    thousandth of the new value is added to it.
+    """
+    if kept.dtype is not None:
+        return kept.dtype
+    if param.dtype in COMPLEX:
+        return param.real.dtype if kept.per_row else param.dtype
+    if state_dtype is not None:
+        return state_dtype
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def new(
+    rule: Rule,
+    param: Tensor,
+    options: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    touched: Touched | None,
+) -> list[Tensor]:
+    """State for a parameter's first step, which is with this gradient (``None``: not known yet)."""
+    touches = _touches(param, touched) if touched is not None else 0
+    return [_made(kept, param, options, state_dtype, touches) for kept in rule.state]
+
+
+def settle(param: Tensor, tensors: list[Tensor] | None, touched: Touched) -> None:
+    """Ask for huge pages where they pay, for what was allocated before its use was known."""
+    touches = _touches(param, touched)
+    pages.gather_into_huge_pages(param, touches)
+    for tensor in tensors or ():
+        pages.ask_for_huge_pages(tensor, touches)
+
+
+def _touches(param: Tensor, touched: Touched) -> int:
+    return param.numel() if touched.positions is None else touched.positions.numel()
+
+
+def _made(
+    kept: State,
+    param: Tensor,
+    options: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    touches: int,
+) -> Tensor:
+    dtype = dtype_for(kept, param, state_dtype)
+    value = options[kept.initial] if isinstance(kept.initial, str) else kept.initial
+    if not kept.per_row and not param.is_contiguous():
+        # Elements in the parameter's own order, as torch does it.
+        return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
+    return pages.full(shape_for(kept, param), _in(dtype, value), dtype, param.device, touches)
+
+
+def _in(dtype: torch.dtype, value: float) -> complex:
+    """Both parts of a complex number have the value."""
+    return complex(value, value) if dtype in COMPLEX and value else value
+
+
+def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+    """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
+    tensors = []
+    shape, on_cpu = param.shape, param.is_cpu
+    for kept in rule.state:
+        tensor = state.get(kept.name)
+        if not isinstance(tensor, Tensor):
+            contract = f"the state must hold a tensor {kept.name!r}"
+            raise InputError(sentence(contract, ", ".join(map(str, state))))
+        tensor = memory_of(tensor)
+        same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
+        wanted = shape[:1] if kept.per_row else shape
+        if tensor.shape != wanted or not same_device:
+            raise InputError(
+                sentence(
+                    f"the state {kept.name!r} must have shape {tuple(wanted)} and be on "
+                    f"{param.device}, like the parameter",
+                    f"{tuple(tensor.shape)} on {tensor.device}",
+                    "Was the parameter replaced? Make a new optimizer for it",
+                )
+            )
+        if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
+            contract = f"the state {kept.name!r} must be of a real float dtype"
+            raise InputError(sentence(contract, tensor.dtype))
+        if tensor.layout is not torch.strided:
+            contract = f"the state {kept.name!r} must be a strided tensor"
+            raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
+        tensors.append(tensor)
+    return tensors
+
+
+def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
+    """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
+    count = state.get("step")
+    if not rule.counts or isinstance(count, int | float):
+        return
+    if not isinstance(count, Tensor):
+        contract = "the state must hold 'step', how many steps were taken"
+        got = ", ".join(map(str, state)) if count is None else f"a {type(count).__name__}"
+        raise InputError(sentence(contract, got, "To begin anew, clear the parameter's state"))
+    if count.numel() != 1 or count.layout is not torch.strided or count.dtype not in _COUNTS:
+        contract = "the state 'step' must be a number, or a tensor of one"
+        raise InputError(sentence(contract, f"{count.dtype} of shape {tuple(count.shape)}"))
+    if count.is_inference() and not torch.is_inference_mode_enabled():
+        contract = "the state 'step' must not be an inference tensor, outside inference mode"
+        raise InputError(sentence(contract, "one", "Use a clone of it"))
+
+
+def loaded(
+    rule: Rule, param: Tensor, saved: Mapping[str, Any], state_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
+
+    Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
+    moments. The tensors are copies: the checkpoint stays as it is while training goes on.
+    """
+    known = {kept.name: kept for kept in rule.state}
+    result = dict(saved)
+    for name, value in saved.items():
+        if name in known and isinstance(value, Tensor):
+            dtype = dtype_for(known[name], param, state_dtype)
+            if value.layout is not torch.strided:  # torch's SGD keeps sparse momentum sparse
+                value = value.to_dense()
+            result[name] = value.detach().to(param.device, dtype, copy=True)
+    return result

@@ -1,0 +1,305 @@
+"""Functional optimizers: gradients are passed to ``step``, from any number of threads.
+
+They keep the state, as optimizers do, but never look at ``param.grad``: whoever builds a training
+system holds the gradients. Updates of one parameter are serialised and none is lost; different
+parameters are updated side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim.optimizer import StateDict
+
+from sparsestep import rules
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.plan import Step
+
+
+class FunctionalOptimizer:
+    """Base of the functional optimizers; a subclass names the optimizer that does the work.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.zeros(5, 2)
+        >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.5)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([3]), torch.ones(1, 2))])
+        >>> optimizer.step_param(weight, torch.eye(5, 2).to_sparse_coo())
+        >>> weight.tolist()
+        [[-0.5, 0.0], [0.0, -0.5], [0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]]
+    # The options that may be given by position, in the order that torch's functional class has.
+    positional: ClassVar[tuple[str, ...]] = ("lr",)
+    # Those that only torch's class has, and the value that means what is done here.
+    only_in_torch: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, params: Iterable[Tensor], *args: Any, **options: Any) -> None:
+        name = type(self).__name__
+        places = (*self.positional, "_allow_empty_param_list")
+        if len(args) > len(places):
+            most = len(places)
+            raise TypeError(f"{name}() takes at most {most} options by position, got {len(args)}")
+        for key, value in zip(places, args, strict=False):
+            if key in options:
+                raise TypeError(f"{name}() got multiple values for argument {key!r}")
+            options[key] = value
+        for key, usual in self.only_in_torch.items():
+            value = options.pop(key, usual)
+            if value != usual:
+                contract = f"{name}: {key} is an option of torch's class alone and must be {usual}"
+                raise InputError(sentence(contract, value, "Leave it out"))
+        may_be_empty = options.pop("_allow_empty_param_list", False)
+        params = list(params)
+        if not params and not may_be_empty:
+            raise InputError(f"{name}: optimizer got an empty parameter list.")
+        self._optimizer = self.optimizer_class([{"params": params}], **options)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._adding = Lock()  # is taken before the lock of any parameter
+        self._locks: dict[int, Lock] = {}
+        self._places: dict[int, int] = {}
+
+    @property
+    def param_group(self) -> dict[str, Any]:
+        """The one group: the parameters and the options, which may be changed between steps."""
+        return self._optimizer.param_groups[0]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options as they were given."""
+        return self._optimizer.defaults
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, under torch's names."""
+        return self._optimizer.state
+
+    def step(self, gradients: Sequence[Gradient | None]) -> None:
+        """Update every parameter whose gradient is not ``None``: all of them, or raise and none.
+
+        Args:
+            gradients: one for each parameter, in any layout.
+        """
+        with self._adding:  # not while one is on trial
+            params = list(self.param_group["params"])
+        gradients = list(gradients)
+        if len(params) != len(gradients):
+            raise InputError(
+                f"{type(self).__name__}: the gradients passed in does not equal to the size of the "
+                f"parameters! Params length: {len(params)}. Gradients length: {len(gradients)}. "
+                "Pass None for a parameter without a gradient."
+            )
+        meant = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
+        with self._alone_with(meant):
+            step = Step(self._optimizer)
+            step.plan(0, self.param_group, grads=gradients)
+            step.run()
+            for _, index in step.repeats:  # a parameter that was given more than once
+                self._update(index, gradients[index])
+
+    def step_param(self, param: Tensor, grad: Gradient | None) -> None:
+        """Update one parameter, which is taken on if it is new."""
+        if self._place_of(param) is None and self._take_on(param, grad):
+            return
+        if grad is not None:
+            with self._lock_of(id(param)):
+                place = self._place_of(param)
+                assert place is not None
+                self._update(place, grad)
+
+    def _place_of(self, param: Tensor) -> int | None:
+        """Its number in the group, which others may have changed meanwhile."""
+        params = self.param_group["params"]
+        place = self._places.get(id(param))
+        if place is not None and place < len(params) and params[place] is param:
+            return place
+        found = next((i for i, known in enumerate(params) if known is param), None)
+        if found is not None:
+            self._places[id(param)] = found
+        return found
+
+    def _lock_of(self, key: int) -> Lock:
+        return self._locks.get(key) or self._locks.setdefault(key, Lock())
+
+    def _update(self, index: int, grad: Gradient | None) -> None:
+        step = Step(self._optimizer)
+        step.plan(0, self.param_group, only=index, grads=[grad])
+        step.run()
+
+    def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
+        """Add a parameter, with its first step; false if another thread has added it meanwhile."""
+        with self._adding:
+            if self._place_of(param) is not None:
+                return False
+            group = self.param_group
+            self._check_new(param, group)
+            params, names = group["params"], group.get("param_names")
+            index = len(params)
+            params.append(param)
+            if names is not None:
+                names.append(f"param {index}")
+            try:
+                self._update(index, grad)
+            except Exception:  # then nobody has heard of it yet
+                del params[index:]
+                if names is not None:
+                    del names[index:]
+                self._optimizer.known.pop(id(param), None)
+                self._optimizer.clocks.pop(id(param), None)
+                raise
+            return True
+
+    def _check_new(self, param: Tensor, group: dict[str, Any]) -> None:
+        try:
+            if group.get("mask") is not None:
+                contract = "with a mask, all parameters must be known from the start"
+                raise InputError(sentence(contract, "a new one", "Pass it to the constructor"))
+            self._optimizer.check_params(0, {**group, "params": [param]})
+        except InputError as error:
+            raise InputError(f"{type(self).__name__}: {error}") from None
+
+    @contextmanager
+    def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
+        """Hold the locks of several parameters, always taken in the same order."""
+        with ExitStack() as stack:
+            for key in sorted({id(param) for param in params}):
+                stack.enter_context(self._lock_of(key))
+            yield
+
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Bring rows up to date that ``semantics="dense"`` has left behind."""
+        meant = self.param_group["params"] if param is None else [param]
+        with self._alone_with(meant):
+            self._optimizer.catch_up(param, rows)
+
+    def state_dict(self) -> StateDict:
+        """The state as the optimizer of the same name has it."""
+        with self._adding, self._alone_with(self.param_group["params"]):
+            return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a checkpoint of this class, of the optimizer of the same name, or of torch's."""
+        with self._adding, self._alone_with(self.param_group["params"]):
+            self._optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._optimizer = state["optimizer"]
+        self._prepare()
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer).replace(type(self._optimizer).__name__, type(self).__name__, 1)
+
+
+class FunctionalSparseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.SparseAdam` with gradients passed by hand."""
+
+    optimizer_class = rules.SparseAdam
+    positional = ("lr", "betas", "eps", "maximize")
+
+
+class FunctionalAdam(FunctionalOptimizer):
+    """:class:`sparsestep.Adam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = rules.Adam
+    positional = (
+        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+    )
+
+
+class FunctionalAdamW(FunctionalAdam):
+    """:class:`sparsestep.AdamW` with gradients passed by hand."""
+
+    optimizer_class = rules.AdamW
+
+
+class FunctionalAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.Adagrad` with gradients passed by hand."""
+
+    optimizer_class = rules.Adagrad
+    positional = (
+        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
+        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
+        *("foreach", "fused", "maximize"),
+    )
+    only_in_torch: ClassVar[dict[str, Any]] = {
+        "warmup_lr_multiplier": 1.0,
+        "warmup_num_iters": 0.0,
+        "coalesce_grad": True,
+    }
+
+
+class FunctionalRowwiseAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdagrad` with gradients passed by hand."""
+
+    optimizer_class = rules.RowwiseAdagrad
+    positional = ("lr", "weight_decay", "initial_accumulator_value", "eps")
+
+
+class FunctionalRowwiseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdam` with gradients passed by hand."""
+
+    optimizer_class = rules.RowwiseAdam
+    positional = ("lr", "betas", "eps", "weight_decay")
+
+
+class FunctionalSGD(FunctionalOptimizer):
+    """:class:`sparsestep.SGD` with gradients passed by hand.
+
+    Its ``lr`` is 1e-3 by default, as that of ``torch.optim.SGD``; torch's functional class has
+    1e-2.
+    """
+
+    optimizer_class = rules.SGD
+    positional = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        *("maximize", "foreach", "fused"),
+    )
+
+
+class FunctionalRMSprop(FunctionalOptimizer):
+    """:class:`sparsestep.RMSprop` with gradients passed by hand."""
+
+    optimizer_class = rules.RMSprop
+    positional = (
+        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
+    )
+
+
+class FunctionalLion(FunctionalOptimizer):
+    """:class:`sparsestep.Lion` with gradients passed by hand."""
+
+    optimizer_class = rules.Lion
+    positional = ("lr", "betas", "weight_decay")
+
+
+class FunctionalFtrl(FunctionalOptimizer):
+    """:class:`sparsestep.Ftrl` with gradients passed by hand."""
+
+    optimizer_class = rules.Ftrl
+    positional = ("lr", "beta", "l1", "l2")
+
+
+FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = (
+    FunctionalSparseAdam,
+    FunctionalAdam,
+    FunctionalAdamW,
+    FunctionalAdagrad,
+    FunctionalRowwiseAdagrad,
+    FunctionalRowwiseAdam,
+    FunctionalSGD,
+    FunctionalRMSprop,
+    FunctionalLion,
+    FunctionalFtrl,
+)

@@ -1,0 +1,249 @@
+"""``sparsestep.rule``: a plain function of tensors becomes an optimizer for every layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.contract import checks
+from sparsestep.contract import options as extras
+from sparsestep.contract.rule import Rule, State
+from sparsestep.errors import InputError, sentence
+from sparsestep.optimizer.base import RuleOptimizer
+
+Formula = Callable[..., Any]
+
+
+def rule(
+    function: Formula | None = None,
+    *,
+    state: Mapping[str, float] | None = None,
+    row_state: Mapping[str, float] | None = None,
+    compile: bool | Mapping[str, Any] = False,
+) -> Any:
+    """Turn an update formula into an optimizer class that runs on every layout.
+
+    The function gets the touched values of the parameter, their gradient (duplicates summed) and
+    the state, and returns the new parameter and state. Its keyword-only arguments are the
+    optimizer's options; ``step``, where it asks for it, is the number of the parameter's update.
+    Values come as ``[slots, block]``, and are copies that it may change. What it returns is checked
+    before anything is written.
+
+    Args:
+        function: the formula ``(param, grad, *state, *row_state, **options)``.
+        state: what is kept for each element: names, in the function's order, and first values.
+        row_state: what is kept for each row. The function then sees whole rows, and these as a
+            column beside them.
+        compile: pass the function through ``torch.compile``, with these options if it is a mapping.
+
+    Returns:
+        The optimizer class, or a decorator.
+
+    Example:
+        >>> import sparsestep
+        >>> @sparsestep.rule(state={"sum": 0.0})
+        ... def adagrad(param, grad, sum, *, lr, eps=1e-10):
+        ...     sum = sum + grad.square()
+        ...     return param - lr * grad / (sum.sqrt() + eps), sum
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = adagrad(table.parameters(), lr=0.1)
+        >>> table(torch.tensor([2, 7, 2])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["sum"][[2, 3, 7], 0].tolist()
+        [4.0, 0.0, 1.0]
+    """
+    if function is None:
+        return lambda function: rule(function, state=state, row_state=row_state, compile=compile)
+    kept = (*_kept("state", state), *_kept("row_state", row_state, per_row=True))
+    signature = _checked_signature(function, kept)
+    made = Rule(function.__name__, _guarded(function, signature, compile), kept)
+    return _optimizer_class(function, made, signature)
+
+
+# What is checked when a function is decorated
+
+# Names that mean something to every optimizer, as keys of a param group or of the state.
+_RESERVED = frozenset(
+    {
+        *extras.DEFAULTS,
+        *("params", "param_names", "engine", "rounding_seed", "semantics"),
+        *("capturable", "differentiable", "fused"),
+    }
+)
+
+
+def _kept(argument: str, given: Any, per_row: bool = False) -> list[State]:
+    contract = f"{argument} must map names to first values, as in {argument}={{'sum': 0.0}}"
+    if not isinstance(given, Mapping | None):
+        raise InputError(sentence(contract, repr(given)))
+    kept = []
+    for name, first in (given or {}).items():
+        if not isinstance(name, str) or not isinstance(first, int | float):
+            raise InputError(sentence(contract, repr(given)))
+        if name == "step":
+            contract = f"{argument} must not have the name of the step count"
+            remedy = "To get the count, take step as a keyword-only argument"
+            raise InputError(sentence(contract, repr(name), remedy))
+        kept.append(State(name, float(first), per_row=per_row))
+    return kept
+
+
+def _checked_signature(function: Formula, kept: tuple[State, ...]) -> inspect.Signature:
+    """The function must take what it will be called with."""
+    if not callable(function) or not hasattr(function, "__name__"):
+        remedy = "Its state goes into state= or row_state="
+        raise InputError(sentence("rule must be given a function", repr(function), remedy))
+    name = function.__name__
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        got = "a function that does not tell its arguments"
+        raise InputError(sentence(f"rule {name!r} must have a signature", got)) from None
+    arguments = signature.parameters.values()
+    places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    others = [a for a in arguments if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    wanted = ["param", "grad", *(spec.name for spec in kept)]
+    if len(places) != len(wanted) or places[2:] != wanted[2:] or others:
+        remedy = "Its state is named in state= or row_state=; its options come after a *"
+        contract = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
+        raise InputError(sentence(contract, signature, remedy))
+    taken = sorted(_RESERVED & _options(signature).keys())
+    if taken:
+        contract = f"rule {name!r} must not take what every optimizer has in another meaning"
+        raise InputError(sentence(contract, ", ".join(taken), "Rename it"))
+    return signature
+
+
+def _options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The keyword-only arguments that a param group provides."""
+    return {
+        name: argument
+        for name, argument in signature.parameters.items()
+        if argument.kind is argument.KEYWORD_ONLY and name != "step"
+    }
+
+
+# What is done around every call of the function
+
+
+def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
+    """The function on copies of its arguments, and its results in a form that can be written."""
+    name = function.__name__
+
+    def copying(*values: Tensor, **options: Any) -> Any:
+        # The values of a dense gradient are the parameter, gradient and state themselves. Inside
+        # what is compiled, the copies are free.
+        return function(*(value.clone() for value in values), **options)
+
+    # torch.compile counts by code object how often it may compile a function.
+    copying.__code__ = copying.__code__.replace(co_name=name)
+    called = copying
+    if not isinstance(compile, bool | Mapping):
+        contract = "compile must be True, False or a mapping of torch.compile's options"
+        raise InputError(sentence(contract, repr(compile)))
+    if compile is not False:
+        called = torch.compile(copying, **({} if compile is True else compile))
+
+    def update(*values: Tensor, **options: Any) -> list[Any]:
+        new = called(*values, **options)
+        if not isinstance(new, Tensor | tuple | list):
+            contract = f"rule {name!r} must return a tensor or a tuple of tensors"
+            raise InputError(sentence(contract, type(new).__name__))
+        results = [new] if isinstance(new, Tensor) else new
+        return [_writable(name, result, values[0]) for result in results]
+
+    update.__signature__ = signature  # type: ignore[attr-defined]
+    return update
+
+
+def _writable(name: str, value: Any, like: Tensor) -> Any:
+    """A result in the dtype of the arithmetic; whether it is a tensor at all is not looked at."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
+        contract = f"rule {name!r} must return real strided tensors on {like.device}"
+        got = f"{value.layout} of {value.dtype} on {value.device}"
+        raise InputError(sentence(contract, got))
+    return value.to(like.dtype)
+
+
+# The optimizer class
+
+# What every optimizer has, unless the formula has an option of that name itself.
+_COMMON: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
+
+
+def _optimizer_class(
+    function: Formula, made: Rule, signature: inspect.Signature
+) -> type[RuleOptimizer]:
+    options = _options(signature)
+    values = {name: option.default for name, option in options.items()}
+    required = [name for name, value in values.items() if value is inspect.Parameter.empty]
+    common = {name: value for name, value in _COMMON.items() if name not in options}
+    # Decoupled decay is by lr * weight_decay.
+    decays = ["decoupled_weight_decay"] if "weight_decay" in common and "lr" in options else []
+
+    class UserRule(RuleOptimizer, Optimizer):
+        __doc__ = function.__doc__
+        extras = (*RuleOptimizer.extras, *decays, *required)
+        own_options = frozenset(options)
+
+        def __init__(self, params: ParamsT, **given: Any) -> None:
+            if given.get("engine") == "native":
+                contract = "the native engine takes rules that have a C++ twin"
+                got, remedy = f"rule {made.name!r}", "Use engine='auto'"
+                raise InputError(f"{made.name}: {sentence(contract, got, remedy)}")
+            defaults = {
+                name: given.pop(name, value)
+                for name, value in {**values, **common}.items()
+                if name in given or name not in required
+            }
+            super().__init__(params, defaults, **given)
+
+        @staticmethod
+        def check_options(group: dict[str, Any]) -> None:
+            """Refuse what the engines cannot work with; the formula's own options are its own."""
+            if "weight_decay" in common:
+                checks.at_least_zero("weight_decay", group["weight_decay"])
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add a group of parameters, which has to have every option without a default."""
+            known = {**self.defaults, **param_group} if isinstance(param_group, dict) else values
+            missing = [name for name in required if name not in known]
+            if missing:
+                contract = f"{made.name} needs {', '.join(missing)}"
+                got = ", ".join(name for name in values if name in known) or "no options"
+                remedy = "Pass it by name, or give every param group its own"
+                raise InputError(sentence(contract, got, remedy))
+            super().add_param_group(param_group)
+
+        @classmethod
+        def rule_for(cls, group: dict[str, Any]) -> Rule:
+            """The formula."""
+            return made
+
+    UserRule.__name__ = function.__name__
+    UserRule.__qualname__ = function.__qualname__  # under which a pickle looks for it
+    UserRule.__module__ = function.__module__
+    UserRule.__signature__ = _class_signature(options, common)  # type: ignore[attr-defined]
+    return UserRule
+
+
+def _class_signature(
+    options: Mapping[str, inspect.Parameter], common: Mapping[str, Any]
+) -> inspect.Signature:
+    """What ``help`` shows."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *options.values(),
+            *(inspect.Parameter(name, kind, default=value) for name, value in common.items()),
+            inspect.Parameter("extras", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )

@@ -1,0 +1,205 @@
+"""Every private name of torch that is used here, what for, and what is done without it.
+
+The next release of torch may rename any of them. Then this file is what has to change, and its test
+(``tests/test_torch_internals.py``) says which name it is. A name without a fallback is one that
+nothing works without: whoever installs a torch without it is told so at import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+# What was looked for in vain and replaced by a fallback.
+missing: list[str] = []
+_MISSING = object()
+
+
+def _find(path: str, use: str, fallback: Any = _MISSING) -> Any:
+    """A private name of torch.
+
+    Args:
+        path: the module and the name in it.
+        use: what it is for.
+        fallback: what does as well, or nearly so.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        missing.append(path)
+        if fallback is not _MISSING:
+            return fallback
+        raise ImportError(
+            f"sparsestep needs {path} to {use}, and torch {torch.__version__} does not have it. "
+            "docs/torch-releases.md says which releases are supported."
+        ) from None
+
+
+# Optimizers
+
+profiler_enabled: Callable[[], bool] = _find(
+    "torch._C._autograd._profiler_enabled",
+    "mark steps for a profiler, only where there is one",
+    lambda: True,  # they are marked always, which costs as much as a small step
+)
+global_hooks: tuple[Mapping[int, Any], ...] = tuple(
+    _find(f"torch.optim.optimizer.{name}", "see whether hooks of all optimizers are to be called")
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+)
+scalar_dtype: Callable[..., torch.dtype] = _find(
+    "torch.optim.optimizer._get_scalar_dtype",
+    "count steps in the dtype that torch counts in",
+    lambda is_fused=None: torch.float32,
+)
+check_fused: Callable[[Tensor], None] = _find(
+    "torch.optim.optimizer._device_dtype_check_for_fused",
+    "refuse in time what torch's fused kernels refuse",
+)
+capturable_devices: Callable[[], list[str]] = _find(
+    "torch.optim.optimizer._get_capturable_supported_devices",
+    "refuse in time what torch's capturable kernels refuse",
+    lambda: ["cuda", "xpu", "hpu"],
+)
+disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _find(
+    "torch._compile._disable_dynamo",
+    "keep a step outside of graphs without importing the compiler",
+    torch.compiler.disable,
+)
+
+# Subclasses of tensors
+
+without_torch_function: Callable[[], Any] = _find(
+    "torch._C.DisableTorchFunctionSubclass",
+    "look at a tensor without asking its class",
+)
+tree_map_only: Callable[..., Any] = _find(
+    "torch.utils._pytree.tree_map_only",
+    "find the tensors among the arguments of an operation",
+)
+rebuild_parameter: Callable[..., nn.Parameter] = _find(
+    "torch._utils._rebuild_parameter",
+    "pickle a guarded parameter as an ordinary one",
+)
+_storage_use_count: Callable[[int], int] | None = _find(
+    "torch._C._storage_Use_Count",
+    "see whether anybody else holds on to memory",
+    None,  # then nobody can tell, and it is copied
+)
+graph_task_id: Callable[[], int] = _find(
+    "torch._C._current_graph_task_id",
+    "see whether a backward is under way",
+    lambda: -1,
+)
+
+# Compilers and transforms
+
+is_transforming: Callable[[], bool] = _find(
+    "torch._C._are_functorch_transforms_active",
+    "leave look-ups under vmap and the like to torch",
+    lambda: False,
+)
+
+is_tracing: Callable[[], bool] = _find(
+    "torch.jit.is_tracing", "leave look-ups to torch where they are traced", lambda: False
+)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export looks into a call.
+
+    Before torch 2.12, torch.compile takes ``torch.compiler.is_exporting()`` to be true wherever it
+    comes across it: look-ups would be compiled, with dense gradients. So there it is made to call
+    this function when it traces, and its own tracer tells.
+    """
+    if torch.compiler.is_exporting():
+        return True
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return compiler is not None and bool(compiler.InstructionTranslator.current_tx().export)
+    except AttributeError:  # nothing is being traced
+        return False
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+if TorchVersion(torch.__version__) >= "2.12":
+    is_exporting = torch.compiler.is_exporting
+
+# Kernels
+
+foreach_norm: Callable[..., tuple[Tensor, ...]] = _find(
+    "torch._foreach_norm",
+    "clip many gradients at once",
+    lambda tensors, order: tuple(torch.linalg.vector_norm(t, order) for t in tensors),
+)
+foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_", "scale many gradients at once")
+foreach_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _find(
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "unscale compact gradients for a GradScaler",
+)
+embedding_bag: Callable[..., tuple[Tensor, ...]] = _find(
+    "torch._embedding_bag_forward_only",
+    "pool rows as torch's EmbeddingBag does",
+)
+
+
+def embedding_bag_weights_backward(*args: Any) -> Tensor:
+    """The gradient of an EmbeddingBag's weights per sample."""
+    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(*args)
+    return found
+
+
+# Attributes
+
+
+def uses_of_memory(tensor: Tensor) -> int | None:
+    """How many tensors look at the memory of this one; ``None`` if this torch does not tell."""
+    count = _storage_use_count
+    return None if count is None else count(tensor.untyped_storage()._cdata)
+
+
+def uses(tensor: Tensor) -> int | None:
+    """How many hold on to the tensor itself; ``None`` if this torch does not tell."""
+    count = getattr(tensor, "_use_count", None)
+    return None if count is None else count()
+
+
+def coo_indices(tensor: Tensor) -> Tensor:
+    """The indices of a COO tensor as they are, coalesced or not."""
+    return tensor._indices()
+
+
+def coo_values(tensor: Tensor) -> Tensor:
+    """The values of a COO tensor as they are, coalesced or not."""
+    return tensor._values()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place; -1 for an inference tensor, where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """What a module holds itself, unlike its submodules."""
+    return module._parameters
+
+
+# Distributed
+
+
+def register_overlapped(theirs: type, ours: type) -> None:
+    """Have DDP use a class of ours for optimizers, where it can overlap them with backward.
+
+    Private, as is the method of DDP that it is for; a torch without the one has no other.
+    """
+    with suppress(ImportError):
+        from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
+
+        optimizer_overlap.register_overlapped(theirs)(ours)

@@ -1,0 +1,44 @@
+"""Private names of torch stand in one file, and this torch has them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import sparsestep
+from sparsestep import torch_internals
+
+SOURCES = Path(sparsestep.__file__).parent
+# A name of torch's that begins with an underscore, in an import or after a dot.
+PRIVATE = re.compile(
+    r"\btorch(\.\w+)*\._(?!_)\w+|^\s*from torch[\w.]* import .*\b_(?!_)\w+"
+    r"|\._(values|indices|version|parameters|use_count|cdata)\b\(?\)?"
+)
+OWN = {"self._version", "self._values", "self._indices", "self._parameters"}
+
+
+def test_this_torch_has_all_of_them():
+    assert torch_internals.missing == []
+
+
+def test_what_is_missing_is_replaced_or_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_internals, "missing", [])
+    assert torch_internals._find("torch._C._no_such_name", "do nothing", 7) == 7
+    message = r"sparsestep needs torch\._C\._no_such_name to do nothing, and torch .* does not"
+    with pytest.raises(ImportError, match=message):
+        torch_internals._find("torch._C._no_such_name", "do nothing")
+    assert torch_internals.missing == 2 * ["torch._C._no_such_name"]
+
+
+def test_they_stand_nowhere_else():
+    found = [
+        f"{path.relative_to(SOURCES)}: {match[0]}"
+        for path in SOURCES.rglob("*.py")
+        if path.name != "torch_internals.py"
+        for line in path.read_text().splitlines()
+        for match in PRIVATE.finditer(line)
+        if "self" + match[0] not in OWN and "sys.modules" not in line
+    ]
+    assert found == []
