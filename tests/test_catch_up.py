@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.contract.rule import Settings
 from sparsestep.dense import history as histories
 from sparsestep.dense.clock import History, RowClock
+from sparsestep.engines.protocol import Settings
 from sparsestep.errors import InputError
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
 

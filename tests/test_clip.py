@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 from torch.nn import utils
 
+import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.gradients import clip, norms
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
@@ -419,3 +420,21 @@ def test_training_with_sparse_and_dense_layers():
             opt.step()
     torch.testing.assert_close(torch.tensor(seen[True]), torch.tensor(seen[False]))
     assert seen[True][-1][0] < seen[True][0][0] / 2
+
+
+def test_gradients_that_are_lazily_conjugate():
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    param.grad = torch.tensor([3 + 4j, 0, 0]).conj()
+    assert float(sparsestep.clip_grad_norm_([param], 1.0)) == pytest.approx(5.0)
+    assert param.grad[0].item() == pytest.approx(0.6 - 0.8j, abs=1e-4)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_half_precision_under_autocast(sparse: bool):
+    """There torch has no rule for putting float16 tensors together on a CPU."""
+    table = (sparsestep if sparse else torch).nn.Embedding(4, 2).half()
+    for ids in ([0, 1], [1, 2]):
+        table(torch.tensor(ids)).sum().backward()
+    with torch.autocast("cpu"):
+        norm = sparsestep.clip_grad_norm_(table.parameters(), 1.0)
+    assert float(norm) == pytest.approx(12**0.5, rel=1e-3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.errors import warn_once
+from sparsestep.errors import sentence, warn_once
 
 
 def odd_param(*sizes: int) -> torch.Tensor:
@@ -106,3 +106,11 @@ def test_a_warning_that_is_an_error_is_not_said_to_be_over():
         with pytest.raises(sparsestep.SlowWarning):  # the suite makes warnings errors
             opt.step()
         assert (param == 1).all()
+
+
+def test_what_cannot_be_printed_is_named():
+    class Shy:
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert sentence("it must be loud", Shy()) == "it must be loud. Got a Shy."

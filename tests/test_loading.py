@@ -189,3 +189,34 @@ def test_hooks_see_options_that_the_checkpoint_does_not_know():
     assert seen[0]["amsgrad"] is False
     assert seen[0]["state_dtype"] == torch.float64
     assert opt.state[opt.param_groups[0]["params"][0]]["exp_avg"].dtype == torch.float64
+
+
+def test_a_switch_that_is_neither_true_nor_false():
+    opt = sparsestep.Adam([torch.nn.Parameter(torch.ones(4, 2))])
+    saved = opt.state_dict()
+    saved["param_groups"][0]["capturable"] = torch.zeros(2)
+    with pytest.raises(
+        InputError, match="group 0 of the checkpoint.*capturable must be True or Fa"
+    ):
+        opt.load_state_dict(saved)
+
+
+def test_a_count_of_none_where_nothing_is_counted():
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.SGD([param], momentum=0.5)
+    opt.materialize_state()
+    saved = opt.state_dict()
+    saved["state"][0]["step"] = None
+    opt.load_state_dict(saved)
+    assert opt.state[param]["step"] is None
+
+
+def test_a_count_of_the_wrong_kind_is_refused_before_anything_is_written():
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.SGD([param], momentum=0.5, lr=0.1)
+    opt.materialize_state()
+    opt.state[param]["step"] = torch.tensor(True)
+    param.grad = torch.eye(4)[:, :2].to_sparse(1)
+    with pytest.raises(InputError, match="'step' must be a number"):
+        opt.step()
+    assert bool((param == 1).all())

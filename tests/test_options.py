@@ -303,3 +303,19 @@ def test_a_schedule_may_go_below_zero():
     param.grad = torch.ones(4, 2).to_sparse(1)
     opt.step()
     assert bool((param == 1.5).all())
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "momentum", "dampening"])
+def test_a_number_may_be_written_as_a_switch(name: str):
+    """Torch's kernels take no True for 1, and are called when others have written."""
+    runs = []
+    for given in (1, True):
+        table, weight = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+        opt = sparsestep.SGD([table, weight], lr=0.1, momentum=0.5)
+        opt.param_groups[0][name] = given
+        for _ in range(2):
+            table.grad = torch.eye(4)[:, :2].to_sparse(1)
+            weight.grad = torch.ones(4, 2)
+            opt.step()
+        runs.append((table.detach(), weight.detach()))
+    assert all(map(same_bits, *runs))

@@ -85,7 +85,10 @@ def usable(what: str) -> Iterator[None]:
 
 def _shortened(got: object) -> str:
     """What it says, in one line: a tensor, or an error of torch's, may go on for pages."""
-    text = " ".join(str(got).split())
+    try:
+        text = " ".join(str(got).split())
+    except Exception:  # a subclass of Tensor that does not even print
+        return f"a {type(got).__name__}"
     return text if len(text) < 300 else f"{text[:260]} …"
 
 

@@ -18,13 +18,15 @@ from typing_extensions import Unpack
 
 from sparsestep import engines
 from sparsestep.contract import checks, options
-from sparsestep.contract.rule import Rule, Settings, Update
+from sparsestep.contract.rule import Rule
+from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS
-from sparsestep.memory.parameters import check_writable, is_distributed, local_gradient, memory_of
+from sparsestep.memory.parameters import check_writable
 from sparsestep.optimizer import state as states
+from sparsestep.optimizer.updates import in_real_numbers, local
 from sparsestep.rules import adagrad, adam, ftrl, lion, rmsprop, rowwise_adagrad, rowwise_adam, sgd
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 
@@ -92,9 +94,7 @@ def apply_(
                 seed &= 0xFFFFFFFFFFFFFFFF
         _check_param(param)
         owner = param
-        if is_distributed(param):
-            grad = local_gradient(param, grad, by_row=rule.by_row)
-            param = memory_of(param)
+        param, grad = local(param, grad, by_row=rule.by_row)
         check_writable("a parameter", param)
         gradient = touched(param, grad, by_row=rule.by_row)
         tensors = _checked_state(rule, param, state)
@@ -104,14 +104,11 @@ def apply_(
             gradient = masks.select(gradient, selection, param.numel())
     except InputError as error:
         raise InputError(f"{who}: {error}") from None
-    written = param.detach()
-    if param.is_complex():
-        gradient = gradient.as_real()
-        written = torch.view_as_real(written)
-        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     l2 = 0.0 if decoupled_weight_decay else decay
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
-    update = Update(settings, 0, written, gradient, tensors, number, seed, owner)
+    written, gradient = in_real_numbers(param.detach(), tensors, gradient)
+    update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
+    update.written, update.step, update.seed = written, number, seed
     engines.run([update], engine)
     tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.gradients.touched import Touched
 
 
 @dataclass(frozen=True)
@@ -135,85 +134,3 @@ class Rule:
     def by_row(self) -> bool:
         """Whether it has to see whole rows."""
         return any(kept.per_row for kept in self.state)
-
-
-@dataclass(slots=True)
-class Settings:
-    """What a param group says about its updates, in this step.
-
-    Attributes:
-        rule: the formula.
-        hyper: the formula's keyword arguments but for the step.
-        sign: -1.0 to maximize, else 1.0.
-        l2: coupled weight decay.
-        shrink: what decoupled weight decay leaves of a parameter; 1.0 without.
-        state_dtype: the dtype of new state; ``None`` for that of the parameter, at least float32.
-        seed: of stochastic rounding; ``None`` to round to nearest.
-        who: names a parameter of the group, by its number, in messages.
-        uses_torch: whether torch's own kernel does what is asked for, where gradients are dense.
-        core: what the native engine keeps beside it.
-    """
-
-    rule: Rule
-    hyper: dict[str, Any]
-    sign: float
-    l2: float
-    shrink: float
-    state_dtype: torch.dtype | None
-    seed: int | None
-    who: Callable[[int], str]
-    uses_torch: bool = False
-    core: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Update:
-    """A rule about to be applied to one parameter, everything checked but the positions.
-
-    Attributes:
-        settings: those of its param group.
-        index: the parameter's number in its group.
-        param: written in place; a complex parameter is seen as pairs of real numbers.
-        touched: its gradient.
-        state: the rule's state tensors, written in place.
-        step: the number of this update, from 1.
-        seed: of this update's stochastic rounding.
-        owner: the parameter as the optimizer has it.
-    """
-
-    settings: Settings
-    index: int
-    param: Tensor
-    touched: Touched
-    state: list[Tensor]
-    step: int
-    seed: int | None
-    owner: Tensor
-
-    def refuse(self, why: object) -> InputError:
-        """The error that names the parameter."""
-        return InputError(f"{self.settings.who(self.index)}: {why}")
-
-
-@dataclass(slots=True)
-class Batch:
-    """Dense gradients of one param group, for torch's own kernel.
-
-    Attributes:
-        group: the param group, as the user may change it.
-        params: written in place.
-        grads: one for each parameter.
-        state: lists of state tensors by name; ``None`` where the kernel makes the tensor itself.
-        steps: step counts, which the kernel advances.
-    """
-
-    group: Mapping[str, Any]
-    params: list[Tensor]
-    grads: list[Tensor]
-    state: dict[str, list[Any]]
-    steps: list[Tensor]
-
-    @property
-    def has_complex(self) -> bool:
-        """Whether any parameter is complex."""
-        return any(param.is_complex() for param in self.params)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.contract.rule import Settings
 from sparsestep.dense import history as histories
 from sparsestep.dense import kernel, motions
 from sparsestep.dense.history import History
 from sparsestep.dense.stamps import Stamps
+from sparsestep.engines.protocol import Settings
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
 from sparsestep.memory.parameters import memory_of
 from sparsestep.torch_internals import version_of

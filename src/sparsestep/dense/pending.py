@@ -2,61 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from sparsestep.contract.rule import Settings
 from sparsestep.dense.clock import RowClock
+from sparsestep.engines.protocol import ParamUpdate
+from sparsestep.errors import StaleWarning, warn_once
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import check_positions
 
 Clocks = dict[int, RowClock]  # by id of the parameter
 
 
-@dataclass(slots=True)
-class PendingCatchUp:
-    """A parameter under dense semantics, before its step.
+class PendingCatchUps:
+    """The catch-ups of one step: prepared and committed like an engine's updates.
 
-    Attributes:
-        owner: the parameter as the optimizer has it.
-        param: its memory.
-        positions: the rows that its gradient holds; ``None`` for all.
-        kept: the optimizer's record of its state; ``None`` before the first step.
-        tensors: the state tensors; ``None`` before the first step.
-        settings: those of its param group.
-        selection: what a mask selects.
-        clock: what is known of its rows, once it is prepared.
+    Args:
+        clocks: the optimizer's.
+        engine: as for a step.
     """
 
-    owner: Tensor
-    param: Tensor
-    positions: Tensor | None
-    kept: dict[str, Any] | None
-    tensors: list[Tensor] | None
-    settings: Settings
-    selection: masks.Selection | None
-    clock: RowClock | None = None
-    _stale: int = 0
+    def __init__(self, clocks: Clocks, engine: str) -> None:
+        self._clocks = clocks
+        self._engine = engine
+        self._pending: list[PendingCatchUp] = []
 
-    def __post_init__(self) -> None:
-        if self.positions is not None:
-            check_positions(self.positions, self.rows)
+    def __bool__(self) -> bool:
+        return bool(self._pending)
 
-    def prepare(self, clocks: Clocks, engine: str) -> int:
-        """Bring the rows that the step touches up to date; returns how many were stale.
+    def add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+        """Have the rows current that an update touches, before it is computed."""
+        self._pending.append(PendingCatchUp(update, selection))
+
+    def prepare(self) -> None:
+        """Bring them up to date.
 
         Nothing changes its meaning by that: should the step not be done after all, rows are current
         that would have been so sooner or later.
         """
+        if sum(pending.prepare(self._clocks, self._engine) for pending in self._pending):
+            warn_once(
+                StaleWarning,
+                "rows got a gradient that were read before they were brought up to date "
+                "(semantics='dense'). Call optimizer.track(model) once, or "
+                "optimizer.catch_up(param, rows) before each look-up.",
+            )
+
+    def cancel(self) -> None:
+        """The step is not done."""
+        for pending in self._pending:
+            pending.cancel()
+
+    def commit(self) -> None:
+        """Take note of the step; in the end, for it remembers how often parameters were written."""
+        for pending in self._pending:
+            pending.commit(self._clocks)
+
+
+class PendingCatchUp:
+    """A parameter under dense semantics, before its step.
+
+    Attributes:
+        clock: what is known of its rows, once it is prepared.
+    """
+
+    def __init__(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+        self._update = update
+        self._selection = selection
+        # As they are now: a mask makes the gradient smaller, and a first step makes state.
+        self._positions, self._state = update.touched.positions, update.state
+        self.clock: RowClock | None = None
+        self._stale = 0
+        if self._positions is not None:
+            check_positions(self._positions, self.rows)
+
+    def prepare(self, clocks: Clocks, engine: str) -> int:
+        """Bring the rows that the step touches up to date; returns how many were stale."""
         self.clock = clock = self._known(clocks, engine) or self._anew()
-        if self.positions is None or (self.tensors is None and clock.rule.state):
+        if self._positions is None or (self._state is None and clock.rule.state):
             clock.busy = True
             return self._stale  # all are current, or nothing is kept yet, so nothing was missed
-        rows = clock.that_may_move(self.positions.reshape(-1))
-        real = rows_of(self.param, self.tensors or [])
+        rows = clock.that_may_move(self._positions.reshape(-1))
+        real = rows_of(self._update.param, self._state or [])
         return clock.begin_step(*real, rows, engine=engine)
 
     def cancel(self) -> None:
@@ -68,52 +95,52 @@ class PendingCatchUp:
         """Take note of the step that was just done."""
         clock = self.clock
         assert clock is not None
-        if self.positions is None:
+        if self._positions is None:
             clock.stamp(clock.among)
         else:
-            clock.stamp(clock.that_may_move(self.positions.reshape(-1)))
-        clock.advance(self.settings, self.param)
-        clocks[id(self.owner)] = clock
+            clock.stamp(clock.that_may_move(self._positions.reshape(-1)))
+        clock.advance(self._update.settings, self._update.param)
+        clocks[id(self._update.owner)] = clock
 
     @property
     def rows(self) -> int:
         """How many it has."""
-        shape = self.param.shape
+        shape = self._update.param.shape
         return shape[0] if shape else 1
 
     @property
     def _among(self) -> Tensor | None:
-        return None if self.selection is None else self.selection.positions
+        return None if self._selection is None else self._selection.positions
 
     def _known(self, clocks: Clocks, engine: str) -> RowClock | None:
         """What is known of its rows; ``None`` where the parameter is new, or begins anew."""
-        clock = clocks.get(id(self.owner))
-        if clock is None or clock.owner is not self.owner or clock.rows != self.rows:
+        clock = clocks.get(id(self._update.owner))
+        if clock is None or clock.owner is not self._update.owner or clock.rows != self.rows:
             return None  # the parameter was replaced
         # What was missed is made up for by the rule that was missed, with its own state.
-        missed, among = clock.state_in(self.kept), self._among
+        missed, among = clock.state_in(self._update.record), self._among
         if missed is None:
             return None
-        other = not clock.is_under(self.settings)
-        if other or clock.among is not among or clock.history.is_full or self.positions is None:
-            stale = clock.catch_up_all(*rows_of(self.param, missed), engine=engine)
-            if self.positions is None:  # a gradient for all rows, so all were read
+        other = not clock.is_under(self._update.settings)
+        if other or clock.among is not among or clock.history.is_full or self._positions is None:
+            stale = clock.catch_up_all(*rows_of(self._update.param, missed), engine=engine)
+            if self._positions is None:  # a gradient for all rows, so all were read
                 self._stale = stale
         if other:
             now, fresh = clock.history.now, clock.fresh
-            clock = RowClock(self.settings, clock.rows, now, new=False)
+            clock = RowClock(self._update.settings, clock.rows, now, new=False)
             clock.stamp_all(now, fresh=fresh)
-            clock.owner = self.owner
+            clock.owner = self._update.owner
         clock.among = among
         return clock
 
     def _anew(self) -> RowClock:
-        kept = self.kept
+        kept = self._update.record
         done = int(kept.get("step", 0)) if kept else 0
         # State that was made in advance has seen no gradient either.
-        new = kept is None or (self.settings.rule.counts and not done)
-        clock = RowClock(self.settings, self.rows, done, new=new)
-        clock.owner = self.owner
+        new = kept is None or (self._update.settings.rule.counts and not done)
+        clock = RowClock(self._update.settings, self.rows, done, new=new)
+        clock.owner = self._update.owner
         clock.among = self._among
         return clock
 

@@ -1,20 +1,22 @@
 """Engines run a rule over the touched part of a parameter; here one is chosen.
 
-``auto`` takes the native engine wherever it applies and the reference engine elsewhere.
+``protocol`` says what an engine is and what it is given. ``torch_kernels`` is for dense gradients,
+``native`` is fast and ``reference`` can do everything; ``auto`` takes them in this order. An engine
+knows rules and gradients, no optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from sparsestep import core
-from sparsestep.contract.rule import Update
-from sparsestep.engines import native, reference
+from sparsestep.engines.native import Native
+from sparsestep.engines.protocol import ParamUpdate
+from sparsestep.engines.reference import Reference
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
-from sparsestep.memory.parameters import overlapping
 
 ENGINES = ("auto", "native", "reference")
 
@@ -33,91 +35,66 @@ def check_engine(engine: str) -> None:
         )
 
 
-def native_step(engine: str) -> native.Step | None:
-    """What collects a step's work for the core, where there is one that may be used."""
-    return None if engine == "reference" or core.core is None else native.Step()
+class SparseEngines:
+    """The engines for all that torch's kernels do not do, of one step.
 
-
-class Work:
-    """Updates on their way through the engines: claimed, prepared, committed.
-
-    Whatever may raise does so before ``commit``, for all engines: the core checks positions and
-    allocates, the reference engine computes all new values and writes none.
+    Args:
+        engine: one of ``ENGINES``.
+        params: every parameter that may be written in this step, by whichever engine.
     """
 
-    def __init__(
-        self, updates: Sequence[Update], engine: str, natively: native.Step | None = None
-    ) -> None:
-        """Let each engine claim the updates that it can run.
+    def __init__(self, engine: str, params: Callable[[], Iterable[Tensor]]) -> None:
+        self._engine = engine
+        self._reference = Reference(params)
+        allowed = engine != "reference" and core.core is not None
+        self.native = Native() if allowed else None
 
-        Args:
-            updates: what is to be done.
-            engine: one of ``ENGINES``.
-            natively: what ``native_step`` gave, with whatever it has taken already.
-        """
-        self._natively = natively
-        self._others = []
-        for update in updates:
-            if natively is not None and natively.add(update):
-                continue
-            if engine == "native":
-                raise update.refuse(_why_not_native(update))
-            if engine == "auto":
-                _say_once_that_it_is_slow(update)
-            self._others.append(update)
-        self._results: list[reference.Result] = []
-        self._shared: set[int] = set()
+    def claim(self, update: ParamUpdate) -> None:
+        """Give an update to the engine that can run it; raises where that is not the one wanted."""
+        if self.native is not None and self.native.claim(update):
+            return
+        if self._engine == "native":
+            raise update.refuse(_why_not_native(update))
+        if self._engine == "auto":
+            _say_once_that_it_is_slow(update)
+        self._reference.claim(update)
 
     @property
     def is_native(self) -> bool:
         """Whether the core runs all of it."""
-        return not self._others
+        return self._reference.is_idle
+
+    def check(self) -> None:
+        """The part of the preparations that does not depend on the values: positions, memory."""
+        if self.native is not None:
+            self.native.prepare()
 
     def prepare(self) -> None:
-        """Check what does not depend on the values, and allocate."""
-        if self._natively is not None:
-            self._natively.prepare()
-
-    def compute(self, written: Iterable[Tensor]) -> None:
-        """Compute what the core does not, from the values as they are now.
-
-        Args:
-            written: every parameter that the step writes, by whichever engine.
-        """
-        if not self._others:
-            return
-        self._shared = overlapping(written)
-        for update in self._others:
-            try:
-                self._results.append(reference.compute(update))
-            except InputError as error:
-                raise update.refuse(error) from None
+        """The rest: what is computed from the values as they are now."""
+        self._reference.prepare()
 
     def commit(self) -> None:
         """Write; nothing can fail."""
-        if self._natively is not None:
-            self._natively.commit()
-        for result in self._results:
-            if id(result.update.owner) in self._shared:
-                # Another view of the same memory may have been written meanwhile. That the rule can
-                # be run was seen when it was run in vain.
-                result = reference.compute(result.update)
-            result.write()
+        if self.native is not None:
+            self.native.commit()
+        self._reference.commit()
 
 
-def run(updates: Sequence[Update], engine: str) -> None:
+def run(updates: Sequence[ParamUpdate], engine: str) -> None:
     """Apply all updates, or raise and apply none."""
-    work = Work(updates, engine, native_step(engine))
+    work = SparseEngines(engine, lambda: [update.owner for update in updates])
+    for update in updates:
+        work.claim(update)
+    work.check()
     work.prepare()
-    work.compute([update.owner for update in updates])
     if work.is_native:
         work.commit()  # one call of the core
     else:
         uninterrupted(work.commit)
 
 
-def _why_not_native(update: Update) -> str:
-    param, rule = update.param, update.settings.rule
+def _why_not_native(update: ParamUpdate) -> str:
+    param, rule = update.written[0], update.settings.rule
     if rule.coefficients is None:
         contract = "the native engine takes rules that have a C++ twin"
         return sentence(contract, f"rule {rule.name!r}", "Use engine='auto'")
@@ -128,7 +105,7 @@ def _why_not_native(update: Update) -> str:
     )
 
 
-def _say_once_that_it_is_slow(update: Update) -> None:
+def _say_once_that_it_is_slow(update: ParamUpdate) -> None:
     if update.settings.rule.coefficients is None:
         return  # a user's own rule: it was never to run elsewhere
     if core.core is None:

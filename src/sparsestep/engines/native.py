@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.contract.rule import Settings, Update
 from sparsestep.core import core, isa
+from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import bad_index
@@ -42,16 +42,16 @@ class _Numbers(dict[int, tuple[float, ...]]):
         return found
 
 
-class Step:
+class Native:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
         assert core is not None
         self._jobs = core.Jobs(isa.index)
-        self._updates: list[Update] = []
+        self._updates: list[ParamUpdate] = []
         self._settings: list[Settings] = []
 
-    def take(
+    def try_claim(
         self,
         settings: Settings,
         params: list[Tensor],
@@ -79,7 +79,7 @@ class Step:
             first: the number of the first of these parameters in the group.
 
         Returns:
-            The numbers of the parameters that are left, of those that have a gradient.
+            The numbers of the parameters that the core declines, of those that have a gradient.
         """
         assert core is not None
         twin = _RULES.get(settings.rule.name)
@@ -92,12 +92,12 @@ class Step:
             group = (twin[0], names, settings.rule.counts, self._numbers(settings), tag)
             settings.core[tag] = group
         self._settings.append(settings)
-        left: list[int] = self._jobs.take(
+        declined: list[int] = self._jobs.take(
             group, params, state, known, seen, selections, grads, first
         )
-        return left
+        return declined
 
-    def add(self, update: Update) -> bool:
+    def claim(self, update: ParamUpdate) -> bool:
         """Take an update; false where the core has no way to run it."""
         rule = update.settings.rule
         twin = _RULES.get(rule.name)
@@ -107,11 +107,11 @@ class Step:
         if not touched.values.is_contiguous():
             touched = touched.in_rows()
         numbers = self._numbers(update.settings)[update.step]
-        state, seed = update.state, update.seed
-        added: bool = self._jobs.add(twin[0], numbers, touched, update.param, state, seed)
-        if added:
+        param, *state = update.written
+        claimed: bool = self._jobs.add(twin[0], numbers, touched, param, state, update.seed)
+        if claimed:
             self._updates.append(update)
-        return added
+        return claimed
 
     @staticmethod
     def _numbers(settings: Settings) -> _Numbers:

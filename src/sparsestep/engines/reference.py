@@ -6,33 +6,35 @@ no native kernel, and the documentation of the native engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsestep.contract.rule import Update
 from sparsestep.engines import rounding
+from sparsestep.engines.protocol import ParamUpdate
+from sparsestep.errors import InputError
 from sparsestep.gradients.merge import summed
 from sparsestep.gradients.touched import HALVES
+from sparsestep.memory.parameters import overlapping
 
 
 @dataclass(slots=True)
 class Result:
     """New values for the touched part of a parameter and its state, not written yet."""
 
-    update: Update
+    update: ParamUpdate
     slots: Tensor | None
     new: list[Tensor]
 
     @torch.no_grad()
     def write(self) -> None:
         """Store the new values, rounded to each tensor's own dtype."""
-        tensors = [self.update.param, *self.update.state]
-        for number, (tensor, new) in enumerate(zip(tensors, self.new, strict=False)):
-            _scatter(tensor, self.slots, self._rounded(number, new, tensor.dtype))
+        for place, (tensor, new) in enumerate(zip(self.update.written, self.new, strict=False)):
+            _scatter(tensor, self.slots, self._rounded(place, new, tensor.dtype))
 
-    def _rounded(self, number: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+    def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed = self.update.seed
         if seed is None or dtype not in HALVES:
             return new.to(dtype)
@@ -41,18 +43,62 @@ class Result:
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
         elements = slots[:, None] * len(columns) + columns
-        bits = rounding.random_bits(seed, number, elements.view(new.shape))
+        bits = rounding.random_bits(seed, place, elements.view(new.shape))
         return rounding.rounded(new, dtype, bits)
 
 
+class Reference:
+    """Computes all new values before it writes any.
+
+    Args:
+        params: every parameter that may be written in this step, by whichever engine.
+    """
+
+    def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
+        self._params = params
+        self._updates: list[ParamUpdate] = []
+        self._results: list[Result] = []
+        self._shared: set[int] = set()
+
+    def claim(self, update: ParamUpdate) -> bool:
+        """Take any update."""
+        self._updates.append(update)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._updates
+
+    def prepare(self) -> None:
+        """Compute, from the values as they are now."""
+        if not self._updates:
+            return
+        self._shared = overlapping(self._params())
+        for update in self._updates:
+            try:
+                self._results.append(compute(update))
+            except InputError as error:
+                raise update.refuse(error) from None
+
+    def commit(self) -> None:
+        """Write the new values."""
+        for result in self._results:
+            if id(result.update.owner) in self._shared:
+                # Another view of the same memory may have been written meanwhile. That the rule can
+                # be run was seen when it was run in vain.
+                result = compute(result.update)
+            result.write()
+
+
 @torch.no_grad()
-def compute(update: Update) -> Result:
+def compute(update: ParamUpdate) -> Result:
     """Evaluate the rule on the touched part; raises if a position is no slot; writes nothing."""
     settings, touched = update.settings, update.touched
     slots, grad = summed(touched)
     if grad.numel() == 0:
         return Result(update, slots, [])
-    tensors = [update.param, *update.state]
+    tensors = update.written
     wide = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
     dtype = torch.float64 if wide else torch.float32
     grad = grad.to(dtype)

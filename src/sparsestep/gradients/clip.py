@@ -22,6 +22,7 @@ from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.compact_clip import clamped
 from sparsestep.gradients.norms import coo_sums, elements, held_by
 from sparsestep.memory.parameters import has_internal_overlap
+from sparsestep.surroundings import stack, without_autocast
 from sparsestep.torch_internals import (
     coo_indices,
     coo_values,
@@ -71,8 +72,11 @@ def clip_grad_norm_(
     params, held = _gradients("clip_grad_norm_", parameters)
     with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
         norm_type, max_norm = float(norm_type), float(max_norm)
-    if all(_is_dense(each.grad) for each in held):
-        return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    grads = [each.grad for each in held]
+    # Torch's function does not write views that are lazily conjugate or negative.
+    if not any(not _is_dense(grad) or grad.is_conj() or grad.is_neg() for grad in grads):
+        with without_autocast(grads[0].device.type if grads else "cpu"):
+            return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     total = _total_norm(held, norm_type, foreach)
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
@@ -255,9 +259,8 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
         norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
     else:
         norms = list(foreach_norm(tensors, norm_type))
-    # In one dtype: under autocast, torch does not stack some of them with others.
     wide = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-    together = torch.stack([norm.to(tensors[0].device, wide) for norm in norms])
+    together = stack([norm.to(tensors[0].device, wide) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
 
@@ -268,7 +271,7 @@ def _clamped_sums(grad: Tensor, bound: float) -> Tensor | None:
     if slots is None or len(slots) == grad._nnz():
         return None
     leading = grad.shape[: grad.sparse_dim()]
-    indices = torch.stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
+    indices = stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
     values = values.clamp(-bound, bound).to(grad.dtype)
     return _coo(grad, indices, values.reshape(len(slots), *coo_values(grad).shape[1:]), True)
 
@@ -289,11 +292,13 @@ def _multiply(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> No
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, some in by_device.items():
-        if foreach is False:
-            for tensor in some:
-                tensor.mul_(factor.to(device))
-        else:
-            foreach_mul_(some, factor.to(device))
+        # Torch's kernel for lists does not write conjugate or negative views.
+        one_by_one = [t for t in some if foreach is False or t.is_conj() or t.is_neg()]
+        for tensor in one_by_one:
+            tensor.mul_(factor.to(device))
+        if len(one_by_one) < len(some):
+            left = [tensor for tensor in some if not any(tensor is one for one in one_by_one)]
+            foreach_mul_(left, factor.to(device))
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import Touched
+from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import (
     coo_indices,
     coo_values,
@@ -168,13 +169,13 @@ def _joined(parts: Sequence[Touched]) -> Touched:
     parts = [part if part.slots == slots else part.finer(slots) for part in parts]
     block = parts[0].block
     values = [_rows(part) for part in parts]
-    positions = torch.cat([positions_of(part) for part in parts])
+    positions = cat([positions_of(part) for part in parts])
     source = scale = None
     if any(part.source is not None for part in parts):
-        source = torch.cat(_sources(parts, [len(rows) for rows in values]))
+        source = cat(_sources(parts, [len(rows) for rows in values]))
     if any(part.scale is not None for part in parts):
-        scale = torch.cat([_scale(part) for part in parts])
-    return Touched(positions, torch.cat(values), slots, block, source, scale)
+        scale = cat([_scale(part) for part in parts])
+    return Touched(positions, cat(values), slots, block, source, scale)
 
 
 def positions_of(part: Touched) -> Tensor:
@@ -229,7 +230,7 @@ def _written_out(grad: Compact) -> Tensor:
     if leading == 1:
         indices = positions[None].clone()
     elif touched.slots:
-        indices = torch.stack(torch.unravel_index(positions, shape))
+        indices = stack(torch.unravel_index(positions, shape))
     else:
         indices = positions.new_empty(leading, 0)
     values = values.reshape(positions.numel(), *shape[leading:])

@@ -17,6 +17,7 @@ from sparsestep.errors import InputError
 from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.merge import summed, sums
 from sparsestep.gradients.touched import Touched, bad_index
+from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import coo_indices, coo_values
 
 
@@ -70,7 +71,7 @@ def _with_the_rest(values: Tensor, count: int, grad: Tensor, order: float) -> Te
     """With a zero for all elements that are not held, where that makes a difference."""
     if count == grad.numel() or (count and 0 < order < math.inf):
         return values
-    return torch.cat([values.flatten(), values.new_zeros(1)])
+    return cat([values.flatten(), values.new_zeros(1)])
 
 
 def _row_norms(grad: Tensor, order: float) -> Tensor | None:
@@ -133,7 +134,7 @@ def _of_chunks(grad: Compact, order: float) -> tuple[Tensor, int]:
         norms.append(torch.linalg.vector_norm(total, order))
     if not norms:
         return first, count
-    return torch.stack([torch.linalg.vector_norm(first, order), *norms]), count
+    return stack([torch.linalg.vector_norm(first, order), *norms]), count
 
 
 def coo_sums(grad: Tensor) -> tuple[Tensor | None, Tensor]:

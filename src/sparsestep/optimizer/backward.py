@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.optimizer.plan import Step
+from sparsestep.optimizer.plan import Plan
 from sparsestep.optimizer.records import StateKeeper
 
 
@@ -81,11 +81,11 @@ class StepInBackward:
         optimizer = self._optimizer
         number, index = self._places[id(param)]
         groups = optimizer.param_groups
-        step = Step(optimizer)
+        step = Plan(optimizer)
         if groups[number].get("stochastic_rounding"):
             for earlier in range(number):  # the random bits depend on how many parameters they have
-                step.plan(earlier, groups[earlier], grads=[])
-        step.plan(number, groups[number], only=index)
+                step.add_group(earlier, groups[earlier], grads=[])
+        step.add_group(number, groups[number], only=index)
         step.run()
 
     def remove(self) -> None:

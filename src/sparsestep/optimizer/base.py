@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from sparsestep import engines
 from sparsestep.contract import options
-from sparsestep.contract.rule import Settings
+from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
@@ -30,7 +30,7 @@ from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.catching_up import CatchesUp
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.groups import Groups
-from sparsestep.optimizer.plan import Step
+from sparsestep.optimizer.plan import Plan
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
 
 _KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
@@ -177,20 +177,20 @@ class RuleOptimizer(CatchesUp):
         return loss
 
     def _step_once(self) -> None:
-        step = Step(self)
+        step = Plan(self)
         for number, group in enumerate(self.param_groups):
-            step.plan(number, group)
+            step.add_group(number, group)
         if step.repeats:
             uninterrupted(lambda: self._step_with_repeats(step))
         else:
             step.run()
 
-    def _step_with_repeats(self, step: Step) -> None:
+    def _step_with_repeats(self, step: Plan) -> None:
         step.run()
         for number, index in step.repeats:
             # A parameter given more than once (torch warns of it) goes on from where it arrived.
-            again = Step(self)
-            again.plan(number, self.param_groups[number], only=index)
+            again = Plan(self)
+            again.add_group(number, self.param_groups[number], only=index)
             again.run()
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small

@@ -14,7 +14,7 @@ from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.groups import name_of
+from sparsestep.optimizer.groups import check_switches, name_of
 from sparsestep.optimizer.records import StateKeeper
 
 Group = dict[str, Any]
@@ -68,7 +68,7 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
                 kept = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
             except InputError as error:
                 raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
-            if "step" in kept:
+            if kept.get("step") is not None:
                 kept["step"] = optimizer.new_count(known, param, int(kept["step"]))
             found.state.append((param, kept))
     return found
@@ -97,6 +97,7 @@ def _check_form(saved: Any) -> None:
 def _rule_of(optimizer: StateKeeper, number: int, group: Group) -> Rule:
     """The rule that a group selects; raises where its options are none that it could be made of."""
     with usable("its options must be such as the optimizer could be made with"):
+        check_switches(optimizer, group)
         optimizer.check_options(group)
         options.check(group)
         rule = optimizer.rule_for(group)

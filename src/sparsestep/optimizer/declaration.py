@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from sparsestep.contract import options
-from sparsestep.contract.rule import Batch, Rule
+from sparsestep.contract.rule import Rule
+from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError
 
 # At run time the base of our classes is not torch's Optimizer; each of them also derives from it.

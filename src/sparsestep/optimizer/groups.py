@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract import checks, options
-from sparsestep.contract.rule import Rule, Settings
+from sparsestep.contract.rule import Rule
 from sparsestep.dense.clock import refusal
+from sparsestep.engines.protocol import Settings
+from sparsestep.engines.torch_kernels import SWITCHES
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.optimizer.declaration import Declaration
@@ -31,10 +33,6 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return isinstance(value, _CONSTANT)
-
-
-# Options that are true or false, however somebody may have written that.
-SWITCHES = ("amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov")
 
 
 class Groups:
@@ -103,12 +101,7 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     missing = optimizer.option_names - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
-    for name in SWITCHES:
-        if name in optimizer.own_options:  # a formula's own may be anything
-            continue
-        if not hasattr(group.get(name, False), "__bool__"):
-            raise InputError(sentence(f"{name} must be True or False", repr(group[name])))
-        bool(group.get(name))  # a table is neither
+    check_switches(optimizer, group)
     # They may have been changed since the optimizer was made. As with torch, lr may then be any
     # number: schedules go below zero.
     optimizer.check_options({**group, "lr": 0.0} if "lr" in group else group)
@@ -148,6 +141,17 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
         partial(name_of, type(optimizer).__name__, group, number),
         optimizer.uses_torch(group),
     )
+
+
+def check_switches(optimizer: Declaration, group: Group) -> None:
+    """Refuse what is neither true nor false; a formula's own options may be anything."""
+    for name in SWITCHES:
+        if name in optimizer.own_options:
+            continue
+        if not hasattr(group.get(name, False), "__bool__"):
+            raise InputError(sentence(f"{name} must be True or False", repr(group[name])))
+        with usable(f"{name} must be True or False"):
+            bool(group.get(name))  # a table is neither
 
 
 def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:

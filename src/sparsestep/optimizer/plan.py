@@ -1,91 +1,51 @@
-"""One step of an optimizer: planned and prepared in full, then committed.
-
-Per parameter and step it is decided who does the work: torch's own kernel where the gradient is
-dense and torch has the formula, an engine everywhere else. Whatever may raise does so before
-anything is written, and what is written is written as a whole: no exception and no signal comes
-between.
-"""
+"""One step: all parameters are looked at, engines claim and prepare, then everything is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsestep import engines
-from sparsestep.contract.rule import Batch, Rule, Settings, State, Update
-from sparsestep.dense.pending import PendingCatchUp
-from sparsestep.engines import rounding
+from sparsestep.contract.rule import State
+from sparsestep.dense.pending import PendingCatchUps
+from sparsestep.engines import SparseEngines
+from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, StaleWarning, sentence, usable, warn_once
+from sparsestep.engines.torch_kernels import TorchKernels
+from sparsestep.errors import InputError
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
-from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
-from sparsestep.memory import parameters
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.groups import SWITCHES
 from sparsestep.optimizer.records import StateKeeper
-from sparsestep.torch_internals import capturable_devices, check_fused
+from sparsestep.optimizer.updates import complete, examined
 
 Group = dict[str, Any]
-Record = dict[str, Any]
+Selections = list[masks.Selection | None]
 
 
-@dataclass(slots=True)
-class Planned:
-    """What is to be done with one parameter.
+class Plan:
+    """The work of one step.
 
     Attributes:
-        group: its param group.
-        rule: the formula.
-        owner: the parameter as the optimizer has it.
-        param: its memory: the same, but for a DTensor.
-        grad: its gradient, for that memory.
-        gradient: the same in canonical form.
-        kept: the optimizer's record of its state; ``None`` before the first step.
-        tensors: the state tensors; ``None`` where they still have to be made.
+        repeats: (group, parameter) of parameters that were given more than once.
     """
-
-    group: Group
-    rule: Rule
-    owner: Tensor
-    param: Tensor
-    grad: Gradient
-    gradient: Touched
-    kept: Record | None
-    tensors: list[Tensor] | None
-
-
-def _say_once_that_it_was_stale() -> None:
-    warn_once(
-        StaleWarning,
-        "rows got a gradient that were read before they were brought up to date "
-        "(semantics='dense'). Call optimizer.track(model) once, or "
-        "optimizer.catch_up(param, rows) before each look-up.",
-    )
-
-
-class Step:
-    """The work of one step. ``repeats`` are parameters that were given more than once."""
 
     def __init__(self, optimizer: StateKeeper) -> None:
         self._optimizer = optimizer
-        self._natively = engines.native_step(optimizer.engine)
-        self._dense_semantics = optimizer.semantics == "dense"
-        self._idle: list[PendingCatchUp] = []
-        self._updates: list[Update] = []
-        self._updated: list[Planned] = []
-        self._dense: list[list[Planned]] = []
-        self._records: list[list[Record]] = []  # of those: the state as it is, or is to be
+        self._engines = SparseEngines(optimizer.engine, optimizer.all_params)
+        self._torch: TorchKernels | None = None  # made when there is something for them
+        self._catch_ups: PendingCatchUps | None = None
+        if optimizer.semantics == "dense":
+            self._catch_ups = PendingCatchUps(optimizer.clocks, optimizer.engine)
+        self._updates: list[ParamUpdate] = []  # those of the sparse engines
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
-        self._numbers = 0  # of parameters in the groups before
+        self._params_before = 0  # in the groups that were added so far
         self.repeats: list[tuple[int, int]] = []
 
-    def plan(
+    def add_group(
         self,
         number: int,
         group: Group,
@@ -106,12 +66,11 @@ class Step:
             selections = optimizer.groups.selections_of(optimizer, group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
-        dense: list[Planned] = []
         first = 0 if only is None else only
-        meant = params if only is None else params[only : only + 1]
+        some = params if only is None else params[only : only + 1]
         if grads is not None:
-            meant = meant[: len(grads)]  # others may be added meanwhile
-        for index in self._unusual(group, settings, selections, first, meant, grads):
+            some = some[: len(grads)]  # others may be added meanwhile
+        for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]
             if grad is None:
@@ -122,282 +81,136 @@ class Step:
             self._seen.add(id(param))
             selection = None if selections is None else selections[index]
             try:
-                planned = self._planned(group, settings, param, grad)
-                if self._dense_semantics:
-                    memory, positions = planned.param, planned.gradient.positions
-                    kept, tensors = planned.kept, planned.tensors
-                    self._idle.append(
-                        PendingCatchUp(param, memory, positions, kept, tensors, settings, selection)
-                    )
-                if selection is None and settings.uses_torch and _fits_torch(planned, settings):
-                    dense.append(planned)
-                else:
-                    self._take(planned, settings, index, selection)
+                update = examined(optimizer, group, settings, index, param, grad)
+                self._add(update, selection)
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
-        batches = [dense]
-        if group.get("fused") and not settings.rule.counts:
-            # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and
-            # round the buffers of half precision differently where one is missing.
-            known = [planned for planned in dense if planned.kept is not None]
-            batches = [known, [planned for planned in dense if planned.kept is None]]
-        self._dense += [batch for batch in batches if batch]
-        self._numbers += len(params)
+        self._params_before += len(params)
 
-    def _unusual(
+    def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+        if self._catch_ups is not None:
+            self._catch_ups.add(update, selection)
+        if selection is None and update.settings.uses_torch:
+            if self._torch is None:
+                kernel = self._optimizer.torch_kernel
+                self._torch = TorchKernels(kernel, self._first_record, _state_dtype)
+            if self._torch.claim(update):
+                return
+        complete(update, selection, self._params_before + update.index)
+        self._updates.append(update)
+
+    def _declined(
         self,
         group: Group,
         settings: Settings,
-        selections: list[masks.Selection | None] | None,
+        selections: Selections | None,
         first: int,
-        meant: list[Tensor],
+        params: list[Tensor],
         grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
-        """The numbers of the parameters that the core does not take at once."""
-        optimizer = self._optimizer
-        numbers = range(first, first + len(meant))
-        if self._natively is None or group.get("differentiable"):
+        """Let the core claim what is in its usual form; the numbers of the other parameters."""
+        optimizer, native = self._optimizer, self._engines.native
+        numbers = range(first, first + len(params))
+        if native is None or group.get("differentiable"):
             return numbers
         chosen = None
         if selections is not None:
-            if self._dense_semantics:  # what a mask excludes must not be brought up to date
+            if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
                 return numbers
             chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
-        left = self._natively.take(
-            settings, meant, optimizer.state, optimizer.known, self._seen, chosen, grads, first
+        declined = native.try_claim(
+            settings, params, optimizer.state, optimizer.known, self._seen, chosen, grads, first
         )
-        if self._dense_semantics:
-            self._lag_but_for(left, numbers, meant, grads, settings)
-        return left
+        if self._catch_ups is not None:
+            given = [param.grad for param in params] if grads is None else grads
+            left = set(declined)
+            for index, param, grad in zip(numbers, params, given, strict=True):
+                if grad is not None and index not in left:
+                    update = self._claimed(group, settings, index, param, grad)
+                    self._catch_ups.add(update, None)
+        return declined
 
-    def _lag_but_for(
-        self,
-        left: Sequence[int],
-        numbers: Sequence[int],
-        meant: list[Tensor],
-        grads: Sequence[Gradient | None] | None,
-        settings: Settings,
-    ) -> None:
-        """Note that what the core has taken has to be brought up to date."""
-        not_taken = set(left)
-        for place, (index, param) in enumerate(zip(numbers, meant, strict=True)):
-            grad: Gradient | None = param.grad if grads is None else grads[place]
-            if grad is None or index in not_taken:
-                continue
-            kept = self._optimizer.state.get(param)
-            tensors = [kept[spec.name] for spec in settings.rule.state] if kept else []
-            try:
-                positions = touched(param, grad).positions
-                self._idle.append(
-                    PendingCatchUp(param, param, positions, kept, tensors, settings, None)
-                )
-            except InputError as error:
-                raise InputError(f"{settings.who(index)}: {error}") from None
-
-    def _planned(self, group: Group, settings: Settings, param: Tensor, grad: Gradient) -> Planned:
-        """A parameter's gradient and state, checked."""
-        rule, memory = settings.rule, param
-        kept = self._optimizer.state.get(param)
-        if type(param) is not torch.nn.Parameter:
-            memory = parameters.memory_of(param)
-            if parameters.is_distributed(param):
-                by_row = rule.by_row or self._dense_semantics
-                grad = parameters.local_gradient(param, grad, by_row=by_row)
-        self._optimizer.look_at(param, memory)
-        gradient = touched(memory, grad, by_row=rule.by_row or self._dense_semantics)
-        if self._dense_semantics:
-            gradient = gradient._replace(held=None)  # what is not held is zero, and counts
-        tensors = None
-        if not kept or (not rule.counts and any(kept.get(s.name) is None for s in rule.state)):
-            kept = None
-        else:
-            states.check_count(rule, kept)
-            tensors = states.checked(rule, memory, kept)
-        self._optimizer.look_at(param, memory, tensors, gradient)
-        return Planned(group, rule, param, memory, grad, gradient, kept, tensors)
-
-    def _take(
-        self,
-        planned: Planned,
-        settings: Settings,
-        index: int,
-        selection: masks.Selection | None,
-    ) -> None:
-        """Make it an engine's update."""
-        rule, param, group = settings.rule, planned.param, planned.group
-        gradient = planned.gradient
-        if selection is not None and parameters.is_distributed(planned.owner):
-            contract = "a DTensor parameter takes no mask"
-            raise InputError(sentence(contract, "one", "Use a group of its own without mask"))
-        if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-            raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
-        if group.get("differentiable"):
-            contract = "differentiable=True needs dense gradients under torch's own formulas"
-            raise InputError(sentence(contract, _kind(planned.grad)))
-        if planned.tensors is None:
-            dtype = settings.state_dtype
-            planned.tensors = states.new(rule, param, group, dtype, gradient)
-        state = planned.tensors
-        if selection is not None:
-            if selection.shape != planned.param.shape:
-                masks.checked(selection.mask, [planned.param], by_row=rule.by_row)
-            gradient = masks.select(gradient, selection, param.numel())
-        if param.is_complex():
-            gradient = gradient.as_real()
-            param = torch.view_as_real(param.detach())
-            state = [torch.view_as_real(t) if t.is_complex() else t for t in state]
-        step = 1
-        if planned.kept is not None:
-            with usable("the state's 'step' must say how many steps were taken"):
-                step = int(planned.kept.get("step", 1)) + 1
-            if step < 1:
-                contract = "the state's 'step' must say how many steps were taken"
-                raise InputError(sentence(contract, step - 1))
-        seed = None
-        if settings.seed is not None:
-            seed = rounding.seed_for(settings.seed, self._numbers + index, step)
-        owner = planned.owner
-        self._updates.append(Update(settings, index, param, gradient, state, step, seed, owner))
-        self._updated.append(planned)
+    def _claimed(
+        self, group: Group, settings: Settings, index: int, param: Tensor, grad: Gradient
+    ) -> ParamUpdate:
+        """What the core has claimed; so it is an ordinary parameter."""
+        record = self._optimizer.state.get(param)
+        state = [record[spec.name] for spec in settings.rule.state] if record else []
+        try:
+            gradient = touched(param, grad)
+        except InputError as error:
+            raise InputError(f"{settings.who(index)}: {error}") from None
+        return ParamUpdate(settings, group, index, param, param, grad, gradient, record, state)
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
         try:
-            work = self._prepare()
+            self._prepare()
         except BaseException:
-            for pending in self._idle:
-                pending.cancel()
+            if self._catch_ups is not None:
+                self._catch_ups.cancel()
             raise
-        if work.is_native and not (self._updates or self._dense or self._idle):
-            work.commit()  # one call of the core, which counts the steps as well
+        if self._updates or self._torch or self._catch_ups:
+            uninterrupted(self._commit)
         else:
-            uninterrupted(lambda: self._commit(work))
+            self._engines.commit()  # one call of the core, which counts the steps as well
 
-    def _prepare(self) -> engines.Work:
-        """Do all that may fail."""
-        optimizer = self._optimizer
-        work = engines.Work(self._updates, optimizer.engine, self._natively)
-        work.prepare()
-        self._records = [[self._record(planned) for planned in dense] for dense in self._dense]
-        stale = 0
-        for pending in self._idle:
-            stale += pending.prepare(optimizer.clocks, optimizer.engine)
-        if stale:
-            _say_once_that_it_was_stale()
-        if not work.is_native:
-            work.compute(p for group in optimizer.param_groups for p in group["params"])
-        return work
+    def _prepare(self) -> None:
+        """Do all that may raise."""
+        for update in self._updates:
+            self._engines.claim(update)
+        self._engines.check()
+        if self._torch is not None:
+            self._torch.prepare()
+        if self._catch_ups is not None:
+            self._catch_ups.prepare()
+        self._engines.prepare()  # from values that are up to date
 
-    def _record(self, planned: Planned) -> Record:
-        """The state for torch's kernel; new state is not the optimizer's before the commit."""
-        if planned.kept is not None:
-            return planned.kept
-        group, rule, param = planned.group, planned.rule, planned.param
-        if not rule.counts:
-            return {}  # torch takes a missing tensor for a first step
-        dtype = group.get("state_dtype")
-        planned.tensors = states.new(rule, param, group, dtype, planned.gradient)
-        return self._optimizer.new_record(group, rule, planned.owner, planned.tensors)
-
-    def _commit(self, work: engines.Work) -> None:
+    def _commit(self) -> None:
         """Write everything; nothing can fail."""
-        optimizer = self._optimizer
-        for dense, records in zip(self._dense, self._records, strict=True):
-            self._run_torch(dense, records)
-        work.commit()
-        for planned, update in zip(self._updated, self._updates, strict=True):
-            self._count(planned, update)
-        apart = [p for p in (*self._updated, *self._dense_planned()) if p.owner is not p.param]
+        dense: list[ParamUpdate] = []
+        if self._torch is not None:
+            self._torch.commit()
+            dense = self._torch.claimed
+            for update in self._torch.firsts:
+                if update.record:
+                    self._optimizer.state[update.owner] = update.record
+        self._engines.commit()
+        for update in self._updates:
+            self._count(update)
+        apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
         if apart:
-            increment_version([planned.owner for planned in apart])
-        for pending in self._idle:  # in the end: it remembers how often a parameter was written
-            pending.commit(optimizer.clocks)
+            increment_version(apart)
+        if self._catch_ups is not None:
+            self._catch_ups.commit()
 
-    def _dense_planned(self) -> list[Planned]:
-        return [planned for dense in self._dense for planned in dense]
+    def _first_record(self, update: ParamUpdate) -> dict[str, Any]:
+        group, rule = update.group, update.settings.rule
+        dtype = update.settings.state_dtype
+        update.state = states.new(rule, update.param, group, dtype, update.touched)
+        return self._optimizer.new_record(group, rule, update.owner, update.state)
 
-    def _count(self, planned: Planned, update: Update) -> None:
+    def _count(self, update: ParamUpdate) -> None:
         """Count the step; with the first, the parameter gets its state."""
-        optimizer, kept = self._optimizer, planned.kept
-        if kept is None:
-            tensors = planned.tensors
-            assert tensors is not None
-            kept = optimizer.new_record(planned.group, planned.rule, planned.owner, tensors)
-            if kept:  # as with torch's SGD, nothing may show that the parameter is known
-                optimizer.state[planned.owner] = kept
-        count = kept.get("step")
+        optimizer, record, group = self._optimizer, update.record, update.group
+        if record is None:
+            assert update.state is not None
+            rule = update.settings.rule
+            record = optimizer.new_record(group, rule, update.owner, update.state)
+            if record:  # as with torch's SGD, nothing may show that the parameter is known
+                optimizer.state[update.owner] = record
+        count = record.get("step")
         if isinstance(count, Tensor):
             with torch.no_grad():
                 count.add_(1)
         elif count is not None:
-            kept["step"] = update.step
+            record["step"] = update.step
         elif update.seed is not None:  # a state that came without a count
-            kept["step"] = optimizer.new_count(planned.group, planned.param, update.step)
-
-    def _run_torch(self, dense: list[Planned], records: list[Record]) -> None:
-        optimizer, group, rule = self._optimizer, dense[0].group, dense[0].rule
-        names = [spec.name for spec in rule.state]
-        memory = [
-            {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
-            for r in records
-        ]
-        batch = Batch(
-            {**group, **{name: bool(group[name]) for name in SWITCHES if name in group}},
-            [planned.param for planned in dense],
-            [planned.gradient.values for planned in dense],
-            {name: [state.get(name) for state in memory] for name in names},
-            [record["step"] for record in records] if rule.counts else [],
-        )
-        with torch.set_grad_enabled(bool(group.get("differentiable"))):
-            optimizer.torch_kernel(batch)
-        for name, tensors in batch.state.items():
-            for planned, record, state, tensor in zip(dense, records, memory, tensors, strict=True):
-                if tensor is not state.get(name):  # the kernel has made it
-                    record[name] = parameters.laid_out_like(planned.owner, tensor)
-        for planned, record in zip(dense, records, strict=True):
-            if planned.kept is None and record:
-                optimizer.state[planned.owner] = record
-
-
-def _kind(grad: Gradient) -> str:
-    return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
+            record["step"] = optimizer.new_count(group, update.param, update.step)
 
 
 _ANY = State("any")
 
 
-def _fits_torch(planned: Planned, settings: Settings) -> bool:
-    """Whether torch's kernel can take it: everything dense, of one dtype, where it runs at all."""
-    group, param, grad = planned.group, planned.param, planned.grad
-    if isinstance(grad, Touched) or type(grad) not in (Tensor, torch.nn.Parameter):
-        return False
-    if grad.layout is not torch.strided:
-        return False
-    if planned.tensors:
-        dtypes = {tensor.dtype for tensor in planned.tensors}
-    else:  # also without state: torch would do a half-precision step in half precision
-        dtypes = {states.dtype_for(_ANY, param, settings.state_dtype)}
-    if dtypes != {param.dtype} or grad.dtype != param.dtype:
-        return False
-    if settings.rule.counts and planned.kept and not isinstance(planned.kept["step"], Tensor):
-        return False  # its kernels count in tensors
-    if group.get("fused"):
-        # Torch's fused kernels take for granted that all elements lie in the same order, without
-        # gaps.
-        tensors = (param, planned.gradient.values, *(planned.tensors or ()))
-        if not parameters.lie_alike(tensors):
-            return False
-        try:
-            check_fused(param)
-        except RuntimeError as error:
-            raise InputError(str(error)) from None
-    if group.get("differentiable") and param.is_leaf and param.requires_grad:
-        contract = "differentiable=True needs parameters that are computed from others"
-        remedy = "Use clones of them, or differentiable=False"
-        raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
-    if group.get("capturable"):
-        devices = capturable_devices()
-        if param.device.type not in devices:
-            contract = f"If capturable=True, params and state_steps must be on {devices}"
-            raise InputError(sentence(contract, param.device))
-    return True
+def _state_dtype(param: Tensor, asked_for: torch.dtype | None) -> torch.dtype:
+    return states.dtype_for(_ANY, param, asked_for)

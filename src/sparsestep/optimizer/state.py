@@ -147,7 +147,7 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
 def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
     """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
     count = state.get("step")
-    if not rule.counts or isinstance(count, int | float):
+    if isinstance(count, int | float) or (count is None and not rule.counts):
         return
     if not isinstance(count, Tensor):
         contract = "the state must hold 'step', how many steps were taken"

@@ -13,7 +13,8 @@ from typing_extensions import Unpack
 
 from sparsestep.contract import checks
 from sparsestep.contract.options import AdamExtras
-from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias

@@ -19,7 +19,7 @@ from sparsestep import rules
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.optimizer.plan import Step
+from sparsestep.optimizer.plan import Plan
 
 
 class FunctionalOptimizer:
@@ -100,8 +100,8 @@ class FunctionalOptimizer:
             )
         meant = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
         with self._alone_with(meant):
-            step = Step(self._optimizer)
-            step.plan(0, self.param_group, grads=gradients)
+            step = Plan(self._optimizer)
+            step.add_group(0, self.param_group, grads=gradients)
             step.run()
             for _, index in step.repeats:  # a parameter that was given more than once
                 self._update(index, gradients[index])
@@ -131,8 +131,8 @@ class FunctionalOptimizer:
         return self._locks.get(key) or self._locks.setdefault(key, Lock())
 
     def _update(self, index: int, grad: Gradient | None) -> None:
-        step = Step(self._optimizer)
-        step.plan(0, self.param_group, only=index, grads=[grad])
+        step = Plan(self._optimizer)
+        step.add_group(0, self.param_group, only=index, grads=[grad])
         step.run()
 
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:

@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 
 from sparsestep.contract import checks
 from sparsestep.contract.options import DecayExtras
-from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 

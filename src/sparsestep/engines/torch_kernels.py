@@ -1,0 +1,173 @@
+"""Torch's own kernels, an engine like the others: for dense gradients under torch's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.engines.protocol import ParamUpdate
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import parameters
+from sparsestep.torch_internals import capturable_devices, check_fused
+
+Record = dict[str, Any]
+
+# Options that are numbers, and those that are true or false, however somebody has written that.
+NUMBERS = ("alpha", "dampening", "eps", "lr", "lr_decay", "momentum", "weight_decay")
+SWITCHES = ("amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Dense gradients of one param group, as lists: what torch's kernels take.
+
+    Attributes:
+        group: the param group's options.
+        params: written in place.
+        grads: one for each parameter.
+        state: lists of state tensors by name; ``None`` where the kernel makes the tensor itself.
+        steps: step counts, which the kernel advances.
+    """
+
+    group: Mapping[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: dict[str, list[Any]]
+    steps: list[Tensor]
+
+    @property
+    def has_complex(self) -> bool:
+        """Whether any parameter is complex."""
+        return any(param.is_complex() for param in self.params)
+
+
+class TorchKernels:
+    """Dense gradients, by param group.
+
+    Attributes:
+        claimed: all updates that it does.
+        firsts: those of them that are their parameter's first.
+
+    Args:
+        kernel: does the step of a batch.
+        new_record: makes the state of an update that is its parameter's first.
+        state_dtype: that of new state, for a parameter and what was asked for.
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[[Batch], None],
+        new_record: Callable[[ParamUpdate], Record],
+        state_dtype: Callable[[Tensor, torch.dtype | None], torch.dtype],
+    ) -> None:
+        self._kernel = kernel
+        self._new_record = new_record
+        self._state_dtype = state_dtype
+        self.claimed: list[ParamUpdate] = []
+        self.firsts: list[ParamUpdate] = []
+        self._batches: dict[tuple[int, bool], list[ParamUpdate]] = {}
+        self._records: dict[int, Record] = {}  # by id of the update: the state, or what is to be it
+
+    def claim(self, update: ParamUpdate) -> bool:
+        """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
+        if not update.settings.uses_torch or not self._fits(update):
+            return False
+        # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and round
+        # the buffers of half precision differently where one is missing.
+        fused = bool(update.group.get("fused")) and not update.settings.rule.counts
+        kind = id(update.group), fused and update.record is None
+        self._batches.setdefault(kind, []).append(update)
+        self.claimed.append(update)
+        if update.record is None:
+            self.firsts.append(update)
+        return True
+
+    def prepare(self) -> None:
+        """Make new state; it is not the optimizer's before the commit."""
+        for update in self.claimed:
+            record = update.record
+            if record is None:  # torch takes a missing tensor for a first step
+                record = self._new_record(update) if update.settings.rule.counts else {}
+            self._records[id(update)] = record
+
+    def commit(self) -> None:
+        """Let torch's kernels write; updates have their state in ``record`` afterwards."""
+        for updates in self._batches.values():
+            self._run(updates)
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        group, rule = updates[0].group, updates[0].settings.rule
+        names = [spec.name for spec in rule.state]
+        records = [self._records[id(update)] for update in updates]
+        memory = [
+            {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
+            for r in records
+        ]
+        batch = Batch(
+            {name: _as_torch_wants_it(name, value) for name, value in group.items()},
+            [update.param for update in updates],
+            [update.touched.values for update in updates],
+            {name: [state.get(name) for state in memory] for name in names},
+            [record["step"] for record in records] if rule.counts else [],
+        )
+        with torch.set_grad_enabled(bool(group.get("differentiable"))):
+            self._kernel(batch)
+        for name, tensors in batch.state.items():
+            for update, record, state, made in zip(updates, records, memory, tensors, strict=True):
+                if made is not state.get(name):  # the kernel has made it
+                    record[name] = parameters.laid_out_like(update.owner, made)
+        for update, record in zip(updates, records, strict=True):
+            update.record = record
+
+    def _fits(self, update: ParamUpdate) -> bool:
+        """Whether the kernel can take it: all of one dtype, where it runs at all."""
+        group, param, grad = update.group, update.param, update.grad
+        if type(grad) not in (Tensor, torch.nn.Parameter) or not isinstance(grad, Tensor):
+            return False
+        if grad.layout is not torch.strided:
+            return False
+        if update.state:
+            dtypes = {tensor.dtype for tensor in update.state}
+        else:  # also without state: torch would do a half-precision step in half precision
+            dtypes = {self._state_dtype(param, update.settings.state_dtype)}
+        if dtypes != {param.dtype} or grad.dtype != param.dtype:
+            return False
+        counts, record = update.settings.rule.counts, update.record
+        if counts and record and not isinstance(record["step"], Tensor):
+            return False  # its kernels count in tensors
+        if group.get("fused"):
+            # Torch's fused kernels take for granted that all elements lie in the same order,
+            # without gaps.
+            tensors = (param, update.touched.values, *(update.state or ()))
+            if not parameters.lie_alike(tensors):
+                return False
+            try:
+                check_fused(param)
+            except RuntimeError as error:
+                raise InputError(str(error)) from None
+        _check(group, param)
+        return True
+
+
+def _as_torch_wants_it(name: str, value: Any) -> Any:
+    """Numbers as numbers and switches as switches: torch's kernels are particular about that."""
+    if name in SWITCHES:
+        return bool(value)
+    return int(value) if isinstance(value, bool) and name in NUMBERS else value
+
+
+def _check(group: Mapping[str, Any], param: Tensor) -> None:
+    """Refuse what torch's kernel would refuse, before anything is written."""
+    if group.get("differentiable") and param.is_leaf and param.requires_grad:
+        contract = "differentiable=True needs parameters that are computed from others"
+        remedy = "Use clones of them, or differentiable=False"
+        raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
+    if group.get("capturable"):
+        devices = capturable_devices()
+        if param.device.type not in devices:
+            contract = f"If capturable=True, params and state_steps must be on {devices}"
+            raise InputError(sentence(contract, param.device))
