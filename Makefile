@@ -39,7 +39,7 @@ fuzz: $(INSTALLED)
 
 # The property tests with random cases instead of the fixed ones, until one fails or you stop it.
 fuzz-properties: $(INSTALLED)
-	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/test_properties.py tests/test_parity.py -x; do :; done
+	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/properties/test_properties.py tests/properties/test_parity.py -x; do :; done
 
 # The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer and under
 # ThreadSanitizer, both at once, since most of it is one file each for the compiler; then the
@@ -73,7 +73,7 @@ sanitize-module: $(INSTALLED)
 	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/core/_native*
 	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/core/
 	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
-	$(UNDER_SANITIZERS) -m pytest tests/test_properties.py -k "position_anywhere or never_written"
+	$(UNDER_SANITIZERS) -m pytest tests/properties/test_properties.py -k "position_anywhere or never_written"
 
 bench: $(INSTALLED)
 	$(BIN)/sparsestep bench

@@ -35,23 +35,30 @@ def check_engine(engine: str) -> None:
         )
 
 
+def native_engine(engine: str) -> Native | None:
+    """The native engine for a step, where there is one that may be used."""
+    return None if engine == "reference" or core.core is None else Native()
+
+
 class SparseEngines:
     """The engines for all that torch's kernels do not do, of one step.
 
     Args:
         engine: one of ``ENGINES``.
+        native: what ``native_engine`` gave, with whatever it has claimed already.
         params: every parameter that may be written in this step, by whichever engine.
     """
 
-    def __init__(self, engine: str, params: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self, engine: str, native: Native | None, params: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self._engine = engine
+        self._native = native
         self._reference = Reference(params)
-        allowed = engine != "reference" and core.core is not None
-        self.native = Native() if allowed else None
 
     def claim(self, update: ParamUpdate) -> None:
         """Give an update to the engine that can run it; raises where that is not the one wanted."""
-        if self.native is not None and self.native.claim(update):
+        if self._native is not None and self._native.claim(update):
             return
         if self._engine == "native":
             raise update.refuse(_why_not_native(update))
@@ -66,8 +73,8 @@ class SparseEngines:
 
     def check(self) -> None:
         """The part of the preparations that does not depend on the values: positions, memory."""
-        if self.native is not None:
-            self.native.prepare()
+        if self._native is not None:
+            self._native.prepare()
 
     def prepare(self) -> None:
         """The rest: what is computed from the values as they are now."""
@@ -75,14 +82,15 @@ class SparseEngines:
 
     def commit(self) -> None:
         """Write; nothing can fail."""
-        if self.native is not None:
-            self.native.commit()
+        if self._native is not None:
+            self._native.commit()
         self._reference.commit()
 
 
 def run(updates: Sequence[ParamUpdate], engine: str) -> None:
     """Apply all updates, or raise and apply none."""
-    work = SparseEngines(engine, lambda: [update.owner for update in updates])
+    params = [update.owner for update in updates]
+    work = SparseEngines(engine, native_engine(engine), lambda: params)
     for update in updates:
         work.claim(update)
     work.check()

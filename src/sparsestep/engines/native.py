@@ -48,6 +48,8 @@ class Native:
     def __init__(self) -> None:
         assert core is not None
         self._jobs = core.Jobs(isa.index)
+        # Applies the updates, and counts those that were claimed in groups: one call of the core.
+        self.commit: Callable[[], None] = self._jobs.commit
         self._updates: list[ParamUpdate] = []
         self._settings: list[Settings] = []
 
@@ -129,9 +131,3 @@ class Native:
             if tag < 0:
                 raise self._updates[index].refuse(why)
             raise InputError(f"{self._settings[tag].who(index)}: {why}")
-
-    @property
-    def commit(self) -> Callable[[], None]:
-        """Apply the updates, and count those that were taken: one call of the core."""
-        commit: Callable[[], None] = self._jobs.commit
-        return commit

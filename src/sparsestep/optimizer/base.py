@@ -147,24 +147,18 @@ class RuleOptimizer(CatchesUp):
         if torch.compiler.is_compiling():  # the step stays outside graphs
             result: float | None = _uncompiled_step(self, closure)
             return result
-        return self._uncompiled_step(closure)
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or global_hooks[0]
+            or global_hooks[1]
+            or profiler_enabled()
+        ):
+            return self._observed_step(*() if closure is None else (closure,))
+        return self._step(closure)
 
     # Tells torch not to wrap step() once more.
     step.hooked = True  # type: ignore[attr-defined]
-
-    def _uncompiled_step(self, closure: Callable[[], float] | None) -> float | None:
-        if self._is_observed():
-            given = () if closure is None else (closure,)
-            return self._observed_step(*given)
-        return self._step(closure)
-
-    def _is_observed(self) -> bool:
-        return bool(
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or any(global_hooks)
-            or profiler_enabled()
-        )
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -173,25 +167,22 @@ class RuleOptimizer(CatchesUp):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            self._step_once()
+            plan = Plan(self)
+            for number, group in enumerate(self.param_groups):
+                plan.add_group(number, group)
+            if plan.repeats:
+                uninterrupted(lambda: self._run_with_repeats(plan))
+            else:
+                plan.run()
         return loss
 
-    def _step_once(self) -> None:
-        step = Plan(self)
-        for number, group in enumerate(self.param_groups):
-            step.add_group(number, group)
-        if step.repeats:
-            uninterrupted(lambda: self._step_with_repeats(step))
-        else:
-            step.run()
-
-    def _step_with_repeats(self, step: Plan) -> None:
-        step.run()
-        for number, index in step.repeats:
+    def _run_with_repeats(self, plan: Plan) -> None:
+        plan.run()
+        for number, index in plan.repeats:
             # A parameter given more than once (torch warns of it) goes on from where it arrived.
-            again = Plan(self)
-            again.add_group(number, self.param_groups[number], only=index)
-            again.run()
+            another = Plan(self)
+            another.add_group(number, self.param_groups[number], only=index)
+            another.run()
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
     # step itself, so it is used only where somebody would notice.
@@ -299,5 +290,5 @@ class RuleOptimizer(CatchesUp):
 
 # What is to run as it is when torch.compile comes across it. The compiler is not imported before
 # it does.
-_uncompiled_step = disable_compiler(RuleOptimizer._uncompiled_step)
+_uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)

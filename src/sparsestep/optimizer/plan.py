@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep.contract.rule import State
+from sparsestep.core import core
 from sparsestep.dense.pending import PendingCatchUps
 from sparsestep.engines import SparseEngines
+from sparsestep.engines.native import Native
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.torch_kernels import TorchKernels
@@ -35,7 +37,8 @@ class Plan:
 
     def __init__(self, optimizer: StateKeeper) -> None:
         self._optimizer = optimizer
-        self._engines = SparseEngines(optimizer.engine, optimizer.all_params)
+        usable = optimizer.engine != "reference" and core is not None
+        self._native = Native() if usable else None
         self._torch: TorchKernels | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":
@@ -63,7 +66,9 @@ class Plan:
         optimizer, params = self._optimizer, group["params"]
         try:
             settings = optimizer.groups.settings_of(optimizer, number, group)
-            selections = optimizer.groups.selections_of(optimizer, group, settings)
+            selections = None
+            if group.get("mask") is not None:
+                selections = optimizer.groups.selections_of(optimizer, group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         first = 0 if only is None else only
@@ -109,7 +114,7 @@ class Plan:
         grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
         """Let the core claim what is in its usual form; the numbers of the other parameters."""
-        optimizer, native = self._optimizer, self._engines.native
+        optimizer, native = self._optimizer, self._native
         numbers = range(first, first + len(params))
         if native is None or group.get("differentiable"):
             return numbers
@@ -144,16 +149,21 @@ class Plan:
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
+        if not self._updates and not self._torch and not self._catch_ups:
+            if self._native is not None:
+                self._native.prepare()
+                self._native.commit()  # one call of the core, which counts the steps as well
+            return
+        self._engines = SparseEngines(
+            self._optimizer.engine, self._native, self._optimizer.all_params
+        )
         try:
             self._prepare()
         except BaseException:
             if self._catch_ups is not None:
                 self._catch_ups.cancel()
             raise
-        if self._updates or self._torch or self._catch_ups:
-            uninterrupted(self._commit)
-        else:
-            self._engines.commit()  # one call of the core, which counts the steps as well
+        uninterrupted(self._commit)
 
     def _prepare(self) -> None:
         """Do all that may raise."""

@@ -22,6 +22,7 @@ from sparsestep.gradients.layouts import Gradient as AnyGradient
 from sparsestep.gradients.layouts import touched
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
+from tests.properties.test_properties import close, oracle_step
 from tests.table import (
     ENGINES,
     EVERY,
@@ -36,7 +37,6 @@ from tests.table import (
     state_tensors,
     steps_of,
 )
-from tests.test_properties import close, oracle_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparsestep import InputError, Touched, core
 from sparsestep.engines.reference import summed
 from sparsestep.gradients.norms import slot_norms
+from tests.gradients.test_layouts import Run
 from tests.table import (
     ENGINES,
     EVERY,
@@ -22,7 +23,6 @@ from tests.table import (
     running_on,
     same_bits,
 )
-from tests.test_layouts import Run
 
 
 @st.composite

@@ -195,9 +195,7 @@ def test_a_switch_that_is_neither_true_nor_false():
     opt = sparsestep.Adam([torch.nn.Parameter(torch.ones(4, 2))])
     saved = opt.state_dict()
     saved["param_groups"][0]["capturable"] = torch.zeros(2)
-    with pytest.raises(
-        InputError, match="group 0 of the checkpoint.*capturable must be True or Fa"
-    ):
+    with pytest.raises(InputError, match="capturable must be True or False"):
         opt.load_state_dict(saved)
 
 
