@@ -83,7 +83,7 @@ class Variant:
 
     @cached_property
     def has_twin(self) -> bool:
-        return self.rule.coefficients is not None
+        return self.rule.is_native
 
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]

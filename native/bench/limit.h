@@ -36,6 +36,7 @@ template <class Rule, int64_t fixed_dim, size_t... S>
 void limit_rows(const LimitWork& work, int64_t begin, int64_t end, std::index_sequence<S...>) {
     const int64_t dim = fixed_dim ? fixed_dim : work.dim;
     alignas(64) float sum[max_limit_dim];
+    const Rule first_rule(work.options, work.step);
     for (int64_t i = begin; i < end; ++i) {
         if (i + limit_ahead < end) {
             const int64_t slot = work.slots[i + limit_ahead];
@@ -60,7 +61,7 @@ void limit_rows(const LimitWork& work, int64_t begin, int64_t end, std::index_se
             grad = sum;
         }
         const int64_t slot = work.slots[i];
-        Rule rule(work.coefficients);
+        Rule rule = first_rule;
         if constexpr (Rule::slot_states > 0) {
             float lanes[limit_line] = {}, kept[Rule::slot_states], squares = 0;
             for (int64_t j = 0; j < dim; j += limit_line) {

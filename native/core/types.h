@@ -19,7 +19,7 @@ struct View {
 
 constexpr int max_states = 4;
 constexpr int max_slot_states = 2;
-constexpr int max_coefficients = 16;
+constexpr int max_options = 8;
 
 struct Job;
 
@@ -67,7 +67,8 @@ struct Job {
     View param;
     View state[max_states];            // a number for each element
     View slot_state[max_slot_states];  // a number for each slot
-    double coefficients[max_coefficients];
+    double options[max_options];       // of the rule, in the order of its formula's arguments
+    double step;                       // the number of this update, from 1
     Apply apply;
     bool by_slot;   // the rule needs whole slots at a time
     Norm order;     // where there is no rule but a norm is asked for
@@ -83,7 +84,7 @@ struct RuleKernels {
     const char* name;
     int states;
     int slot_states;
-    int coefficients;
+    int options;
     Apply apply_float;
     Apply apply_double;
     Limit limit;
@@ -101,7 +102,8 @@ struct LimitWork {
     float* state[max_states];
     float* slot_state[max_slot_states];
     int64_t dim;  // a multiple of 16, at most max_limit_dim
-    double coefficients[max_coefficients];
+    double options[max_options];
+    double step;
 };
 constexpr int64_t max_limit_dim = 512;
 

@@ -23,7 +23,7 @@ class Loop : Gradients<T, Rows> {
 public:
     Loop(const Job& job, const Piece& piece)
         : Gradients<T, Rows>(job, piece),
-          rule_(job.coefficients),
+          rule_(job.options, job.step),
           held_(job.held),
           shrink_(T(job.shrink)),
           param_(job.param, job, piece, 0),

@@ -25,7 +25,7 @@ constexpr RuleKernels kernels_of() {
     return {Plain::name,
             Plain::states,
             Plain::slot_states,
-            Plain::coefficients,
+            Plain::options,
             &apply<Rule, float>,
             &apply<Rule, double>,
             &limit<Rule, 64, limit_dims...>};

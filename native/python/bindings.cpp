@@ -19,14 +19,14 @@ namespace {
 
 // What the limit is told: see LimitWork. `shares` is where the share of each thread ends. `tensors`
 // are the addresses of the parameter and then of the rule's states.
-void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
-               nb::tuple coefficients, nb::tuple shares, int instruction_set) {
+void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim, nb::tuple options,
+               double step, nb::tuple shares, int instruction_set) {
     const KernelTable& table = chosen(instruction_set).kernels;
     if (rule_index < 0 || rule_index >= table.count) throw nb::value_error("no such rule");
     const RuleKernels& rule = table.rules[rule_index];
     if (dim % 16 != 0 || dim > max_limit_dim || nb::len(order) != 4 ||
         nb::len(tensors) != size_t(1 + rule.states + rule.slot_states) ||
-        nb::len(coefficients) != size_t(rule.coefficients)) {
+        nb::len(options) != size_t(rule.options)) {
         throw nb::value_error("no such limit");
     }
     const auto pointer = [](nb::handle number) {
@@ -45,9 +45,8 @@ void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
         work.slot_state[s] = static_cast<float*>(pointer(tensors[size_t(1 + rule.states + s)]));
     }
     work.dim = dim;
-    for (int c = 0; c < rule.coefficients; ++c) {
-        work.coefficients[c] = nb::cast<double>(coefficients[size_t(c)]);
-    }
+    for (int i = 0; i < rule.options; ++i) work.options[i] = nb::cast<double>(options[size_t(i)]);
+    work.step = step;
     std::vector<int64_t> bounds{0};
     for (nb::handle share : shares) bounds.push_back(nb::cast<int64_t>(share));
     nb::gil_scoped_release release;
@@ -178,7 +177,7 @@ nb::dict rules() {
     const KernelTable table = instruction_sets()[0].kernels;
     for (int i = 0; i < table.count; ++i) {
         const RuleKernels& rule = table.rules[i];
-        result[rule.name] = nb::make_tuple(i, rule.states, rule.slot_states, rule.coefficients);
+        result[rule.name] = nb::make_tuple(i, rule.states, rule.slot_states, rule.options);
     }
     return result;
 }
@@ -198,8 +197,8 @@ NB_MODULE(_native, module) {
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
     nb::class_<Jobs>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
-        .def("add", &Jobs::add, nb::arg("rule"), nb::arg("numbers"), nb::arg("touched"),
-             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
+        .def("add", &Jobs::add, nb::arg("rule"), nb::arg("numbers"), nb::arg("step"),
+             nb::arg("touched"), nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("take",
              nb::overload_cast<nb::tuple, nb::sequence, nb::dict, nb::dict, nb::handle, nb::handle,
@@ -217,7 +216,7 @@ NB_MODULE(_native, module) {
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
     module.def("limit", &run_limit, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"),
-               nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
+               nb::arg("dim"), nb::arg("options"), nb::arg("step"), nb::arg("shares"),
                nb::arg("instruction_set"),
                "What benchmarks are measured against; see native/limit.h.");
     module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
@@ -232,8 +231,7 @@ NB_MODULE(_native, module) {
                nb::arg("threads"), nb::arg("instruction_set"),
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "
                "cannot, else a tuple with a position that is no slot, or None.");
-    module.def("rules", &rules,
-               "name -> (index, states per element, states per slot, coefficients)");
+    module.def("rules", &rules, "name -> (index, states per element, states per slot, options)");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
     module.def("team", &team_kind, "whose threads share the work");

@@ -66,20 +66,19 @@ bool is_address(nb::handle number, const void* data) {
     return found == data;
 }
 
-// What the parameters of one group have in common. From a plain tuple: an object of ours would be
-// invisible to Python's garbage collector, and the numbers lead back to it.
+// What the parameters of one group have in common.
 struct Group {
     int rule;
-    nb::tuple names;     // of the rule's state: first per element, then per row
-    bool counts;         // whether a parameter's state has a step count
-    nb::object numbers;  // step -> (sign of the gradient, l2, shrink, coefficients...)
-    int tag;             // returned with a bad entry
+    nb::tuple names;    // of the rule's state: first per element, then per row
+    bool counts;        // whether a parameter's state has a step count
+    nb::tuple numbers;  // sign of the gradient, l2, shrink, options of the rule
+    int tag;            // returned with a bad entry
 
     explicit Group(nb::tuple read)
         : rule(nb::cast<int>(read[0])),
           names(nb::cast<nb::tuple>(read[1])),
           counts(nb::cast<bool>(read[2])),
-          numbers(read[3]),
+          numbers(nb::cast<nb::tuple>(read[3])),
           tag(nb::cast<int>(read[4])) {}
 };
 
@@ -129,17 +128,17 @@ public:
     explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
 
     // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
-    // says it is; `numbers` are (sign of the gradient, l2, shrink, coefficients...).
-    bool add(int rule_index, nb::tuple numbers, nb::tuple touched, nb::object param,
+    // says it is; `numbers` are (sign of the gradient, l2, shrink, options of the rule).
+    bool add(int rule_index, nb::tuple numbers, int64_t step, nb::tuple touched, nb::object param,
              nb::list states, std::optional<uint64_t> seed) {
         if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
         const RuleKernels& rule = kernels_.rules[rule_index];
         if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
-            nb::len(numbers) != size_t(3 + rule.coefficients) || nb::len(touched) != 7) {
-            throw nb::value_error("a rule was given the wrong number of states or coefficients");
+            nb::len(numbers) != size_t(3 + rule.options) || nb::len(touched) != 7) {
+            throw nb::value_error("a rule was given the wrong number of states or options");
         }
         Job job{};
-        set_numbers(job, rule, numbers);
+        set_numbers(job, rule, numbers, step);
         if (!read_gradient(touched, job)) return false;
         if (!touched[6].is_none()) {
             if (numel(touched[6]) != job.rows * job.block) throw nb::value_error("no such mask");
@@ -297,10 +296,7 @@ private:
         Count count;
         if (!read_state(group, param, own, state, memory, job, count)) return false;
         if (count.value < 0) return false;
-        const nb::object step = nb::int_(count.value + 1);
-        const nb::object found = nb::steal(PyObject_GetItem(group.numbers.ptr(), step.ptr()));
-        if (!found.ptr()) throw nb::python_error();
-        set_numbers(job, rule, nb::cast<nb::tuple>(found));
+        set_numbers(job, rule, group.numbers, count.value + 1);
         finish(job, rule, {group.tag, index});
         if (group.counts) counts_.push_back(std::move(count));
         written_.append(param);
@@ -365,12 +361,13 @@ private:
         return true;
     }
 
-    static void set_numbers(Job& job, const RuleKernels& rule, nb::tuple numbers) {
+    static void set_numbers(Job& job, const RuleKernels& rule, nb::tuple numbers, int64_t step) {
         const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
         job.negate = number(0) < 0;
         job.l2 = number(1);
         job.shrink = number(2);
-        for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = number(3 + c);
+        for (int i = 0; i < rule.options; ++i) job.options[i] = number(3 + i);
+        job.step = double(step);
     }
 
     void finish(Job& job, const RuleKernels& rule, Owner owner) {

@@ -13,11 +13,12 @@ struct Adagrad {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = true;
-    static constexpr int coefficients = 2;
+    static constexpr int options = 3;  // lr, lr_decay, eps
 
     T step_size, eps;
 
-    explicit Adagrad(const double* c) : step_size(T(c[0])), eps(T(c[1])) {}
+    Adagrad(const double* o, double step)
+        : step_size(T(o[0] / (1 + (step - 1) * o[1]))), eps(T(o[2])) {}
 
     inline void operator()(T& param, T grad, T& sum) const {
         sum = sum + grad * grad;

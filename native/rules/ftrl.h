@@ -14,11 +14,12 @@ struct Ftrl {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = false;
-    static constexpr int coefficients = 4;
+    static constexpr int options = 4;  // lr, beta, l1, l2
 
     T rate, beta, l1, l2;  // rate: 1 / lr, or 0 for lr = 0, where the parameter rests
 
-    explicit Ftrl(const double* c) : rate(T(c[0])), beta(T(c[1])), l1(T(c[2])), l2(T(c[3])) {}
+    Ftrl(const double* o, double)
+        : rate(T(o[0] != 0 ? 1 / o[0] : 0)), beta(T(o[1])), l1(T(o[2])), l2(T(o[3])) {}
 
     inline void operator()(T& param, T grad, T& linear, T& sum) const {
         const T before = square_root(sum);

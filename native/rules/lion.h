@@ -14,12 +14,12 @@ struct Lion {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = true;
-    static constexpr int coefficients = 3;
+    static constexpr int options = 3;  // lr, betas
 
     T lr, one_minus_beta1, one_minus_beta2;
 
-    explicit Lion(const double* c)
-        : lr(T(c[0])), one_minus_beta1(T(c[1])), one_minus_beta2(T(c[2])) {}
+    Lion(const double* o, double)
+        : lr(T(o[0])), one_minus_beta1(T(1 - o[1])), one_minus_beta2(T(1 - o[2])) {}
 
     inline void operator()(T& param, T grad, T& exp_avg) const {
         param = param - lr * sign(exp_avg + one_minus_beta1 * (grad - exp_avg));

@@ -12,12 +12,16 @@ struct RMSpropBase {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = false;
-    static constexpr int coefficients = 5;
+    static constexpr int options = 4;  // lr, alpha, eps, momentum
 
     T alpha, one_minus_alpha, eps, lr, momentum;
 
-    explicit RMSpropBase(const double* c)
-        : alpha(T(c[0])), one_minus_alpha(T(c[1])), eps(T(c[2])), lr(T(c[3])), momentum(T(c[4])) {}
+    RMSpropBase(const double* o, double)
+        : alpha(T(o[1])),
+          one_minus_alpha(T(1 - o[1])),
+          eps(T(o[2])),
+          lr(T(o[0])),
+          momentum(T(o[3])) {}
 
     T root(T grad, T& square_avg) const {
         square_avg = alpha * square_avg + one_minus_alpha * grad * grad;

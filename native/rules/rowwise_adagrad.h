@@ -14,12 +14,12 @@ struct RowwiseAdagrad {
     static constexpr int slot_states = 1;
     static constexpr bool wants_mean_square = true;
     static constexpr bool is_usual = true;
-    static constexpr int coefficients = 2;
+    static constexpr int options = 2;  // lr, eps
 
     T lr, eps;
     T step_size = 0;
 
-    explicit RowwiseAdagrad(const double* c) : lr(T(c[0])), eps(T(c[1])) {}
+    RowwiseAdagrad(const double* o, double) : lr(T(o[0])), eps(T(o[1])) {}
 
     void enter_slot(T* kept, T mean_square) {
         T& sum = kept[0];

@@ -14,18 +14,18 @@ struct RowwiseAdamWith {
     static constexpr int slot_states = 1 + Bias<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = true;
     static constexpr bool is_usual = !per_row;
-    static constexpr int coefficients = 4 + Bias<T, per_row>::coefficients;
+    static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, beta2, one_minus_beta2, eps;
     Bias<T, per_row> bias;
     T step_size = 0;
 
-    explicit RowwiseAdamWith(const double* c)
-        : one_minus_beta1(T(c[0])),
-          beta2(T(c[1])),
-          one_minus_beta2(T(c[2])),
-          eps(T(c[3])),
-          bias(c + 4) {}
+    RowwiseAdamWith(const double* o, double step)
+        : one_minus_beta1(T(1 - o[1])),
+          beta2(T(o[2])),
+          one_minus_beta2(T(1 - o[2])),
+          eps(T(o[3])),
+          bias(o, step) {}
 
     void enter_slot(T* kept, T mean_square) {
         if constexpr (per_row) bias.count(kept[1]);

@@ -12,11 +12,11 @@ struct SGD {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = true;
-    static constexpr int coefficients = 1;
+    static constexpr int options = 1;  // lr
 
     T lr;
 
-    explicit SGD(const double* c) : lr(T(c[0])) {}
+    SGD(const double* o, double) : lr(T(o[0])) {}
 
     inline void operator()(T& param, T grad) const { param = param - lr * grad; }
 };
@@ -28,14 +28,19 @@ struct MomentumSGD {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = true;
-    static constexpr int coefficients = 5;
+    static constexpr int options = 4;  // lr, momentum, dampening, nesterov
 
     // buffer = keep * buffer + take * gradient; the step is along share * gradient + rest * buffer:
     // 0 and 1 for plain momentum, 1 and the momentum for Nesterov's.
     T lr, keep, take, share, rest;
 
-    explicit MomentumSGD(const double* c)
-        : lr(T(c[0])), keep(T(c[1])), take(T(c[2])), share(T(c[3])), rest(T(c[4])) {}
+    // A first step takes the gradient whole, as torch does.
+    MomentumSGD(const double* o, double step)
+        : lr(T(o[0])),
+          keep(T(step == 1 ? 0 : o[1])),
+          take(T(step == 1 ? 1 : 1 - o[2])),
+          share(T(o[3] != 0 ? 1 : 0)),
+          rest(T(o[3] != 0 ? o[1] : 1)) {}
 
     inline void operator()(T& param, T grad, T& momentum_buffer) const {
         momentum_buffer = keep * momentum_buffer + take * grad;

@@ -14,18 +14,18 @@ struct SparseAdamWith {
     static constexpr int slot_states = Bias<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = false;
     static constexpr bool is_usual = !per_row;
-    static constexpr int coefficients = 3 + Bias<T, per_row>::coefficients;
+    static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, one_minus_beta2, eps;
     Bias<T, per_row> bias;
     T step_size;
 
-    explicit SparseAdamWith(const double* c)
-        : one_minus_beta1(T(c[0])),
-          one_minus_beta2(T(c[1])),
-          eps(T(c[2])),
-          bias(c + 3),
-          step_size(T(c[3] * c[4])) {}
+    SparseAdamWith(const double* o, double step)
+        : one_minus_beta1(T(1 - o[1])),
+          one_minus_beta2(T(1 - o[2])),
+          eps(T(o[3])),
+          bias(o, step),
+          step_size(T(o[0] / (1 - power(o[1], step)) * square_root(1 - power(o[2], step)))) {}
 
     void enter_slot(T* kept, T) {
         bias.count(kept[0]);

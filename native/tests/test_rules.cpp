@@ -50,7 +50,8 @@ std::vector<float> outcome(const InstructionSet& set, int rule_index, int thread
     for (int s = 0; s < rule.slot_states; ++s) {
         job.slot_state[s] = view(tensors[size_t(1 + rule.states + s)], 1);
     }
-    for (int c = 0; c < rule.coefficients; ++c) job.coefficients[c] = 0.5 - 0.03125 * c;
+    for (int i = 0; i < rule.options; ++i) job.options[i] = 0.5 - 0.03125 * i;
+    job.step = 3;
     job.by_slot = rule.slot_states > 0;
     job.apply = rule.apply_float;
     check(!step(&job, 1, threads), "no bad entry");

@@ -15,13 +15,14 @@ using namespace sparsestep::testing;
 
 namespace {
 
-constexpr double coefficients[] = {0.1, 0.001, 1e-8, 0.01, 1};
+constexpr double options[] = {0.01, 0.9, 0.999, 1e-8};  // lr, betas, eps
+constexpr double late = 1e9;                            // a step without bias to correct
 
 template <class T>
 void sparse_adam(T& p, T g, T& m, T& v) {
-    m = m + T(coefficients[0]) * (g - m);
-    v = v + T(coefficients[1]) * (g * g - v);
-    p = p - T(coefficients[3]) * (m / (std::sqrt(v) + T(coefficients[2])));
+    m = m + T(1 - options[1]) * (g - m);
+    v = v + T(1 - options[2]) * (g * g - v);
+    p = p - T(options[0]) * (m / (std::sqrt(v) + T(options[3])));
 }
 
 template <class T>
@@ -84,7 +85,8 @@ struct Problem {
         result.param = view(param);
         result.state[0] = view(exp_avg);
         result.state[1] = view(exp_avg_sq);
-        for (int i = 0; i < 5; ++i) result.coefficients[i] = coefficients[i];
+        for (int i = 0; i < 4; ++i) result.options[i] = options[i];
+        result.step = late;
         const RuleKernels& rule = set.kernels.rules[0];
         result.apply = sizeof(T) == 4 ? rule.apply_float : rule.apply_double;
         return result;

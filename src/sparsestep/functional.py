@@ -87,8 +87,7 @@ def apply_(
             decay = float(options.number(weight_decay))
             shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
             sign = -1.0 if maximize else 1.0
-            if rule.coefficients is not None:  # numbers come out of numbers alone
-                tuple(map(float, rule.coefficients(step=number, **hyper)))
+            rule.numbers(hyper)  # they must be numbers
             if seed is not None:
                 # What the core takes; both engines look at no more than that.
                 seed &= 0xFFFFFFFFFFFFFFFF

@@ -55,12 +55,12 @@ def test_every_rule_has_its_native_twin():
     twins = core.core.rules()
     for variant in VARIANTS:
         rule = variant.rule
-        _, states, slot_states, coefficients = twins[rule.name]
+        _, states, slot_states, options = twins[rule.name]
         assert [spec.per_row for spec in rule.state] == [False] * states + [True] * slot_states
         group = variant([torch.zeros(1)]).param_groups[0]
         hyper = {name: group[name] for name in rule.hyperparameters}
-        assert rule.coefficients is not None
-        assert coefficients == len(rule.coefficients(step=1, **hyper))
+        assert rule.is_native
+        assert options == len(rule.numbers(hyper))
     assert twins.keys() == {variant.rule.name for variant in VARIANTS}
 
 

@@ -73,7 +73,7 @@ class World:
 
     def _has_twin(self) -> bool:
         made = self.cls([torch.zeros(1)], **self.options)
-        return self.cls.rule_for(made.param_groups[0]).coefficients is not None
+        return self.cls.rule_for(made.param_groups[0]).is_native
 
     def _mask_some(self, group: dict[str, Any]) -> None:
         if not self.chance.one_in(4):

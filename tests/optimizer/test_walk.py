@@ -39,7 +39,7 @@ def functions_called(work: Callable[[], object]) -> list[str]:
 
 def warm(module: torch.nn.Module, **options: Any) -> Callable[[], None]:
     """The third step of an optimizer."""
-    optimizer = sparsestep.SGD(module.parameters(), lr=0.1, momentum=0.9, **options)
+    optimizer = sparsestep.Adam(module.parameters(), lr=0.1, **options)
     if options:
         optimizer.track(module)
     for _ in range(2):

@@ -5,8 +5,8 @@ A *rule* is one update formula, a pure function of values to values in torch ope
     update(param, grad, *state, step=..., **hyperparameters) -> (param, *state)
 
 It never knows which layout it runs on. An *engine* runs it over the touched part of a parameter:
-the reference engine calls ``update`` itself, the native engine runs the rule's C++ twin on the
-numbers that ``coefficients`` gives. The two agree to the last places, so ``update`` is both the
+the reference engine calls ``update`` itself, the native engine runs the rule's C++ twin on the same
+options. The two agree to the last places, so ``update`` is both the
 oracle of the tests and the documentation of the native struct.
 
 Maximizing and weight decay are no part of a rule. They mean the same for every one of them, so the
@@ -86,8 +86,7 @@ class Rule:
         update: the formula.
         state: what it keeps, in the order in which ``update`` takes and returns it: first what it
             keeps per element, then what it keeps per row.
-        coefficients: ``(step=..., **hyperparameters)`` to the numbers that the native twin takes,
-            or ``None`` for a rule without a native twin.
+        is_native: whether the core has a twin of it, under the same name.
         idle: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a
             rule that cannot say.
         counts: whether the number of a parameter's steps is part of its state, unlike in torch's
@@ -97,7 +96,7 @@ class Rule:
     name: str
     update: Callable[..., Any]
     state: tuple[State, ...] = ()
-    coefficients: Callable[..., tuple[float, ...]] | None = None
+    is_native: bool = False
     counts: bool = True
     idle: Idle | None = None
 
@@ -111,6 +110,20 @@ class Rule:
     def takes_step(self) -> bool:
         """Whether ``update`` asks for the number of the step."""
         return "step" in inspect.signature(self.update).parameters
+
+    def numbers(self, hyper: Mapping[str, Any]) -> tuple[float, ...]:
+        """The options of ``update`` as the native twin takes them: in their order, pairs as two.
+
+        Example:
+            >>> def update(param, grad, *, lr, betas, nesterov): ...
+            >>> Rule("mine", update).numbers({"lr": 0.1, "betas": (0.5, 0.75), "nesterov": True})
+            (0.1, 0.5, 0.75, 1.0)
+        """
+        found: list[float] = []
+        for name in self.hyperparameters:
+            value = hyper[name]
+            found += map(float, value) if isinstance(value, tuple | list) else [float(value)]
+        return tuple(found)
 
     def new_values(
         self, old: list[Tensor], grad: Tensor, step: int, hyper: Mapping[str, Any]

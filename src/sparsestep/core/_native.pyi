@@ -14,6 +14,7 @@ class Jobs:
         self,
         rule: int,
         numbers: tuple[float, ...],
+        step: int,
         touched: Touched,
         param: Tensor,
         states: list[Tensor],
@@ -21,7 +22,7 @@ class Jobs:
     ) -> bool: ...
     def take(
         self,
-        group: tuple[int, tuple[str, ...], bool, dict[int, tuple[float, ...]], int],
+        group: tuple[int, tuple[str, ...], bool, tuple[float, ...], int],
         params: list[Tensor],
         state: dict[Tensor, Any],
         known: dict[int, tuple[Any, ...]],
@@ -39,7 +40,8 @@ def limit(
     order: tuple[int, ...],
     tensors: tuple[int, ...],
     dim: int,
-    coefficients: tuple[float, ...],
+    options: tuple[float, ...],
+    step: float,
     shares: tuple[int, ...],
     instruction_set: int,
 ) -> None: ...

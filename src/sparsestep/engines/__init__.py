@@ -103,7 +103,7 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
 
 def _why_not_native(update: ParamUpdate) -> str:
     param, rule = update.written[0], update.settings.rule
-    if rule.coefficients is None:
+    if not rule.is_native:
         contract = "the native engine takes rules that have a C++ twin"
         return sentence(contract, f"rule {rule.name!r}", "Use engine='auto'")
     return sentence(
@@ -114,7 +114,7 @@ def _why_not_native(update: ParamUpdate) -> str:
 
 
 def _say_once_that_it_is_slow(update: ParamUpdate) -> None:
-    if update.settings.rule.coefficients is None:
+    if not update.settings.rule.is_native:
         return  # a user's own rule: it was never to run elsewhere
     if core.core is None:
         reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"

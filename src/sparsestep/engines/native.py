@@ -21,27 +21,6 @@ from sparsestep.gradients.touched import bad_index
 _RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
 
-class _Numbers(dict[int, tuple[float, ...]]):
-    """What the core is told for each step count of a group, computed when it is asked for.
-
-    It knows parts of the settings, not the settings: these lead to it, and to the parameters, which
-    would be freed only when the garbage collector finds the circle.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        assert settings.rule.coefficients is not None
-        self._coefficients = settings.rule.coefficients
-        self._hyper = settings.hyper
-        self._common = (settings.sign, settings.l2, settings.shrink)
-
-    def __missing__(self, step: int) -> tuple[float, ...]:
-        if len(self) > 64:  # the settings may stay the same for long
-            self.clear()
-        found = (*self._common, *self._coefficients(step=step, **self._hyper))
-        self[step] = found
-        return found
-
-
 class Native:
     """The updates of one step that the core runs, all at once."""
 
@@ -85,13 +64,13 @@ class Native:
         """
         assert core is not None
         twin = _RULES.get(settings.rule.name)
-        if twin is None or settings.rule.coefficients is None or settings.seed is not None:
+        if twin is None or not settings.rule.is_native or settings.seed is not None:
             return range(first, first + len(params))
         tag = len(self._settings)
         group = settings.core.get(tag)
         if group is None:
             names = tuple(kept.name for kept in settings.rule.state)
-            group = (twin[0], names, settings.rule.counts, self._numbers(settings), tag)
+            group = (twin[0], names, settings.rule.counts, _numbers(settings), tag)
             settings.core[tag] = group
         self._settings.append(settings)
         declined: list[int] = self._jobs.take(
@@ -103,24 +82,19 @@ class Native:
         """Take an update; false where the core has no way to run it."""
         rule = update.settings.rule
         twin = _RULES.get(rule.name)
-        if twin is None or rule.coefficients is None:
+        if twin is None or not rule.is_native:
             return False
         touched = update.touched
         if not touched.values.is_contiguous():
             touched = touched.in_rows()
-        numbers = self._numbers(update.settings)[update.step]
         param, *state = update.written
-        claimed: bool = self._jobs.add(twin[0], numbers, touched, param, state, update.seed)
+        numbers = _numbers(update.settings)
+        claimed: bool = self._jobs.add(
+            twin[0], numbers, update.step, touched, param, state, update.seed
+        )
         if claimed:
             self._updates.append(update)
         return claimed
-
-    @staticmethod
-    def _numbers(settings: Settings) -> _Numbers:
-        found: _Numbers | None = settings.core.get("numbers")
-        if found is None:
-            found = settings.core["numbers"] = _Numbers(settings)
-        return found
 
     def prepare(self) -> None:
         """Do all that may fail; raises if any position is no slot."""
@@ -131,3 +105,12 @@ class Native:
             if tag < 0:
                 raise self._updates[index].refuse(why)
             raise InputError(f"{self._settings[tag].who(index)}: {why}")
+
+
+def _numbers(settings: Settings) -> tuple[float, ...]:
+    """What the core is told of a group: sign of the gradient, decay, and the rule's options."""
+    found: tuple[float, ...] | None = settings.core.get("numbers")
+    if found is None:
+        options = settings.rule.numbers(settings.hyper)
+        found = settings.core["numbers"] = (settings.sign, settings.l2, settings.shrink, *options)
+    return found

@@ -124,9 +124,8 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     )
     if optimizer.semantics == "dense":
         _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
-    for step in (1, 2) if rule.coefficients is not None else ():  # a first step may be special
-        assert rule.coefficients is not None
-        tuple(map(float, rule.coefficients(step=step, **hyper)))  # out of numbers come numbers
+    if rule.is_native:
+        rule.numbers(hyper)  # they must be numbers
     for spec in rule.state:
         if isinstance(spec.initial, str):
             float(group[spec.initial])

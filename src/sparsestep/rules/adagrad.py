@@ -28,13 +28,8 @@ def update(
     return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
 
 
-def coefficients(*, step: int, lr: float, lr_decay: float, eps: float) -> tuple[float, ...]:
-    """What ``native/rules/adagrad.h`` takes."""
-    return _step_size(step, lr, lr_decay), eps
-
-
 _SUM = State("sum", "initial_accumulator_value")
-RULE = Rule("adagrad", update, (_SUM,), coefficients, idle=Idle())
+RULE = Rule("adagrad", update, (_SUM,), is_native=True, idle=Idle())
 
 
 def _torch_kernel(batch: Batch) -> None:

@@ -107,16 +107,6 @@ def amsgrad_per_row(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq, row_step
 
 
-def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What ``native/rules/adam.h`` takes."""
-    return 1 - betas[0], betas[1], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
-
-
-def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What it takes to correct row by row."""
-    return 1 - betas[0], betas[1], 1 - betas[1], eps, lr, *betas
-
-
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
 _MAX = (*_STATE, State("max_exp_avg_sq"))
 
@@ -134,14 +124,10 @@ _IDLE_MAX = replace(_IDLE, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES = {
-    (False, False): Rule("adam", update, _STATE, coefficients, idle=_IDLE),
-    (False, True): Rule(
-        "adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
-    ),
-    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients, idle=_IDLE_MAX),
-    (True, True): Rule(
-        "amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), coefficients_per_row
-    ),
+    (False, False): Rule("adam", update, _STATE, is_native=True, idle=_IDLE),
+    (False, True): Rule("adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True),
+    (True, False): Rule("amsgrad", amsgrad, _MAX, is_native=True, idle=_IDLE_MAX),
+    (True, True): Rule("amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), is_native=True),
 }
 
 

@@ -28,7 +28,7 @@ def update(
     l2: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step; with a learning rate of zero the parameter rests."""
-    rate, *_ = coefficients(step=step, lr=lr, beta=beta, l1=l1, l2=l2)
+    rate = 1 / lr if lr else 0.0
     before = sum.sqrt()
     sum = sum + grad * grad
     root = sum.sqrt()
@@ -38,15 +38,8 @@ def update(
     return (moved if rate else param), linear, sum
 
 
-def coefficients(
-    *, step: int, lr: float, beta: float, l1: float, l2: float
-) -> tuple[float, float, float, float]:
-    """What ``native/rules/ftrl.h`` takes."""
-    return (1 / lr if lr else 0.0), beta, l1, l2
-
-
 _STATE = (State("linear"), State("sum", "initial_accumulator_value"))
-RULE = Rule("ftrl", update, _STATE, coefficients, idle=Idle(along="leader"))
+RULE = Rule("ftrl", update, _STATE, is_native=True, idle=Idle(along="leader"))
 
 
 class Ftrl(RuleOptimizer, Optimizer):

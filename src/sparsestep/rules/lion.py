@@ -26,11 +26,6 @@ def update(
     return param, exp_avg + (1 - beta2) * (grad - exp_avg)
 
 
-def coefficients(*, step: int, lr: float, betas: Pair) -> tuple[float, ...]:
-    """What ``native/rules/lion.h`` takes."""
-    return lr, 1 - betas[0], 1 - betas[1]
-
-
 _IDLE = Idle(
     along="sign",
     buffer="exp_avg",
@@ -38,7 +33,7 @@ _IDLE = Idle(
     factors=lambda hyper: (hyper["betas"][1], 1.0),
     size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
 )
-RULE = Rule("lion", update, (State("exp_avg"),), coefficients, idle=_IDLE)
+RULE = Rule("lion", update, (State("exp_avg"),), is_native=True, idle=_IDLE)
 
 
 class Lion(RuleOptimizer, Optimizer):

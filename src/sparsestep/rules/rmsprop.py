@@ -94,13 +94,6 @@ def update_centered_with_momentum(
     return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
 
 
-def coefficients(
-    *, step: int, lr: float, alpha: float, eps: float, momentum: float
-) -> tuple[float, ...]:
-    """What ``native/rules/rmsprop.h`` takes."""
-    return alpha, 1 - alpha, eps, lr, momentum
-
-
 _SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("grad_avg")
 
 
@@ -116,26 +109,26 @@ def _idle(*states: State) -> Idle:
 
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): Rule("rmsprop", update, (_SQUARE,), coefficients, idle=_idle(_SQUARE)),
+    (False, False): Rule("rmsprop", update, (_SQUARE,), is_native=True, idle=_idle(_SQUARE)),
     (False, True): Rule(
         "rmsprop_momentum",
         update_with_momentum,
         (_SQUARE, _BUFFER),
-        coefficients,
+        is_native=True,
         idle=_idle(_SQUARE, _BUFFER),
     ),
     (True, False): Rule(
         "rmsprop_centered",
         update_centered,
         (_SQUARE, _MEAN),
-        coefficients,
+        is_native=True,
         idle=_idle(_SQUARE, _MEAN),
     ),
     (True, True): Rule(
         "rmsprop_centered_momentum",
         update_centered_with_momentum,
         (_SQUARE, _BUFFER, _MEAN),
-        coefficients,
+        is_native=True,
         idle=_idle(_SQUARE, _BUFFER, _MEAN),
     ),
 }

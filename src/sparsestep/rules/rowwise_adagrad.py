@@ -22,13 +22,8 @@ def update(
     return param - lr / (sum.sqrt() + eps) * grad, sum
 
 
-def coefficients(*, step: int, lr: float, eps: float) -> tuple[float, ...]:
-    """What ``native/rules/rowwise_adagrad.h`` takes."""
-    return lr, eps
-
-
 _SUM = State("sum", "initial_accumulator_value", per_row=True)
-RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients, idle=Idle())
+RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, idle=Idle())
 
 
 class RowwiseAdagrad(RuleOptimizer, Optimizer):

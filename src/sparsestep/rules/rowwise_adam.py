@@ -61,16 +61,6 @@ def update_per_row(
     return param, exp_avg, exp_avg_sq, row_step
 
 
-def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What ``native/rules/rowwise_adam.h`` takes."""
-    return 1 - betas[0], betas[1], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
-
-
-def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What it takes to correct row by row."""
-    return 1 - betas[0], betas[1], 1 - betas[1], eps, lr, *betas
-
-
 _STATE = (State("exp_avg"), State("exp_avg_sq", per_row=True))
 _IDLE = Idle(
     along="quotient",
@@ -80,10 +70,8 @@ _IDLE = Idle(
     factors=lambda hyper: hyper["betas"],
     size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
 )
-RULE = Rule("rowwise_adam", update, _STATE, coefficients, idle=_IDLE)
-PER_ROW = Rule(
-    "rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
-)
+RULE = Rule("rowwise_adam", update, _STATE, is_native=True, idle=_IDLE)
+PER_ROW = Rule("rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
 
 
 class RowwiseAdam(RuleOptimizer, Optimizer):

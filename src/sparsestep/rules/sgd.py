@@ -35,25 +35,10 @@ def update_with_momentum(
     nesterov: bool,
 ) -> tuple[Tensor, Tensor]:
     """One step with momentum; the first one takes the gradient whole, as torch does."""
-    _, keep, take, share, rest = coefficients_with_momentum(
-        step=step, lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov
-    )
+    keep, take = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
+    share, rest = (1.0, momentum) if nesterov else (0.0, 1.0)
     momentum_buffer = keep * momentum_buffer + take * grad
     return param - lr * (share * grad + rest * momentum_buffer), momentum_buffer
-
-
-def coefficients(*, step: int, lr: float) -> tuple[float, ...]:
-    """What ``native/rules/sgd.h`` takes."""
-    return (lr,)
-
-
-def coefficients_with_momentum(
-    *, step: int, lr: float, momentum: float, dampening: float, nesterov: bool
-) -> tuple[float, ...]:
-    """What it takes with momentum: see there."""
-    buffer = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
-    along = (1.0, momentum) if nesterov else (0.0, 1.0)
-    return lr, *buffer, *along
 
 
 def _idle_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
@@ -67,12 +52,12 @@ _IDLE = Idle(
     factors=lambda hyper: (hyper["momentum"], 1.0),
     size=_idle_size,
 )
-RULE = Rule("sgd", update, (), coefficients, counts=False, idle=Idle())
+RULE = Rule("sgd", update, (), is_native=True, counts=False, idle=Idle())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
     (State("momentum_buffer"),),
-    coefficients_with_momentum,
+    is_native=True,
     counts=False,
     idle=_IDLE,
 )

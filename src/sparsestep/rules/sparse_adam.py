@@ -66,16 +66,6 @@ def _moved(
     return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
-def coefficients(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What ``native/rules/sparse_adam.h`` takes."""
-    return 1 - betas[0], 1 - betas[1], eps, *bias.by_step(step, lr, betas)
-
-
-def coefficients_per_row(*, step: int, lr: float, betas: Pair, eps: float) -> tuple[float, ...]:
-    """What it takes to correct row by row."""
-    return 1 - betas[0], 1 - betas[1], eps, lr, *betas
-
-
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
 
 
@@ -92,10 +82,8 @@ _IDLE = Idle(
     factors=lambda hyper: hyper["betas"],
     size=_idle_size,
 )
-RULE = Rule("sparse_adam", update, _STATE, coefficients, idle=_IDLE)
-PER_ROW = Rule(
-    "sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
-)
+RULE = Rule("sparse_adam", update, _STATE, is_native=True, idle=_IDLE)
+PER_ROW = Rule("sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
 
 
 class SparseAdam(RuleOptimizer, Optimizer):

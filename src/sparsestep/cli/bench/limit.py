@@ -97,15 +97,13 @@ class Limit(Contestant):
         if self._dim % 16 or self._dim > _MOST_DIM:
             raise Unavailable(f"only for dims that are multiples of 16, up to {_MOST_DIM}")
         rule = rule_of(optimizer, **options)
-        assert rule.coefficients is not None
         states = workload.states.get(rule.name)
         if states is None:
             workload.reserve(element_states(rule))
         self.params = workload.params()
         self._sets = workload.sets
         made = optimizer(self.params, lr=LEARNING_RATE, engine="native", **options)
-        self._hyper = made.settings_of(0, made.param_groups[0]).hyper
-        self._coefficients = rule.coefficients
+        self._options = rule.numbers(made.settings_of(0, made.param_groups[0]).hyper)
         self._states = _first_states(made, workload.sets[0]) if states is None else states
         rows = 1 + element_states(rule)
         self._plans = [
@@ -121,7 +119,6 @@ class Limit(Contestant):
     def before(self, number: int) -> None:
         """Look up the addresses."""
         self._step += 1
-        coefficients = self._coefficients(step=self._step, **self._hyper)
         self._calls = []
         tables = zip(
             self._plans[number], self.params, self._states, self._sets[number], strict=True
@@ -132,7 +129,7 @@ class Limit(Contestant):
             self._calls.append(
                 (
                     *(self._rule, order, written, self._dim),
-                    *(coefficients, each.shares, self._instruction_set),
+                    *(self._options, self._step, each.shares, self._instruction_set),
                 )
             )
 
