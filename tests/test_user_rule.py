@@ -19,7 +19,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.by_hand import FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
 from tests.table import same_bits, sign_sgd, sm3_by_rows, snapshot, state_tensors, unchanged
 from tests.torch_versions import needs_graphs_for_any_number, uses_torchscript
 
