@@ -36,19 +36,6 @@ _SUM = State("sum", "initial_accumulator_value")
 RULE = Rule("adagrad", update, (_SUM,), coefficients, idle=Idle())
 
 
-def _torch_kernel(batch: Batch) -> None:
-    names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
-    torch_adagrad(
-        batch.params,
-        batch.grads,
-        batch.state["sum"],
-        batch.steps,
-        has_complex=batch.has_complex,
-        fused=batch.group["fused"],
-        **{name: batch.group[name] for name in names},
-    )
-
-
 class Adagrad(RuleOptimizer, Optimizer):
     r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
 
@@ -98,7 +85,6 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
     extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
@@ -140,6 +126,20 @@ class Adagrad(RuleOptimizer, Optimizer):
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
         self.materialize_state()
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
+        torch_adagrad(
+            batch.params,
+            batch.grads,
+            batch.state["sum"],
+            batch.steps,
+            has_complex=batch.has_complex,
+            fused=batch.group["fused"],
+            **{name: batch.group[name] for name in names},
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -142,23 +142,6 @@ RULES = {
 }
 
 
-def _torch_kernel(batch: Batch) -> None:
-    group = batch.group
-    beta1, beta2 = group["betas"]
-    torch_adam(
-        batch.params,
-        batch.grads,
-        batch.state["exp_avg"],
-        batch.state["exp_avg_sq"],
-        batch.state.get("max_exp_avg_sq", []),
-        batch.steps,
-        beta1=beta1,
-        beta2=beta2,
-        has_complex=batch.has_complex,
-        **{name: group[name] for name in _KERNEL_OPTIONS},
-    )
-
-
 _KERNEL_OPTIONS = (
     *("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
     *("differentiable", "fused", "decoupled_weight_decay"),
@@ -169,7 +152,6 @@ class Family(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
     extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "bias_correction")
 
     def __init__(
@@ -213,6 +195,24 @@ class Family(RuleOptimizer):
             defaults,
             bias_correction=bias_correction,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        group = batch.group
+        beta1, beta2 = group["betas"]
+        torch_adam(
+            batch.params,
+            batch.grads,
+            batch.state["exp_avg"],
+            batch.state["exp_avg_sq"],
+            batch.state.get("max_exp_avg_sq", []),
+            batch.steps,
+            beta1=beta1,
+            beta2=beta2,
+            has_complex=batch.has_complex,
+            **{name: group[name] for name in _KERNEL_OPTIONS},
         )
 
     @staticmethod

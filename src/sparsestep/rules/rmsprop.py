@@ -140,23 +140,6 @@ RULES = {
 }
 
 
-def _torch_kernel(batch: Batch) -> None:
-    names = (
-        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-        *("foreach", "maximize", "differentiable", "capturable"),
-    )
-    torch_rmsprop(
-        batch.params,
-        batch.grads,
-        batch.state["square_avg"],
-        batch.state.get("grad_avg", []),
-        batch.state.get("momentum_buffer", []),
-        batch.steps,
-        has_complex=batch.has_complex,
-        **{name: batch.group[name] for name in names},
-    )
-
-
 class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
@@ -207,7 +190,6 @@ class RMSprop(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
     extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
@@ -249,6 +231,24 @@ class RMSprop(RuleOptimizer, Optimizer):
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = (
+            *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+            *("foreach", "maximize", "differentiable", "capturable"),
+        )
+        torch_rmsprop(
+            batch.params,
+            batch.grads,
+            batch.state["square_avg"],
+            batch.state.get("grad_avg", []),
+            batch.state.get("momentum_buffer", []),
+            batch.steps,
+            has_complex=batch.has_complex,
+            **{name: batch.group[name] for name in names},
         )
 
     @staticmethod

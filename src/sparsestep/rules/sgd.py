@@ -77,20 +77,6 @@ MOMENTUM = Rule(
 )
 
 
-def _torch_kernel(batch: Batch) -> None:
-    names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
-    # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
-    in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
-    copied = batch.group["nesterov"] and in_lists
-    torch_sgd(
-        batch.params,
-        [grad.clone() for grad in batch.grads] if copied else batch.grads,
-        batch.state.get("momentum_buffer", []),
-        fused=batch.group["fused"],
-        **{name: batch.group[name] for name in names},
-    )
-
-
 class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
@@ -143,7 +129,6 @@ class SGD(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
     extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
@@ -183,6 +168,21 @@ class SGD(RuleOptimizer, Optimizer):
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
+        # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
+        in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
+        copied = batch.group["nesterov"] and in_lists
+        torch_sgd(
+            batch.params,
+            [grad.clone() for grad in batch.grads] if copied else batch.grads,
+            batch.state.get("momentum_buffer", []),
+            fused=batch.group["fused"],
+            **{name: batch.group[name] for name in names},
         )
 
     @staticmethod
