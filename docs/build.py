@@ -43,12 +43,40 @@ ADDING_STATE = {
 
 TORCH_PAGE = "https://docs.pytorch.org/docs/stable/generated/torch.optim.{}.html"
 
-MASK = """
-    Each of these but `engine` can also be set for a param group. A group may have `"mask"` as well:
-    a bool tensor with one value per row or (unless state is kept per row) one per element, or a
-    list with one for each parameter (`None` for those that are free). What it does not select keeps
-    its bits, whatever gradient, decay or momentum say.
-"""
+IN_FULL = (
+    """
+    **`engine`**: who computes. `"auto"` takes the C++ core where it can, `"native"` insists on it,
+    and `"reference"` is written in torch operations.
+    """,
+    """
+    **`semantics`**: what an entry means that a gradient does not hold. `"masked"`: it is not
+    updated. `"dense"`: its gradient is zero, so momentum and decoupled decay go on; the work is
+    done when the row is next needed, see [masked or dense](../masked-or-dense.md).
+    """,
+    """
+    **`mask`**: a bool tensor with one value per row or (unless state is kept per row) one per
+    element. What it does not select keeps its bits, whatever gradient, decay or momentum say. For
+    several parameters a list, with `None` for those that are free. Mostly a key of a param group.
+    """,
+    """
+    **`state_dtype`**: the dtype of the state. By default that of the parameter, but float32 for a
+    half-precision one. Complex parameters take no other than their own.
+    """,
+    """
+    **`stochastic_rounding`**: round half-precision parameters and state up or down at random, so
+    that small updates are not lost, see [precision](../precision.md). The random numbers follow
+    `torch.manual_seed` as it was when the param group was made, which keeps it as `rounding_seed`.
+    """,
+    "**`rounding_seed`**: another seed for it.",
+    """
+    **`bias_correction`** (Adam's family): `"global"`, by the number of the parameter's steps, or
+    `"per_row"`, by the number of updates that the row itself has had.
+    """,
+    """
+    **`decoupled_weight_decay`** (where there is weight decay): shrink the parameter by
+    `lr * weight_decay` instead of adding `weight_decay` times the parameter to the gradient.
+    """,
+)
 
 TORCHS_BITS = """
     Dense gradients: torch's own kernel runs, so the bits are torch's. Ours runs instead where the
@@ -100,10 +128,9 @@ def page(cls: Class) -> str:
         "## Signature",
         signature(cls),
         "## Arguments",
-        "\n".join(arguments_of(cls, text)),
-        "Extras, by keyword only:",
-        "\n".join(item(n, kind, read_default(n), words) for n, kind, words in extras_of(text)),
-        flowing(MASK),
+        "\n".join(arguments_of(cls, text, extra=False)),
+        "Extras, by keyword only ([in full](README.md#what-all-of-them-take)):",
+        "\n".join(arguments_of(cls, text, extra=True)),
         "## State",
         *text.state,
         table(("name", "shape", "dtype", "starts at", "kept"), state_rows(cls)),
@@ -134,6 +161,9 @@ def index() -> str:
         "# The optimizers",
         "One page each, made from the docstrings. See also [which one](../which-optimizer.md).",
         table(("optimizer", "in one line", "keeps by default"), rows),
+        "## What all of them take",
+        "By keyword only. Each but `engine` and `semantics` can also be set for a param group.",
+        "\n".join(f"- {flowing(words, 2)}" for words in IN_FULL),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -152,7 +182,6 @@ class Docstring:
         torch: sentences on how it relates to torch's class, in Markdown.
         elsewhere: sentences on how it relates to other libraries, in Markdown.
         arguments: what is said of each argument, in Markdown.
-        extras: the name of the TypedDict with the further keywords.
         example: in Markdown, with its code.
         citations: in Markdown.
     """
@@ -163,7 +192,6 @@ class Docstring:
     torch: list[str]
     elsewhere: list[str]
     arguments: dict[str, str]
-    extras: str
     example: str
     citations: list[str]
 
@@ -176,14 +204,10 @@ class Docstring:
             name: textwrap.dedent(text).strip("\n")
             for name, text in zip(sections[::2], sections[1::2], strict=True)
         }
-        described = dict(entries(named["Args"]))
-        link = re.search(r"options\.(\w+)`", described.pop("**extras"))
-        assert link, f"{documented.__name__}: **extras must name its TypedDict"
         return cls(
             summary,
             *sorted_out(before),
-            {name: markdown(words) for name, words in described.items()},
-            link[1],
+            {name: markdown(words) for name, words in entries(named["Args"])},
             example(named["Example"]),
             re.split(r"(?<=\d{4}\.) ", markdown(named["References"])),
         )
@@ -253,22 +277,30 @@ def linked(name: str) -> str:
 
 def signature(cls: Class) -> str:
     """How the class is called: torch's arguments, where it has them, and what comes on top."""
-    own = [p for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    theirs = torchs(cls)
-    known = inspect.signature(theirs).parameters if theirs else {p.name: p for p in own}
-    ours, own = [p for p in own if p.name not in known], [p for p in own if p.name in known]
+    extra = [p for p in parameters(cls) if is_extra(cls, p.name)]
     words = []
-    for before, after in zip([None, *own], own, strict=False):
+    before = None
+    for after in (p for p in parameters(cls) if p not in extra):
         if after.kind is after.KEYWORD_ONLY and before and before.kind is not after.kind:
             words.append("*")
-        words.append(assigned(after.name, after.default))
-    extras = [assigned(n, read_default(n)) for n, _, _ in extras_of(Docstring.of(cls))]
-    extras += [assigned(p.name, p.default) for p in ours]
-    if len(own) == len(words):  # no argument is keyword-only yet; the extras are
-        extras.insert(0, "*")
-    above = [f"    # as torch.optim.{cls.__name__} has them"] if theirs else []
-    lines = [*above, *wrapped(words), "    # extras", *wrapped(extras)]
+        words.append(assigned(after))
+        before = after
+    star = [] if "*" in words else ["*"]
+    above = [f"    # as torch.optim.{cls.__name__} has them"] if torchs(cls) else []
+    lines = [*above, *wrapped(words), "    # extras", *wrapped([*star, *map(assigned, extra)])]
     return "\n".join(["```text", f"sparsestep.{cls.__name__}(", *lines, ")", "```"])
+
+
+def parameters(cls: Class) -> list[inspect.Parameter]:
+    """The arguments of the constructor."""
+    return list(inspect.signature(cls).parameters.values())
+
+
+def is_extra(cls: Class, name: str) -> bool:
+    """Whether an argument is one that torch does not have."""
+    theirs = torchs(cls)
+    known = inspect.signature(theirs).parameters if theirs else ()
+    return name in {**options.WHOLE, **options.DEFAULTS} and name not in known
 
 
 def wrapped(words: Iterable[str]) -> list[str]:
@@ -278,9 +310,10 @@ def wrapped(words: Iterable[str]) -> list[str]:
     return [line.replace(chr(0), " ") for line in lines]
 
 
-def assigned(name: str, default: object) -> str:
+def assigned(argument: inspect.Parameter) -> str:
     """An argument with its default."""
-    return name if default is inspect.Parameter.empty else f"{name}={shown(default)}"
+    name, default = argument.name, argument.default
+    return name if default is argument.empty else f"{name}={shown(default)}"
 
 
 def shown(value: object) -> str:
@@ -294,40 +327,28 @@ def torchs(cls: Class) -> type | None:
     return getattr(torch.optim, cls.__name__, None)
 
 
-def arguments_of(cls: Class, text: Docstring) -> Iterator[str]:
-    """A line for each argument but the extras."""
-    parameters = inspect.signature(cls).parameters
-    own = {p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD}
-    differing = own ^ text.arguments.keys()
+def arguments_of(cls: Class, text: Docstring, *, extra: bool) -> Iterator[str]:
+    """A line for each argument that is an extra, or for each that is none."""
+    known = {p.name: p for p in parameters(cls)}
+    differing = known.keys() ^ text.arguments.keys()
     assert not differing, f"{cls.__name__}: docstring and signature differ in {differing}"
     kinds = get_type_hints(cls.__init__)
     for name, words in text.arguments.items():
-        kind = "" if name == "params" else written(kinds[name])
-        yield item(name, kind, parameters[name].default, words)
-
-
-def extras_of(text: Docstring) -> Iterator[tuple[str, str, str]]:
-    """Name, type and description of each further keyword."""
-    described: dict[str, str] = {}
-    for known in vars(options).values():
-        if isinstance(known, type) and hasattr(known, "__total__") and known.__doc__:
-            _, _, section = inspect.cleandoc(known.__doc__).partition("Attributes:\n")
-            described.update(entries(textwrap.dedent(section)) if section else {})
-    for name, kind in get_type_hints(getattr(options, text.extras)).items():
-        yield name, written(kind), markdown(described[name])
+        if is_extra(cls, name) is extra:
+            kind = "" if name == "params" else written(kinds[name])
+            yield item(name, kind, known[name].default, words)
 
 
 def written(kind: Any) -> str:
     """A type as an annotation has it."""
     text = kind.__name__ if type(kind) is type else str(kind)
-    return text.replace("torch.", "")
+    text = re.sub(r"Literal\[([^]]*)\]", alternatives, text)
+    return text.replace("torch.", "").replace("typing.", "").replace("collections.abc.", "")
 
 
-def read_default(extra: str) -> object:
-    """The value of an extra that nobody sets."""
-    if extra in options.DEFAULTS:
-        return options.DEFAULTS[extra]
-    return inspect.signature(RuleOptimizer.__init__).parameters[extra].default
+def alternatives(literal: re.Match[str]) -> str:
+    """The values of a ``Literal``."""
+    return literal[1].replace("'", '"').replace(", ", " | ")
 
 
 def item(name: str, kind: str, default: object, words: str) -> str:

@@ -16,7 +16,7 @@ from sparsestep.rules import (
     RowwiseAdam,
     SparseAdam,
 )
-from sparsestep.rules.by_hand import (
+from sparsestep.rules.functional import (
     FunctionalAdagrad,
     FunctionalAdam,
     FunctionalAdamW,

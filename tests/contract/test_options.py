@@ -10,7 +10,7 @@ import sparsestep
 from sparsestep.contract import options
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.by_hand import FUNCTIONAL
+from sparsestep.rules.functional import FUNCTIONAL
 from tests.table import VARIANTS, Variant, each_optimizer, each_variant, same_bits
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 import sparsestep
 import sparsestep.distributed
 from sparsestep.distributed import scripted
-from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.rules.functional import FUNCTIONAL
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 

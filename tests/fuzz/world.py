@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparsestep import InputError, core
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.rules.functional import FUNCTIONAL
 from tests.fuzz import gradients, oracle, tables
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, check_refusal

@@ -21,7 +21,8 @@ from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient as AnyGradient
 from sparsestep.gradients.layouts import touched
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.rules.functional import FUNCTIONAL
 from tests.properties.test_properties import close, oracle_step
 from tests.table import (
     ENGINES,

@@ -274,3 +274,14 @@ def test_names_that_are_refused(name: Any):
 def test_tables_that_are_refused(table: Any):
     with pytest.raises(sparsestep.InputError, match="table 1 must be"):
         EmbeddingBagCollection([(5, 2), table])
+
+
+def test_options_of_tables_that_are_made():
+    model = EmbeddingBagCollection(
+        [(5, 2), (7, 3)], mode="sum", padding_idx=1, include_last_offset=True, dtype=torch.float64
+    )
+    for table in model.tables:
+        assert (table.mode, table.padding_idx, table.include_last_offset) == ("sum", 1, True)
+        assert table.weight.dtype is torch.float64
+    with pytest.raises(TypeError, match="unexpected keyword argument 'paddin_idx'"):
+        EmbeddingBagCollection([(5, 2)], paddin_idx=1)  # type: ignore[call-arg]

@@ -129,6 +129,14 @@ def refused() -> nn.ModuleDict:
     )
 
 
+def test_the_class_of_a_fused_subclass_is_made_with_its_own_arguments():
+    table = Zeros(5, 2)
+    sparsestep.nn.fuse(table)
+    other = type(table)(7, 3, factor=2.0)
+    assert (other.num_embeddings, other.factor, other.sparse) == (7, 2.0, True)
+    assert isinstance(other, sparsestep.nn.Embedding)
+
+
 def test_what_is_left_alone_is_said():
     model = refused()
     before = [type(each) for each in model.values()]

@@ -20,8 +20,9 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
 from sparsestep.rules import OPTIMIZERS
-from sparsestep.rules.by_hand import FUNCTIONAL, FunctionalOptimizer
+from sparsestep.rules.functional import FUNCTIONAL
 from tests.table import OPTIONS, same_bits, state_tensors, steps_of
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]
@@ -171,6 +172,20 @@ def test_positions_and_defaults_are_those_of_torchs_functional_class(
             )
         else:
             assert ours.defaults[option] == theirs
+
+
+@each_functional
+def test_the_signature_is_what_the_constructor_takes(cls: type[FunctionalOptimizer]):
+    signature = inspect.signature(cls)
+    assert inspect.signature(cls.__init__).parameters["self"]
+    options = list(signature.parameters.values())[1:]
+    assert not [option for option in options if option.kind is option.VAR_KEYWORD]
+    named = {o.name for o in options if o.kind is o.KEYWORD_ONLY}
+    placed = [o.name for o in options if o.kind is o.POSITIONAL_OR_KEYWORD]
+    assert placed == [*cls.positional, "_allow_empty_param_list"]
+    own = set(inspect.signature(cls.optimizer_class).parameters) - {"params"}
+    assert named | (set(cls.positional) - set(cls.only_in_torch)) == own
+    cls([torch.zeros(1)], **{option.name: option.default for option in options})
 
 
 OTHERS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.by_hand import FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
 from tests.table import same_bits, sign_sgd, sm3_by_rows, snapshot, state_tensors, unchanged
 from tests.torch_versions import needs_graphs_for_any_number, uses_torchscript
 
@@ -981,9 +981,16 @@ def test_the_class_has_the_name_the_words_and_the_arguments_of_the_function():
     assert adagrad.__module__ == __name__
     assert adagrad.__doc__ == adagrad_formula.__doc__
     assert repr(adagrad([table_of()], lr=0.1)).startswith("adagrad (\nParameter Group 0\n")
-    assert str(inspect.signature(adagrad)) == (
-        "(params, *, lr, eps=1e-10, maximize=False, weight_decay=0.0, **extras)"
-    )
+    arguments = inspect.signature(adagrad).parameters
+    assert {name: each.default for name, each in arguments.items()} == {
+        **{"params": inspect.Parameter.empty, "lr": inspect.Parameter.empty, "eps": 1e-10},
+        **{"maximize": False, "weight_decay": 0.0, "decoupled_weight_decay": False},
+        **{"engine": "auto", "semantics": "masked", "mask": None, "state_dtype": None},
+        **{"stochastic_rounding": False, "rounding_seed": None},
+    }
+    assert {each.kind for name, each in arguments.items() if name != "params"} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def test_a_rule_can_be_made_without_the_decorator():

@@ -7,69 +7,29 @@ has torch's keys and no others.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.masks import Masks
 from sparsestep.gradients.touched import FLOATS
 
+# Who computes. "auto" takes the core where it can; all agree to the last places.
+Engine: TypeAlias = Literal["auto", "native", "reference"]
 
-class Extras(TypedDict, total=False):
-    """Keyword arguments that every optimizer takes.
+# What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
+# gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
+Semantics: TypeAlias = Literal["masked", "dense"]
 
-    Attributes:
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; the two agree to the last places.
-        semantics: what an entry means that a gradient does not hold. ``"masked"``: not updated.
-            ``"dense"``: its gradient is zero, so momentum and decoupled decay go on; the work is
-            done when the row is next needed. See ``track`` and ``catch_up``.
-        mask: a bool tensor, one value for each row or one for each element: what is outside keeps
-            its bits, whatever the gradient, decay or momentum. For one parameter; for several a
-            list, with ``None`` for those without a mask. Mostly a key of a param group. Rules that
-            keep numbers per row take row masks only.
-        state_dtype: the dtype of the state. By default that of the parameter, but float32 for a
-            half-precision one. Complex parameters take no other than their own.
-        stochastic_rounding: round half-precision parameters and state up or down at random, so that
-            small updates are not lost. The random numbers follow ``torch.manual_seed`` as it was
-            when the param group was made, which keeps it as ``rounding_seed``.
-        rounding_seed: another seed for it.
-    """
+# Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
+BiasCorrection: TypeAlias = Literal["global", "per_row"]
 
-    engine: str
-    semantics: str
-    mask: Tensor | Sequence[Tensor | None] | None
-    state_dtype: torch.dtype | None
-    stochastic_rounding: bool
-    rounding_seed: int | None
-
-
-class DecayExtras(Extras, total=False):
-    """Also for optimizers whose torch class has coupled decay only.
-
-    Attributes:
-        decoupled_weight_decay: shrink the parameter by ``lr * weight_decay`` instead of adding
-            ``weight_decay`` times the parameter to the gradient.
-    """
-
-    decoupled_weight_decay: bool
-
-
-class AdamExtras(Extras, total=False):
-    """Also for Adam's family.
-
-    Attributes:
-        bias_correction: ``"global"``: by the number of the parameter's steps; ``"per_row"``: by the
-            number of updates that the row itself has had.
-    """
-
-    bias_correction: str
-
-
-class RowwiseAdamExtras(AdamExtras, DecayExtras, total=False):
-    """What both :class:`AdamExtras` and :class:`DecayExtras` have."""
-
+# What may move at all: a bool for each row or each element of a parameter. For several parameters a
+# list, with None for those without a mask.
+Mask: TypeAlias = Masks
 
 # What belongs to an optimizer as a whole and is no key of its param groups, with the defaults. How
 # a process computes is no part of a checkpoint.
@@ -97,7 +57,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alpha", "beta", "betas", "eps", "lr"), ()),
 }
 
-BIAS_CORRECTIONS = ("global", "per_row")
+BIAS_CORRECTIONS: tuple[str, ...] = get_args(BiasCorrection)
+
+
+def common(
+    engine: Engine,
+    semantics: Semantics,
+    mask: Mask,
+    state_dtype: torch.dtype | None,
+    stochastic_rounding: bool,
+    rounding_seed: int | None,
+) -> dict[str, Any]:
+    """The keyword arguments that every optimizer has, by their names."""
+    return {
+        "engine": engine,
+        "semantics": semantics,
+        "mask": mask,
+        "state_dtype": state_dtype,
+        "stochastic_rounding": stochastic_rounding,
+        "rounding_seed": rounding_seed,
+    }
 
 
 def read(group: dict[str, Any], name: str) -> Any:

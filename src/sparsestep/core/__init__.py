@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 from sparsestep.errors import InputError, sentence
 
+if TYPE_CHECKING:
+    from sparsestep.core._native import Core
+
+core: Core | None = None
+why_missing: str = ""
 try:
     from sparsestep.core import _native
-except ImportError as error:  # installed without the core (SPARSESTEP_PURE=1), or a broken build
-    core = None
-    why_missing = str(error)
+except ImportError as _error:  # installed without the core (SPARSESTEP_PURE=1), or a broken build
+    why_missing = str(_error)
 else:
-    core = _native
-    why_missing = ""
+    core = cast("Core", _native)
 
 __all__ = ["core", "instruction_set", "instruction_sets", "use_instruction_set", "why_missing"]
 
@@ -49,7 +53,7 @@ class _InUse:
         self.index = list(instruction_sets()).index(name)
 
 
-isa = _InUse()
+isa: _InUse = _InUse()
 
 
 def instruction_set() -> str | None:

@@ -1,14 +1,14 @@
 # The native core, built from native/. See native/bindings.cpp.
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sparsestep.gradients.touched import Touched
 
-class Jobs:
+class _Jobs:
     def __init__(self, instruction_set: int) -> None: ...
     def add(
         self,
@@ -34,40 +34,47 @@ class Jobs:
     def prepare(self, threads: int) -> tuple[int, int, int, int] | None: ...
     def commit(self) -> None: ...
 
-def set_compact_class(type: type) -> None: ...
-def limit(
-    rule: int,
-    order: tuple[int, ...],
-    tensors: tuple[int, ...],
-    dim: int,
-    options: tuple[float, ...],
-    step: float,
-    shares: tuple[int, ...],
-    instruction_set: int,
-) -> None: ...
-def catch_up(
-    tensors: tuple[Tensor, ...],
-    rows: Tensor | None,
-    last: Tensor,
-    fades: tuple[int, ...],
-    integers: tuple[int, ...],
-    numbers: tuple[float, ...],
-    tables: tuple[Tensor, ...],
-    threads: int,
-    instruction_set: int,
-) -> tuple[int, int] | None: ...
-def slots_of(
-    starts: Tensor,
-    others: Tensor,
-    high: int,
-    wide: int,
-    positions: Tensor,
-    source: Tensor | None,
-    threads: int,
-) -> bool: ...
-def norms(
-    touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
-) -> tuple[int | None] | None: ...
-def rules() -> dict[str, tuple[int, int, int, int]]: ...
-def instruction_sets() -> list[tuple[str, bool]]: ...
-def team() -> str: ...
+class Core(Protocol):
+    """The module, as others see it; at run time there is no such class."""
+
+    Jobs: type[_Jobs]
+    def set_compact_class(self, type: type) -> None: ...
+    def limit(
+        self,
+        rule: int,
+        order: tuple[int, ...],
+        tensors: tuple[int, ...],
+        dim: int,
+        options: tuple[float, ...],
+        step: float,
+        shares: tuple[int, ...],
+        instruction_set: int,
+    ) -> None: ...
+    def catch_up(
+        self,
+        tensors: tuple[Tensor, ...],
+        rows: Tensor | None,
+        last: Tensor,
+        fades: tuple[int, ...],
+        integers: tuple[int, ...],
+        numbers: tuple[float, ...],
+        tables: tuple[Tensor, ...],
+        threads: int,
+        instruction_set: int,
+    ) -> tuple[int, int] | None: ...
+    def slots_of(
+        self,
+        starts: Tensor,
+        others: Tensor,
+        high: int,
+        wide: int,
+        positions: Tensor,
+        source: Tensor | None,
+        threads: int,
+    ) -> bool: ...
+    def norms(
+        self, touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
+    ) -> tuple[int | None] | None: ...
+    def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
+    def instruction_sets(self) -> list[tuple[str, bool]]: ...
+    def team(self) -> str: ...

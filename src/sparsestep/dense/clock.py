@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.contract.rule import Rule
 from sparsestep.dense import history as histories
 from sparsestep.dense import kernel, motions
 from sparsestep.dense.history import History
@@ -45,11 +46,11 @@ class RowClock:
         rule = settings.rule
         if rule.idle is None:
             raise InputError(refusal(rule.name))
-        self.rule = rule
+        self.rule: Rule = rule
         self.rows = rows
-        self.constants = constants(settings)
+        self.constants: tuple[Any, ...] = constants(settings)
         self._latest: Settings | None = settings
-        self.history = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
+        self.history: History = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
         self.among: Tensor | None = None
         self.owner: Tensor | None = None
         self._movable: tuple[Tensor, Tensor] | None = None
@@ -57,8 +58,8 @@ class RowClock:
         self._whole = done  # the step that every row has reached
         self._swept: tuple[int, int] | None = None  # see _sweep
         self._mark: tuple[int, int] | None = None  # of the parameter after our latest write
-        self.busy = False
-        self.announced = False
+        self.busy: bool = False
+        self.announced: bool = False
         self.read_by: str | None = None
 
     @property

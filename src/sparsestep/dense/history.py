@@ -50,15 +50,31 @@ class History:
         sums: for each past step, the sums over all later ones; relative to ``growth``.
     """
 
+    first: float
+    second: float
+    grown: float
+    steps: int
+    base: int
+    reach: int
+    converges: bool
+    follow: int
+    capacity: int
+    growth: Tensor
+    sizes: Tensor
+    roots: Tensor
+    firsts: Tensor
+    seconds: Tensor
+    sums: Tensor
+
     def __init__(self, idle: Idle, hyper: Mapping[str, Any], base: int) -> None:
         self.idle = idle
         self.base = base
         self.steps = 0
         self.grown = 1.0
         self.first, self.second = idle.factors(hyper)
-        self.eps = float(hyper.get("eps", 0.0))
+        self.eps: float = float(hyper.get("eps", 0.0))
         fades = idle.fades.get(idle.square) == 1
-        self.fade = math.sqrt(self.second) if fades else 1.0
+        self.fade: float = math.sqrt(self.second) if fades else 1.0
         self.hyper = hyper
         self._find_reach()
         self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)

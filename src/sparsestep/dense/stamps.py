@@ -29,7 +29,8 @@ class Stamps:
     def __init__(self, rows: int, initial: int) -> None:
         self._initial = initial
         self._begun: Tensor | None = None
-        self.pages_left = 0
+        self.pages_left: int = 0
+        self.last: Tensor
         if rows < _FEW:
             self.last = torch.full((rows,), initial, dtype=torch.int32, device="cpu")
             return

@@ -12,7 +12,7 @@ import torch
 
 from sparsestep.distributed import overlap, scripted
 from sparsestep.errors import InputError, sentence
-from sparsestep.rules.by_hand import FUNCTIONAL
+from sparsestep.rules.functional import FUNCTIONAL
 
 __all__ = ["register"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsestep.rules.by_hand import FunctionalOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
 
 
 def functional(

@@ -62,7 +62,7 @@ class Selection:
         self.mask = mask
         self.shape = shape  # of the parameter that the mask was found to fit
         # The slots, how many there are to choose from, and of a parameter of which shape.
-        self.chosen = (mask, 0, shape)
+        self.chosen: tuple[Tensor, int, torch.Size] = (mask, 0, shape)
 
     def update(self) -> Selection:
         """Bring it up to date with the mask."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.pooling import Bags, by_torch, pooled
+
+Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
@@ -27,6 +29,19 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
     ``scale_grad_by_freq`` divides the gradient of an id by how often that id comes in the call.
     (Torch 2.13 on the CPU divides by the count of another id where counts differ.)
 
+    Args:
+        num_embeddings: how many rows.
+        embedding_dim: how long a row is.
+        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+        norm_type: the order of that norm.
+        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
+        mode: how the rows of a bag become one: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: for torch's sake; the gradient is sparse in any case.
+        include_last_offset: whether offsets also say where the last bag ends.
+        padding_idx: an id that does not count; its row gets no gradient and begins with zeros.
+        device: where the weight is.
+        dtype: that of the weight.
+
     Attributes:
         name: what messages call the table.
 
@@ -41,10 +56,25 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
 
     name = ""  # without a type: torch.jit.script takes annotations for its own
 
-    @functools.wraps(torch.nn.EmbeddingBag.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sparse = True
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Mode = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            *(num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode),
+            *(True, _weight, include_last_offset, padding_idx, device, dtype),
+        )
 
     @outside_graphs
     @scripted_as(torch.nn.EmbeddingBag.forward)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.bag import EmbeddingBag
+from sparsestep.nn.bag import EmbeddingBag, Mode
 from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.fusing import make_ours, why_not
 from sparsestep.nn.pooling import Bags, equal_starts, pooled
@@ -34,8 +35,16 @@ class EmbeddingBagCollection(torch.nn.Module):
     Args:
         tables: for each table ``(num_embeddings, embedding_dim)``, or a ``torch.nn.EmbeddingBag``
             whose weight and options are kept; in a list, or in a dict with the tables' names.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``, for tables that are made from sizes.
-        **options: further keywords of ``EmbeddingBag`` for these tables, such as ``dtype``.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``. This and all that follow are for tables that are
+            made from sizes, and mean what they mean for ``EmbeddingBag``.
+        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+        norm_type: the order of that norm.
+        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
+        sparse: for torch's sake; the gradient is sparse in any case.
+        include_last_offset: whether offsets also say where the last bag ends.
+        padding_idx: an id that does not count; its row gets no gradient and begins with zeros.
+        device: where the weights are.
+        dtype: that of the weights.
 
     Example:
         Two features with one id each, and a list of items that was bought:
@@ -65,14 +74,38 @@ class EmbeddingBagCollection(torch.nn.Module):
         [(3, 8), (3, 4)]
     """
 
-    def __init__(self, tables: Tables, *, mode: str = "mean", **options: Any) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        mode: Mode = "mean",
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        options: dict[str, Any] = {
+            "mode": mode,
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "scale_grad_by_freq": scale_grad_by_freq,
+            "sparse": sparse,
+            "include_last_offset": include_last_offset,
+            "padding_idx": padding_idx,
+            "device": device,
+            "dtype": dtype,
+        }
         self.names: list[str] | None = None
         if isinstance(tables, Mapping):
             self.names = [_checked_name(name) for name in tables]
             tables = list(tables.values())
         made = [
-            _table(place if self.names is None else self.names[place], each, mode, options)
+            _table(place if self.names is None else self.names[place], each, options)
             for place, each in enumerate(tables)
         ]
         self.tables: torch.nn.ModuleList | torch.nn.ModuleDict = (
@@ -204,10 +237,10 @@ def _checked_name(name: object) -> str:
     return name
 
 
-def _table(place: str | int, given: Any, mode: str, options: dict[str, Any]) -> EmbeddingBag:
+def _table(place: str | int, given: Any, options: dict[str, Any]) -> EmbeddingBag:
     table = given
     if isinstance(given, Sequence) and len(given) == 2:
-        table = EmbeddingBag(*given, mode=mode, **options)
+        table = EmbeddingBag(*given, **options)
     reason = why_not(table) if isinstance(table, torch.nn.EmbeddingBag) else None
     if reason is not None or not isinstance(table, torch.nn.EmbeddingBag):
         contract = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
@@ -217,7 +250,7 @@ def _table(place: str | int, given: Any, mode: str, options: dict[str, Any]) -> 
         )
     if not isinstance(table, EmbeddingBag):
         make_ours(table, str(place))
-    named: EmbeddingBag = table
+    named = cast(EmbeddingBag, table)
     if not named.name:
         named.name = str(place)
     return named

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.types import Device
 
 from sparsestep.gradients.compact import compact
 from sparsestep.nn.checks import check_ids
@@ -23,6 +23,17 @@ class Embedding(torch.nn.Embedding):
     changed, and a message says which id is wrong and where. The gradient of the weight is sparse
     whatever ``sparse`` says: an optimizer of this library works from the ids and the gradient of
     the output, and whoever asks for values gets an ordinary COO gradient.
+
+    Args:
+        num_embeddings: how many rows.
+        embedding_dim: how long a row is.
+        padding_idx: a row that gets no gradient and begins with zeros.
+        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+        norm_type: the order of that norm.
+        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
+        sparse: for torch's sake; the gradient is sparse in any case.
+        device: where the weight is.
+        dtype: that of the weight.
 
     Attributes:
         name: what messages call the table.
@@ -46,10 +57,24 @@ class Embedding(torch.nn.Embedding):
 
     name = ""  # without a type: torch.jit.script takes annotations for its own
 
-    @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sparse = True
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            *(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq),
+            *(True, _weight, _freeze, device, dtype),
+        )
 
     @outside_graphs
     @scripted_as(torch.nn.Embedding.forward)

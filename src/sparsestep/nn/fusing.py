@@ -164,8 +164,14 @@ def _fused(kind: type) -> Any:
             return (_new, (kind, *made[1][1:]), *made[2:])
         return made
 
+    @functools.wraps(kind.__init__)  # type: ignore[misc]
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, *args, **options)  # type: ignore[misc]
+        self.sparse = True
+
     def fill(names: dict[str, Any]) -> None:
         names |= {"__reduce_ex__": reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        names["__init__"] = init
         names["__qualname__"] = kind.__qualname__
         if hasattr(kind, "name"):
             names["name"] = kind.name

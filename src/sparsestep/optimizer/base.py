@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from sparsestep import engines
 from sparsestep.contract import options
+from sparsestep.dense.clock import RowClock
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
@@ -80,8 +81,10 @@ class RuleOptimizer(CatchesUp):
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
         self._loading: checkpoint.Checkpoint | None = None
-        self.rounds = 0  # how often step() or zero_grad() was called
-        self.groups, self.clocks, self.known = Groups(), {}, {}
+        self.rounds: int = 0  # how often step() or zero_grad() was called
+        self.groups: Groups = Groups()
+        self.clocks: dict[int, RowClock] = {}
+        self.known: dict[int, tuple[Any, ...]] = {}
         self._lock = RLock()  # one step at a time, whoever calls
 
     # Param groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class StateKeeper(Declaration):
         rounds: how often ``step()`` or ``zero_grad()`` was called.
     """
 
+    state: defaultdict[Tensor, Any]
     groups: Groups
     clocks: dict[int, RowClock]
     known: dict[int, tuple[Any, ...]]

@@ -5,7 +5,8 @@
 
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules.adagrad import Adagrad
-from sparsestep.rules.adam import Adam, AdamW
+from sparsestep.rules.adam import Adam
+from sparsestep.rules.adamw import AdamW
 from sparsestep.rules.ftrl import Ftrl
 from sparsestep.rules.lion import Lion
 from sparsestep.rules.rmsprop import RMSprop

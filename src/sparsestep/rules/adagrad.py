@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.optimizer.base import RuleOptimizer
@@ -30,19 +30,6 @@ def update(
 
 _SUM = State("sum", "initial_accumulator_value")
 RULE = Rule("adagrad", update, (_SUM,), is_native=True, idle=Idle())
-
-
-def _torch_kernel(batch: Batch) -> None:
-    names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
-    torch_adagrad(
-        batch.params,
-        batch.grads,
-        batch.state["sum"],
-        batch.steps,
-        has_complex=batch.has_complex,
-        fused=batch.group["fused"],
-        **{name: batch.group[name] for name in names},
-    )
 
 
 class Adagrad(RuleOptimizer, Optimizer):
@@ -73,7 +60,13 @@ class Adagrad(RuleOptimizer, Optimizer):
         maximize: go along the gradient instead of against it.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
-        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -88,8 +81,7 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
-    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -104,7 +96,13 @@ class Adagrad(RuleOptimizer, Optimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **extras: Unpack[DecayExtras],
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -117,8 +115,27 @@ class Adagrad(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
         self.materialize_state()
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
+        torch_adagrad(
+            batch.params,
+            batch.grads,
+            batch.state["sum"],
+            batch.steps,
+            has_complex=batch.has_complex,
+            fused=batch.group["fused"],
+            **{name: batch.group[name] for name in names},
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -1,21 +1,19 @@
-"""Adam and AdamW, with AMSGrad, as ``torch.optim`` has them, for every kind of gradient."""
+"""Adam, with AMSGrad, as ``torch.optim`` has it, for every kind of gradient."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import AdamExtras
+from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.engines.torch_kernels import Batch
-from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
@@ -131,35 +129,17 @@ RULES = {
 }
 
 
-def _torch_kernel(batch: Batch) -> None:
-    group = batch.group
-    beta1, beta2 = group["betas"]
-    torch_adam(
-        batch.params,
-        batch.grads,
-        batch.state["exp_avg"],
-        batch.state["exp_avg_sq"],
-        batch.state.get("max_exp_avg_sq", []),
-        batch.steps,
-        beta1=beta1,
-        beta2=beta2,
-        has_complex=batch.has_complex,
-        **{name: group[name] for name in _KERNEL_OPTIONS},
-    )
-
-
 _KERNEL_OPTIONS = (
     *("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
     *("differentiable", "fused", "decoupled_weight_decay"),
 )
 
 
-class _Family(RuleOptimizer):
+class Family(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
-    extras = (*RuleOptimizer.extras, "bias_correction")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "bias_correction")
 
     def __init__(
         self,
@@ -176,7 +156,13 @@ class _Family(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **extras: Unpack[AdamExtras],
+        bias_correction: BiasCorrection = "global",
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -191,7 +177,30 @@ class _Family(RuleOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            bias_correction=bias_correction,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        group = batch.group
+        beta1, beta2 = group["betas"]
+        torch_adam(
+            batch.params,
+            batch.grads,
+            batch.state["exp_avg"],
+            batch.state["exp_avg_sq"],
+            batch.state.get("max_exp_avg_sq", []),
+            batch.steps,
+            beta1=beta1,
+            beta2=beta2,
+            has_complex=batch.has_complex,
+            **{name: group[name] for name in _KERNEL_OPTIONS},
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:
@@ -208,7 +217,7 @@ class _Family(RuleOptimizer):
         return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
 
 
-class Adam(_Family, Optimizer):
+class Adam(Family, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
     For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
@@ -241,7 +250,13 @@ class Adam(_Family, Optimizer):
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
+        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         One optimizer for a table with sparse gradients and a layer with dense ones.
@@ -257,92 +272,3 @@ class Adam(_Family, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014. Reddi, Kale and Kumar, `On the Convergence of
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
-
-
-class AdamW(_Family, Optimizer):
-    r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
-
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
-
-    .. math::
-        p &\leftarrow (1 - lr \lambda) p \\
-        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
-        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
-        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
-            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
-
-    State, checkpoints and torch's kernel for dense gradients are those of :class:`Adam`.
-
-    Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages of the gradient and its square forget.
-        eps: added to the square root after bias correction.
-        weight_decay: :math:`\lambda`.
-        amsgrad: divide by the largest second moment so far.
-        maximize: go along the gradient instead of against it.
-        foreach: for torch's kernel.
-        capturable: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
-        decoupled_weight_decay: always ``True``.
-        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
-
-    Example:
-        Only the rows of three new tokens are trained; all others keep their bits.
-
-        >>> import torch, sparsestep
-        >>> table = torch.nn.Embedding(10, 4)
-        >>> new = torch.arange(10) >= 7
-        >>> optimizer = sparsestep.AdamW([{"params": [table.weight], "mask": new}])
-        >>> before = table.weight.detach().clone()
-        >>> table(torch.tensor([1, 8, 9])).square().sum().backward()
-        >>> optimizer.step()
-        >>> (table.weight != before).any(dim=1).nonzero().flatten().tolist()
-        [7, 8, 9]
-
-    References:
-        Loshchilov and Hutter, `Decoupled Weight Decay Regularization
-        <https://arxiv.org/abs/1711.05101>`_, 2017.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = True,
-        **extras: Unpack[AdamExtras],
-    ) -> None:
-        if decoupled_weight_decay is not True:
-            contract = "AdamW: decoupled_weight_decay must be True"
-            raise InputError(sentence(contract, repr(decoupled_weight_decay), "Use Adam"))
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            **extras,
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a checkpoint of Adam does not turn this into Adam
-            group["decoupled_weight_decay"] = True

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import Extras
+from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
@@ -70,7 +69,12 @@ class Ftrl(RuleOptimizer, Optimizer):
         l2: :math:`\lambda_2`.
         initial_accumulator_value: what ``sum`` starts with.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.contract.options.Extras`.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -98,7 +102,12 @@ class Ftrl(RuleOptimizer, Optimizer):
         initial_accumulator_value: float = 0.0,
         *,
         maximize: bool = False,
-        **extras: Unpack[Extras],
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -108,7 +117,11 @@ class Ftrl(RuleOptimizer, Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.optimizer.base import RuleOptimizer
@@ -134,23 +134,6 @@ RULES = {
 }
 
 
-def _torch_kernel(batch: Batch) -> None:
-    names = (
-        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-        *("foreach", "maximize", "differentiable", "capturable"),
-    )
-    torch_rmsprop(
-        batch.params,
-        batch.grads,
-        batch.state["square_avg"],
-        batch.state.get("grad_avg", []),
-        batch.state.get("momentum_buffer", []),
-        batch.steps,
-        has_complex=batch.has_complex,
-        **{name: batch.group[name] for name in names},
-    )
-
-
 class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
@@ -180,7 +163,13 @@ class RMSprop(RuleOptimizer, Optimizer):
         foreach: for torch's kernel.
         maximize: go along the gradient instead of against it.
         differentiable: for torch's kernel; dense gradients only.
-        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -195,8 +184,7 @@ class RMSprop(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
-    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -211,7 +199,14 @@ class RMSprop(RuleOptimizer, Optimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        **extras: Unpack[DecayExtras],
+        *,
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -225,7 +220,30 @@ class RMSprop(RuleOptimizer, Optimizer):
             "maximize": maximize,
             "differentiable": differentiable,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = (
+            *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+            *("foreach", "maximize", "differentiable", "capturable"),
+        )
+        torch_rmsprop(
+            batch.params,
+            batch.grads,
+            batch.state["square_avg"],
+            batch.state.get("grad_avg", []),
+            batch.state.get("momentum_buffer", []),
+            batch.steps,
+            has_complex=batch.has_complex,
+            **{name: batch.group[name] for name in names},
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
@@ -49,7 +49,13 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         initial_accumulator_value: what ``sum`` starts with.
         eps: added to the square root. FBGEMM's default is 1e-8; this is torch's Adagrad's.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -65,7 +71,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
     """
 
-    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -76,7 +82,13 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        **extras: Unpack[DecayExtras],
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,7 +97,12 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import RowwiseAdamExtras
+from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
@@ -100,7 +100,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         eps: added to the square root after bias correction.
         weight_decay: :math:`\lambda`.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.contract.options.RowwiseAdamExtras`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -116,7 +123,10 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    extras = (*RuleOptimizer.extras, "bias_correction", "decoupled_weight_decay")
+    extras: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.extras,
+        *("bias_correction", "decoupled_weight_decay"),
+    )
 
     def __init__(
         self,
@@ -127,7 +137,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        **extras: Unpack[RowwiseAdamExtras],
+        decoupled_weight_decay: bool = False,
+        bias_correction: BiasCorrection = "global",
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -136,7 +153,13 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            bias_correction=bias_correction,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

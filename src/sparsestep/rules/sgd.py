@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import DecayExtras
+from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError
@@ -63,20 +63,6 @@ MOMENTUM = Rule(
 )
 
 
-def _torch_kernel(batch: Batch) -> None:
-    names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
-    # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
-    in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
-    copied = batch.group["nesterov"] and in_lists
-    torch_sgd(
-        batch.params,
-        [grad.clone() for grad in batch.grads] if copied else batch.grads,
-        batch.state.get("momentum_buffer", []),
-        fused=batch.group["fused"],
-        **{name: batch.group[name] for name in names},
-    )
-
-
 class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
@@ -108,7 +94,13 @@ class SGD(RuleOptimizer, Optimizer):
         foreach: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
-        **extras: see :class:`sparsestep.contract.options.DecayExtras`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -123,8 +115,7 @@ class SGD(RuleOptimizer, Optimizer):
     """
 
     has_torch_kernel = True
-    torch_kernel = staticmethod(_torch_kernel)
-    extras = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -139,7 +130,13 @@ class SGD(RuleOptimizer, Optimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        **extras: Unpack[DecayExtras],
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -152,7 +149,27 @@ class SGD(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
+        # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
+        in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
+        copied = batch.group["nesterov"] and in_lists
+        torch_sgd(
+            batch.params,
+            [grad.clone() for grad in batch.grads] if copied else batch.grads,
+            batch.state.get("momentum_buffer", []),
+            fused=batch.group["fused"],
+            **{name: batch.group[name] for name in names},
+        )
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from typing_extensions import Unpack
 
 from sparsestep.contract import checks
-from sparsestep.contract.options import AdamExtras
+from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Idle, Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
@@ -111,7 +111,13 @@ class SparseAdam(RuleOptimizer, Optimizer):
         betas: how slowly the running averages of the gradient and its square forget.
         eps: added to the square root before bias correction.
         maximize: go along the gradient instead of against it.
-        **extras: see :class:`sparsestep.contract.options.AdamExtras`.
+        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -129,7 +135,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     """
 
     counts_in_tensor = False
-    extras = (*RuleOptimizer.extras, "bias_correction")
+    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "bias_correction")
     supports_complex = False
 
     def __init__(
@@ -139,10 +145,22 @@ class SparseAdam(RuleOptimizer, Optimizer):
         betas: Pair = (0.9, 0.999),
         eps: float = 1e-8,
         maximize: bool = False,
-        **extras: Unpack[AdamExtras],
+        *,
+        bias_correction: BiasCorrection = "global",
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
-        super().__init__(params, defaults, **extras)
+        super().__init__(
+            params,
+            defaults,
+            bias_correction=bias_correction,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
-from sparsestep.contract import options as extras
+from sparsestep.contract.options import DEFAULTS, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
@@ -19,13 +19,97 @@ from sparsestep.optimizer.base import RuleOptimizer
 Formula = Callable[..., Any]
 
 
+class UserOptimizer(RuleOptimizer):
+    """What :func:`rule` makes: an optimizer whose options are those of a formula.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        engine: ``"auto"`` or ``"reference"``; a formula in Python has no native twin.
+        semantics: ``"masked"``; a formula does not say what it does without a gradient.
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        **options: the formula's own; unless it has them itself, also ``maximize``, ``weight_decay``
+            and, where there is an ``lr``, ``decoupled_weight_decay``.
+    """
+
+    _rule: ClassVar[Rule]
+    _options: ClassVar[Mapping[str, Any]]  # the formula's, with their defaults
+    _required: ClassVar[tuple[str, ...]]  # those of them that have none
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        if engine == "native":
+            contract = "the native engine takes rules that have a C++ twin"
+            got, remedy = f"rule {self._rule.name!r}", "Use engine='auto'"
+            raise InputError(f"{self._rule.name}: {sentence(contract, got, remedy)}")
+        defaults = {
+            name: options.pop(name, value)
+            for name, value in {**self._options, **_shared(self._options)}.items()
+            if name in options or name not in self._required
+        }
+        extras = common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed)
+        super().__init__(params, defaults, **extras, **options)
+
+    @classmethod
+    def check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse what the engines cannot work with; the formula's own options are its own."""
+        if "weight_decay" not in cls._options:
+            checks.at_least_zero("weight_decay", group["weight_decay"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, which has to have every option without a default."""
+        known = self._options
+        if isinstance(param_group, dict):
+            known = {**self.defaults, **param_group}
+        missing = [name for name in self._required if name not in known]
+        if missing:
+            contract = f"{self._rule.name} needs {', '.join(missing)}"
+            got = ", ".join(name for name in self._options if name in known) or "no options"
+            remedy = "Pass it by name, or give every param group its own"
+            raise InputError(sentence(contract, got, remedy))
+        super().add_param_group(param_group)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The formula."""
+        return cls._rule
+
+
+@overload
+def rule(
+    function: Formula,
+    *,
+    state: Mapping[str, float] | None = ...,
+    row_state: Mapping[str, float] | None = ...,
+    compile: bool | Mapping[str, Any] = ...,
+) -> type[UserOptimizer]: ...
+@overload
+def rule(
+    function: None = None,
+    *,
+    state: Mapping[str, float] | None = ...,
+    row_state: Mapping[str, float] | None = ...,
+    compile: bool | Mapping[str, Any] = ...,
+) -> Callable[[Formula], type[UserOptimizer]]: ...
 def rule(
     function: Formula | None = None,
     *,
     state: Mapping[str, float] | None = None,
     row_state: Mapping[str, float] | None = None,
     compile: bool | Mapping[str, Any] = False,
-) -> Any:
+) -> type[UserOptimizer] | Callable[[Formula], type[UserOptimizer]]:
     """Turn an update formula into an optimizer class that runs on every layout.
 
     The function gets the touched values of the parameter, their gradient (duplicates summed) and
@@ -70,7 +154,7 @@ def rule(
 # Names that mean something to every optimizer, as keys of a param group or of the state.
 _RESERVED = frozenset(
     {
-        *extras.DEFAULTS,
+        *DEFAULTS,
         *("params", "param_names", "engine", "rounding_seed", "semantics"),
         *("capturable", "differentiable", "fused"),
     }
@@ -178,72 +262,48 @@ def _writable(name: str, value: Any, like: Tensor) -> Any:
 _COMMON: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
 
 
+def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _COMMON.items() if name not in options}
+
+
 def _optimizer_class(
     function: Formula, made: Rule, signature: inspect.Signature
-) -> type[RuleOptimizer]:
+) -> type[UserOptimizer]:
     options = _options(signature)
-    values = {name: option.default for name, option in options.items()}
-    required = [name for name, value in values.items() if value is inspect.Parameter.empty]
-    common = {name: value for name, value in _COMMON.items() if name not in options}
+    missing = inspect.Parameter.empty
+    required = tuple(name for name, option in options.items() if option.default is missing)
     # Decoupled decay is by lr * weight_decay.
-    decays = ["decoupled_weight_decay"] if "weight_decay" in common and "lr" in options else []
+    decays = ["decoupled_weight_decay"] if "weight_decay" not in options and "lr" in options else []
 
-    class UserRule(RuleOptimizer, Optimizer):
+    class Made(UserOptimizer, Optimizer):
         __doc__ = function.__doc__
         extras = (*RuleOptimizer.extras, *decays, *required)
         own_options = frozenset(options)
+        _rule = made
+        _options: ClassVar[Mapping[str, Any]] = {n: each.default for n, each in options.items()}
+        _required = required
 
-        def __init__(self, params: ParamsT, **given: Any) -> None:
-            if given.get("engine") == "native":
-                contract = "the native engine takes rules that have a C++ twin"
-                got, remedy = f"rule {made.name!r}", "Use engine='auto'"
-                raise InputError(f"{made.name}: {sentence(contract, got, remedy)}")
-            defaults = {
-                name: given.pop(name, value)
-                for name, value in {**values, **common}.items()
-                if name in given or name not in required
-            }
-            super().__init__(params, defaults, **given)
-
-        @staticmethod
-        def check_options(group: dict[str, Any]) -> None:
-            """Refuse what the engines cannot work with; the formula's own options are its own."""
-            if "weight_decay" in common:
-                checks.at_least_zero("weight_decay", group["weight_decay"])
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Add a group of parameters, which has to have every option without a default."""
-            known = {**self.defaults, **param_group} if isinstance(param_group, dict) else values
-            missing = [name for name in required if name not in known]
-            if missing:
-                contract = f"{made.name} needs {', '.join(missing)}"
-                got = ", ".join(name for name in values if name in known) or "no options"
-                remedy = "Pass it by name, or give every param group its own"
-                raise InputError(sentence(contract, got, remedy))
-            super().add_param_group(param_group)
-
-        @classmethod
-        def rule_for(cls, group: dict[str, Any]) -> Rule:
-            """The formula."""
-            return made
-
-    UserRule.__name__ = function.__name__
-    UserRule.__qualname__ = function.__qualname__  # under which a pickle looks for it
-    UserRule.__module__ = function.__module__
-    UserRule.__signature__ = _class_signature(options, common)  # type: ignore[attr-defined]
-    return UserRule
+    Made.__name__ = function.__name__
+    Made.__qualname__ = function.__qualname__  # under which a pickle looks for it
+    Made.__module__ = function.__module__
+    Made.__signature__ = _class_signature(options, decays)  # type: ignore[attr-defined]
+    return Made
 
 
 def _class_signature(
-    options: Mapping[str, inspect.Parameter], common: Mapping[str, Any]
+    options: Mapping[str, inspect.Parameter], decays: Sequence[str]
 ) -> inspect.Signature:
     """What ``help`` shows."""
-    kind = inspect.Parameter.KEYWORD_ONLY
+    params, *extras = inspect.signature(UserOptimizer, eval_str=True).parameters.values()
+    further = {**_shared(options), **{name: DEFAULTS[name] for name in decays}}
     return inspect.Signature(
         [
-            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            params,
             *options.values(),
-            *(inspect.Parameter(name, kind, default=value) for name, value in common.items()),
-            inspect.Parameter("extras", inspect.Parameter.VAR_KEYWORD),
+            *(
+                inspect.Parameter(name, params.KEYWORD_ONLY, default=value, annotation=type(value))
+                for name, value in further.items()
+            ),
+            *(each for each in extras if each.kind is each.KEYWORD_ONLY),
         ]
     )

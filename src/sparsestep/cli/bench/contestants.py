@@ -51,9 +51,9 @@ class OptimizerContestant(Contestant):
 
     def __init__(self, workload: Workload) -> None:
         self.reserve(workload)
-        self.params = workload.params()
+        self.params: list[Parameter] = workload.params()
         self._gradients = [[gradient.coo for gradient in batch] for batch in workload.sets]
-        self.optimizer = self.make(self.params)
+        self.optimizer: Optimizer = self.make(self.params)
 
     def reserve(self, workload: Workload) -> None:
         """Set the memory for the state aside."""
@@ -158,7 +158,7 @@ class Native(OptimizerContestant):
             raise Unavailable("installed without the C++ core")
         self._optimizer, self._options = optimizer, options
         rule = rule_of(optimizer, **options)
-        self.states = element_states(rule)
+        self.states: int = element_states(rule)
         super().__init__(workload)
         if workload.shared:
             self.before(0)

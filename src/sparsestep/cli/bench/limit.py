@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from sparsestep import SparseAdam, core
 from sparsestep.cli.bench.contestants import Contestant, Factory, element_states, rule_of, tensors
@@ -100,7 +101,7 @@ class Limit(Contestant):
         states = workload.states.get(rule.name)
         if states is None:
             workload.reserve(element_states(rule))
-        self.params = workload.params()
+        self.params: list[Parameter] = workload.params()
         self._sets = workload.sets
         made = optimizer(self.params, lr=LEARNING_RATE, engine="native", **options)
         self._options = rule.numbers(made.settings_of(0, made.param_groups[0]).hyper)

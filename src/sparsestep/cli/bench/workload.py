@@ -107,8 +107,8 @@ class Workload:
 
     def __init__(self, case: Case, shared: bool = False) -> None:
         self.case = case
-        self.sets = gradient_sets(case)
-        self.shared = shared or case.table_bytes > _OWN_TABLE_BYTES
+        self.sets: list[list[Gradient]] = gradient_sets(case)
+        self.shared: bool = shared or case.table_bytes > _OWN_TABLE_BYTES
         self.states: dict[str, list[list[Tensor]]] = {}
         self._params: list[Parameter] | None = None
         self._free = available_memory() - _RESERVE_BYTES

@@ -7,19 +7,29 @@ parameters are updated side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from sparsestep import rules
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.plan import Plan
+
+P = ParamSpec("P")
+Constructor = Callable[..., None]
+
+
+def takes(
+    optimizer: Callable[P, RuleOptimizer],
+) -> Callable[[Constructor], Callable[Concatenate[Any, P], None]]:
+    """Let type checkers see a constructor with the arguments of an optimizer class."""
+    return lambda constructor: constructor
 
 
 class FunctionalOptimizer:
@@ -202,104 +212,16 @@ class FunctionalOptimizer:
         return repr(self._optimizer).replace(type(self._optimizer).__name__, type(self).__name__, 1)
 
 
-class FunctionalSparseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.SparseAdam` with gradients passed by hand."""
-
-    optimizer_class = rules.SparseAdam
-    positional = ("lr", "betas", "eps", "maximize")
-
-
-class FunctionalAdam(FunctionalOptimizer):
-    """:class:`sparsestep.Adam` with gradients passed by hand."""
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = rules.Adam
-    positional = (
-        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
-    )
-
-
-class FunctionalAdamW(FunctionalAdam):
-    """:class:`sparsestep.AdamW` with gradients passed by hand."""
-
-    optimizer_class = rules.AdamW
-
-
-class FunctionalAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.Adagrad` with gradients passed by hand."""
-
-    optimizer_class = rules.Adagrad
-    positional = (
-        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
-        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
-        *("foreach", "fused", "maximize"),
-    )
-    only_in_torch: ClassVar[dict[str, Any]] = {
-        "warmup_lr_multiplier": 1.0,
-        "warmup_num_iters": 0.0,
-        "coalesce_grad": True,
-    }
-
-
-class FunctionalRowwiseAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdagrad` with gradients passed by hand."""
-
-    optimizer_class = rules.RowwiseAdagrad
-    positional = ("lr", "weight_decay", "initial_accumulator_value", "eps")
-
-
-class FunctionalRowwiseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdam` with gradients passed by hand."""
-
-    optimizer_class = rules.RowwiseAdam
-    positional = ("lr", "betas", "eps", "weight_decay")
-
-
-class FunctionalSGD(FunctionalOptimizer):
-    """:class:`sparsestep.SGD` with gradients passed by hand.
-
-    Its ``lr`` is 1e-3 by default, as that of ``torch.optim.SGD``; torch's functional class has
-    1e-2.
-    """
-
-    optimizer_class = rules.SGD
-    positional = (
-        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-        *("maximize", "foreach", "fused"),
-    )
-
-
-class FunctionalRMSprop(FunctionalOptimizer):
-    """:class:`sparsestep.RMSprop` with gradients passed by hand."""
-
-    optimizer_class = rules.RMSprop
-    positional = (
-        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
-    )
-
-
-class FunctionalLion(FunctionalOptimizer):
-    """:class:`sparsestep.Lion` with gradients passed by hand."""
-
-    optimizer_class = rules.Lion
-    positional = ("lr", "betas", "weight_decay")
-
-
-class FunctionalFtrl(FunctionalOptimizer):
-    """:class:`sparsestep.Ftrl` with gradients passed by hand."""
-
-    optimizer_class = rules.Ftrl
-    positional = ("lr", "beta", "l1", "l2")
-
-
-FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = (
-    FunctionalSparseAdam,
-    FunctionalAdam,
-    FunctionalAdamW,
-    FunctionalAdagrad,
-    FunctionalRowwiseAdagrad,
-    FunctionalRowwiseAdam,
-    FunctionalSGD,
-    FunctionalRMSprop,
-    FunctionalLion,
-    FunctionalFtrl,
-)
+def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:
+    """What the constructor takes: by position what torch's functional class does, then by name."""
+    by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    known = dict(inspect.signature(cls.optimizer_class, eval_str=True).parameters)
+    for key, usual in cls.only_in_torch.items():
+        known[key] = inspect.Parameter(key, by_place, default=usual, annotation=type(usual))
+    key = "_allow_empty_param_list"
+    known[key] = inspect.Parameter(key, by_place, default=False, annotation=bool)
+    params = known.pop("params").replace(annotation=Iterable[Tensor])
+    placed = [known.pop(key).replace(kind=by_place) for key in (*cls.positional, key)]
+    named = [each.replace(kind=by_name) for each in known.values()]
+    itself = inspect.Parameter("self", by_place)
+    return inspect.Signature([itself, params, *placed, *named], return_annotation=None)

@@ -1,0 +1,124 @@
+"""What the functions share: one rule, run once over one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from sparsestep import engines
+from sparsestep.contract import checks, options
+from sparsestep.contract.rule import Rule
+from sparsestep.engines.protocol import ParamUpdate, Settings
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients import masks
+from sparsestep.gradients.layouts import Gradient, touched
+from sparsestep.gradients.touched import COMPLEX, FLOATS
+from sparsestep.memory.parameters import check_writable
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.updates import in_real_numbers, local
+
+
+def apply_(
+    who: str,
+    rule: Rule,
+    param: Tensor,
+    grad: Gradient,
+    state: Sequence[Tensor | None],
+    step: int | Tensor,
+    hyper: dict[str, Any],
+    *,
+    maximize: bool = False,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    mask: Tensor | None = None,
+    engine: options.Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """Run any rule once over one parameter; the functions of this package are short for this."""
+    try:
+        with usable("the arguments must be of their kinds: tensors, numbers, True or False"):
+            engines.check_engine(engine)
+            number = _checked_step(step)
+            hyper = _checked_options(hyper)
+            checks.at_least_zero("weight_decay", weight_decay)
+            decay = float(options.number(weight_decay))
+            shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
+            sign = -1.0 if maximize else 1.0
+            rule.numbers(hyper)  # they must be numbers
+            if seed is not None:
+                # What the core takes; both engines look at no more than that.
+                seed &= 0xFFFFFFFFFFFFFFFF
+        _check_param(param)
+        owner = param
+        param, grad = local(param, grad, by_row=rule.by_row)
+        check_writable("a parameter", param)
+        gradient = touched(param, grad, by_row=rule.by_row)
+        tensors = _checked_state(rule, param, state)
+        if mask is not None:
+            masks.checked([mask], [param], by_row=rule.by_row)
+            selection = masks.Selection(mask, param.shape).update()
+            gradient = masks.select(gradient, selection, param.numel())
+    except InputError as error:
+        raise InputError(f"{who}: {error}") from None
+    l2 = 0.0 if decoupled_weight_decay else decay
+    settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
+    written, gradient = in_real_numbers(param.detach(), tensors, gradient)
+    update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
+    update.written, update.step, update.seed = written, number, seed
+    engines.run([update], engine)
+    tensors = [tensor for tensor in (owner, *state) if tensor is not None]
+    if tensors:
+        increment_version(tensors)  # they are the caller's own, who may have autograd watch them
+
+
+def _checked_step(step: int | Tensor) -> int:
+    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if isinstance(value, Tensor):
+        contract = "step must be the number of this update, from 1"
+        raise InputError(sentence(contract, f"a tensor of shape {tuple(value.shape)}"))
+    if not value >= 1 or value % 1:
+        raise InputError(sentence("step must be the number of this update, from 1", value))
+    return int(value)
+
+
+_ANY_NUMBER = ("dampening", "nesterov")
+
+
+def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
+    """The formula's options as plain numbers; refuses what it cannot work with."""
+    for name, value in hyper.items():
+        if name == "lr":
+            checks.learning_rate(value)
+        elif name == "betas":
+            checks.betas(value)
+        elif name not in _ANY_NUMBER:
+            checks.at_least_zero("epsilon" if name == "eps" else name, value)
+    return {name: options.plain(value) for name, value in hyper.items()}
+
+
+def _check_param(param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        raise InputError(sentence("the parameter must be a tensor", type(param).__name__))
+    if param.layout is not torch.strided:
+        raise InputError(sentence("the parameter must be a strided tensor", param.layout))
+    if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+        raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
+
+
+def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
+    names = [kept.name for kept in rule.state]
+    if len(state) != len(names):
+        contract = f"these options need the state {', '.join(names)}"
+        raise InputError(sentence(contract, f"{len(state)} tensors"))
+    tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
+    for kept, tensor in zip(rule.state, tensors, strict=True):
+        wanted = states.dtype_for(kept, param)
+        if tensor.is_complex() != wanted.is_complex:
+            contract = f"the state {kept.name!r} of a {param.dtype} parameter must be {wanted}"
+            raise InputError(sentence(contract, tensor.dtype))
+        check_writable(f"the state {kept.name!r}", tensor)
+    return tensors

@@ -1,0 +1,81 @@
+"""What type checkers see: a user's script has no errors, and no public symbol is without a type."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sparsestep
+
+SCRIPTS = Path(__file__).parent / "typing"
+SOURCES = Path(sparsestep.__file__).parents[1]
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("pyright") is None, reason="pyright is not installed"
+    ),
+    pytest.mark.skipif(
+        shutil.which("node") is None, reason="pyright needs node, which it would have to download"
+    ),
+]
+
+
+def pyright(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What pyright reports on the package that is tested, with the torch that is installed."""
+    environment = {
+        **os.environ,
+        # It asks the first Python on the path where packages are.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": str(SOURCES),
+        "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
+    }
+    command = [sys.executable, "-m", "pyright", "--outputjson", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        pytest.skip(f"pyright cannot run: {(done.stdout + done.stderr).strip()[-200:]}")
+    return report
+
+
+def strictly(script: str, folder: Path) -> dict[int, str]:
+    """The messages of strict mode, by line."""
+    shutil.copy(SCRIPTS / script, folder)
+    settings = {"include": [script], "typeCheckingMode": "strict"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    report = pyright(folder)
+    assert report["summary"]["filesAnalyzed"] == 1
+    return {
+        found["range"]["start"]["line"] + 1: found["message"]
+        for found in report["generalDiagnostics"]
+    }
+
+
+def test_a_users_script_has_no_errors(tmp_path: Path):
+    assert strictly("user_script.py", tmp_path) == {}
+
+
+def test_mistakes_are_found(tmp_path: Path):
+    lines = (SCRIPTS / "wrong_script.py").read_text().splitlines()
+    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    assert len(wrong) > 5
+    assert strictly("wrong_script.py", tmp_path).keys() == wrong
+
+
+def test_every_public_symbol_has_a_type(tmp_path: Path):
+    report = pyright(tmp_path, "--verifytypes", "sparsestep", "--ignoreexternal")
+    found = report["typeCompleteness"]
+    assert Path(found["pyTypedPath"]).parent == SOURCES / "sparsestep"
+    vague = [symbol["name"] for symbol in found["symbols"] if not symbol["isTypeKnown"]]
+    assert not vague
+    assert found["completenessScore"] == 1
