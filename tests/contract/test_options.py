@@ -319,3 +319,15 @@ def test_a_number_may_be_written_as_a_switch(name: str):
             opt.step()
         runs.append((table.detach(), weight.detach()))
     assert all(map(same_bits, *runs))
+
+
+@pytest.mark.parametrize("name", ["lr", "dampening"])
+@pytest.mark.parametrize("value", [(0.9, 1.0), [], "0.5", None], ids=repr)
+def test_what_is_no_number_is_refused(name: str, value: Any):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.SGD([param], lr=0.1, momentum=0.5)
+    opt.param_groups[0][name] = value
+    param.grad = torch.eye(4)[:, :2].to_sparse(1)
+    with pytest.raises(InputError, match="the options of param group 0 must be such as"):
+        opt.step()
+    assert bool((param == 1).all())

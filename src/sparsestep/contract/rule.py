@@ -121,8 +121,8 @@ class Rule:
         """
         found: list[float] = []
         for name in self.hyperparameters:
-            value = hyper[name]
-            found += map(float, value) if isinstance(value, tuple | list) else [float(value)]
+            values = hyper[name] if name == "betas" else [hyper[name]]
+            found += (float(value + 0.0) for value in values)  # text is no number
         return tuple(found)
 
     def new_values(

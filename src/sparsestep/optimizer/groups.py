@@ -113,7 +113,9 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
         name: group[name] if name in own else options.plain(group[name])
         for name in rule.hyperparameters
     }
-    lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none
+    lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none, or another kind
+    if "lr" not in own:
+        lr = lr + 0.0  # neither text nor a pair
     if "lr" in hyper:
         hyper["lr"] = lr
     decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
