@@ -76,9 +76,6 @@ struct Job {
 
 // What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
 // unless a float64 tensor takes part.
-struct LimitWork;
-using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
-
 struct RuleKernels {
     const char* name;
     int states;
@@ -86,24 +83,7 @@ struct RuleKernels {
     int coefficients;
     Apply apply_float;
     Apply apply_double;
-    Limit limit;
 };
-
-// What the benchmark's limit (limit.h) is told in advance: slots in order of first appearance, and
-// the entries of slot i at entries[offsets[i]] to entries[offsets[i + 1]]. float32, contiguous
-// rows.
-struct LimitWork {
-    const int64_t* slots;
-    const int64_t* offsets;
-    const int64_t* entries;
-    const float* grads;
-    float* param;
-    float* state[max_states];
-    float* slot_state[max_slot_states];
-    int64_t dim;  // a multiple of 16, at most max_limit_dim
-    double coefficients[max_coefficients];
-};
-constexpr int64_t max_limit_dim = 512;
 
 // Along what an idle row moves; see Idle in src/sparsestep/contract/rule.py.
 enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };

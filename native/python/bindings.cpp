@@ -17,45 +17,6 @@ using namespace sparsestep;
 
 namespace {
 
-// What the limit is told: see LimitWork. `shares` is where the share of each thread ends. `tensors`
-// are the addresses of the parameter and then of the rule's states.
-void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim,
-               nb::tuple coefficients, nb::tuple shares, int instruction_set) {
-    const KernelTable& table = chosen(instruction_set).kernels;
-    if (rule_index < 0 || rule_index >= table.count) throw nb::value_error("no such rule");
-    const RuleKernels& rule = table.rules[rule_index];
-    if (dim % 16 != 0 || dim > max_limit_dim || nb::len(order) != 4 ||
-        nb::len(tensors) != size_t(1 + rule.states + rule.slot_states) ||
-        nb::len(coefficients) != size_t(rule.coefficients)) {
-        throw nb::value_error("no such limit");
-    }
-    const auto pointer = [](nb::handle number) {
-        return reinterpret_cast<void*>(nb::cast<uintptr_t>(number));
-    };
-    LimitWork work{};
-    work.slots = static_cast<const int64_t*>(pointer(order[0]));
-    work.offsets = static_cast<const int64_t*>(pointer(order[1]));
-    work.entries = static_cast<const int64_t*>(pointer(order[2]));
-    work.grads = static_cast<const float*>(pointer(order[3]));
-    work.param = static_cast<float*>(pointer(tensors[0]));
-    for (int s = 0; s < rule.states; ++s) {
-        work.state[s] = static_cast<float*>(pointer(tensors[size_t(1 + s)]));
-    }
-    for (int s = 0; s < rule.slot_states; ++s) {
-        work.slot_state[s] = static_cast<float*>(pointer(tensors[size_t(1 + rule.states + s)]));
-    }
-    work.dim = dim;
-    for (int c = 0; c < rule.coefficients; ++c) {
-        work.coefficients[c] = nb::cast<double>(coefficients[size_t(c)]);
-    }
-    std::vector<int64_t> bounds{0};
-    for (nb::handle share : shares) bounds.push_back(nb::cast<int64_t>(share));
-    nb::gil_scoped_release release;
-    const int threads = int(bounds.size()) - 1;
-    parallel(threads, threads,
-             [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
-}
-
 // Brings rows up to date; see CaughtUp for what it returns. Nothing where the tensors
 // do not lie so that the core can reach them. `numbers` and `tables` are in the order of
 // CatchUpWork.
@@ -216,10 +177,6 @@ NB_MODULE(_native, module) {
              "no signal handler of Python's comes between.");
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
-    module.def("limit", &run_limit, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"),
-               nb::arg("dim"), nb::arg("coefficients"), nb::arg("shares"),
-               nb::arg("instruction_set"),
-               "What benchmarks are measured against; see native/limit.h.");
     module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
                nb::arg("last"), nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("tables"), nb::arg("threads"), nb::arg("instruction_set"),

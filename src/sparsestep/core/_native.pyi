@@ -1,4 +1,4 @@
-# The native core, built from native/. See native/bindings.cpp.
+# The native core, built from native/. See native/python/bindings.cpp.
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,15 +34,6 @@ class Jobs:
     def commit(self) -> None: ...
 
 def set_compact_class(type: type) -> None: ...
-def limit(
-    rule: int,
-    order: tuple[int, ...],
-    tensors: tuple[int, ...],
-    dim: int,
-    coefficients: tuple[float, ...],
-    shares: tuple[int, ...],
-    instruction_set: int,
-) -> None: ...
 def catch_up(
     tensors: tuple[Tensor, ...],
     rows: Tensor | None,
