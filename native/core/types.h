@@ -85,8 +85,7 @@ struct RuleKernels {
     Apply apply_double;
 };
 
-// Along what an idle row moves; see Idle in src/sparsestep/contract/rule.py.
-enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };
+constexpr int series_terms = 4;
 
 // Rows to be brought up to date; see src/sparsestep/dense.
 struct CatchUpWork {
@@ -99,16 +98,21 @@ struct CatchUpWork {
     View state[max_states];
     View slot_state[max_slot_states];
     int states, slot_states;
-    int fade[max_states + max_slot_states];  // 0: stays, 1 and 2: by which factor it fades
-    Along along;
-    int buffer, square;  // numbers of states, those per slot after those per element; -1: none
-    double first, fading, eps, small;
-    bool converges;
-    int64_t reach, follow;
-    // By step since base.
-    const double *growth, *sizes, *roots, *firsts, *seconds;
-    const double* sums[4];
-    double rate, beta, l1, l2;  // of FTRL
+    // For each state, those per slot after those per element, what k steps leave of it, by k;
+    // null: all.
+    const double* powers[max_states + max_slot_states];
+    int buffer, square;                 // numbers of the states that a motion uses, or -1
+    double buffer_decay, square_decay;  // by which they decay in a step
+    double eps;
+    double largest_ratio;   // of eps to the root of a square, where the series is exact enough
+    bool converges;         // whether there are sums
+    int64_t horizon;        // how many steps back a move still matters to the sums
+    int64_t most_replayed;  // how many steps matter to an entry that is replayed
+    // By step since base: 1 / (what weight decay has left), the size of the step's move, and what
+    // the root of a square is divided by.
+    const double *inverse_decay, *sizes, *roots;
+    const double* sums[series_terms];  // over all later steps; or in the first, the total of sizes
+    double coefficients[max_coefficients];  // of the rule, for a motion that recomputes
 };
 
 // Of the rows [begin, end), those that one of several parts owns.
@@ -123,11 +127,18 @@ struct CaughtUp {
 };
 using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
 
+// What one translation unit of kernels.cpp offers for one motion.
+struct MotionKernels {
+    const char* name;
+    CatchUp catch_up_float;
+    CatchUp catch_up_double;
+};
+
 struct KernelTable {
     const RuleKernels* rules;
     int count;
-    CatchUp catch_up_float;
-    CatchUp catch_up_double;
+    const MotionKernels* motions;
+    int motion_count;
     Apply norms_float;
     Apply norms_double;
 };

@@ -20,18 +20,19 @@ constexpr RuleKernels kernels_of() {
 #define SPARSESTEP_KERNELS(Rule) kernels_of<Rule>(),
 constexpr RuleKernels rules[] = {SPARSESTEP_RULES(SPARSESTEP_KERNELS)};
 
+#define SPARSESTEP_CATCH_UP(Motion) \
+    {Motion<float>::name, &catch_up<Motion, float>, &catch_up<Motion, double>},
+constexpr MotionKernels motions[] = {SPARSESTEP_MOTIONS(SPARSESTEP_CATCH_UP)};
+
 }  // namespace
 
 #define SPARSESTEP_JOIN_(a, b) a##b
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules,
-            int(sizeof(rules) / sizeof(rules[0])),
-            &catch_up<float>,
-            &catch_up<double>,
-            &norms<float>,
-            &norms<double>};
+    return {rules,         int(sizeof(rules) / sizeof(rules[0])),
+            motions,       int(sizeof(motions) / sizeof(motions[0])),
+            &norms<float>, &norms<double>};
 }
 
 }  // namespace sparsestep

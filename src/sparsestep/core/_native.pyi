@@ -33,18 +33,34 @@ class Jobs:
     def prepare(self, threads: int) -> tuple[int, int, int, int] | None: ...
     def commit(self) -> None: ...
 
+class CatchUp:
+    motion: int
+    param: Tensor
+    state: tuple[Tensor, ...]
+    states_per_row: int
+    powers: tuple[Tensor | None, ...]
+    rows: Tensor | None
+    last: Tensor
+    now: int
+    base: int
+    buffer: int
+    square: int
+    buffer_decay: float
+    square_decay: float
+    eps: float
+    largest_ratio: float
+    converges: bool
+    horizon: int
+    most_replayed: int
+    inverse_decay: Tensor
+    sizes: Tensor
+    roots: Tensor
+    sums: Tensor
+    coefficients: tuple[float, ...]
+    def __init__(self) -> None: ...
+    def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
+
 def set_compact_class(type: type) -> None: ...
-def catch_up(
-    tensors: tuple[Tensor, ...],
-    rows: Tensor | None,
-    last: Tensor,
-    fades: tuple[int, ...],
-    integers: tuple[int, ...],
-    numbers: tuple[float, ...],
-    tables: tuple[Tensor, ...],
-    threads: int,
-    instruction_set: int,
-) -> tuple[int, int] | None: ...
 def slots_of(
     starts: Tensor,
     others: Tensor,
@@ -58,5 +74,6 @@ def norms(
     touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
 ) -> tuple[int | None] | None: ...
 def rules() -> dict[str, tuple[int, int, int, int]]: ...
+def motions() -> list[str]: ...
 def instruction_sets() -> list[tuple[str, bool]]: ...
 def team() -> str: ...

@@ -10,8 +10,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Still
 from sparsestep.contract.options import DecayExtras
-from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.contract.rule import Batch, Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -33,7 +34,7 @@ def coefficients(*, step: int, lr: float, lr_decay: float, eps: float) -> tuple[
 
 
 _SUM = State("sum", "initial_accumulator_value")
-RULE = Rule("adagrad", update, (_SUM,), coefficients, idle=Idle())
+RULE = Rule("adagrad", update, (_SUM,), coefficients, motion=Still())
 
 
 def _torch_kernel(batch: Batch) -> None:

@@ -12,8 +12,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import AdamExtras
-from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.contract.rule import Batch, Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
@@ -120,24 +121,22 @@ _STATE = (State("exp_avg"), State("exp_avg_sq"))
 _MAX = (*_STATE, State("max_exp_avg_sq"))
 
 
-_IDLE = Idle(
-    along="quotient",
+_MOTION = Quotient(
     buffer="exp_avg",
     square="exp_avg_sq",
-    fades={"exp_avg": 0, "exp_avg_sq": 1},
-    factors=lambda hyper: hyper["betas"],
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
     size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
 )
-# The largest second moment does not fade.
-_IDLE_MAX = replace(_IDLE, square="max_exp_avg_sq")
+# The largest second moment does not decay.
+_AMSGRAD_MOTION = replace(_MOTION, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES = {
-    (False, False): Rule("adam", update, _STATE, coefficients, idle=_IDLE),
+    (False, False): Rule("adam", update, _STATE, coefficients, motion=_MOTION),
     (False, True): Rule(
         "adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), coefficients_per_row
     ),
-    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients, idle=_IDLE_MAX),
+    (True, False): Rule("amsgrad", amsgrad, _MAX, coefficients, motion=_AMSGRAD_MOTION),
     (True, True): Rule(
         "amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), coefficients_per_row
     ),

@@ -10,8 +10,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Recompute
 from sparsestep.contract.options import Extras
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -33,9 +34,13 @@ def update(
     sum = sum + grad * grad
     root = sum.sqrt()
     linear = linear + grad - (root - before) * rate * param
-    leader = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
-    moved = torch.where(linear.abs() <= l1, 0.0, leader)
-    return (moved if rate else param), linear, sum
+    return (solve(linear, root, rate, beta, l1, l2) if rate else param), linear, sum
+
+
+def solve(linear: Tensor, root: Tensor, rate: float, beta: float, l1: float, l2: float) -> Tensor:
+    """The parameter, which is a function of its state; ``root`` is that of ``sum``."""
+    solution = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
+    return torch.where(linear.abs() <= l1, 0.0, solution)
 
 
 def coefficients(
@@ -46,7 +51,14 @@ def coefficients(
 
 
 _STATE = (State("linear"), State("sum", "initial_accumulator_value"))
-RULE = Rule("ftrl", update, _STATE, coefficients, idle=Idle(along="leader"))
+# Without a gradient, it is only the learning rate that moves the parameter.
+_MOTION = Recompute(
+    native="ftrl",
+    formula=lambda state, hyper: solve(
+        state["linear"], state["sum"].sqrt(), *coefficients(step=0, **hyper)
+    ),
+)
+RULE = Rule("ftrl", update, _STATE, coefficients, motion=_MOTION)
 
 
 class Ftrl(RuleOptimizer, Optimizer):

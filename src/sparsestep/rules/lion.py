@@ -10,8 +10,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks, options
+from sparsestep.contract.motion import SignDrift
 from sparsestep.contract.options import Extras
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 Pair = tuple[float, float]
@@ -31,14 +32,12 @@ def coefficients(*, step: int, lr: float, betas: Pair) -> tuple[float, ...]:
     return lr, 1 - betas[0], 1 - betas[1]
 
 
-_IDLE = Idle(
-    along="sign",
+_MOTION = SignDrift(
     buffer="exp_avg",
-    fades={"exp_avg": 0},
-    factors=lambda hyper: (hyper["betas"][1], 1.0),
+    decays=lambda hyper: {"exp_avg": hyper["betas"][1]},
     size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
 )
-RULE = Rule("lion", update, (State("exp_avg"),), coefficients, idle=_IDLE)
+RULE = Rule("lion", update, (State("exp_avg"),), coefficients, motion=_MOTION)
 
 
 class Lion(RuleOptimizer, Optimizer):

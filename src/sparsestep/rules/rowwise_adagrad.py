@@ -9,8 +9,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Still
 from sparsestep.contract.options import DecayExtras
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -28,7 +29,7 @@ def coefficients(*, step: int, lr: float, eps: float) -> tuple[float, ...]:
 
 
 _SUM = State("sum", "initial_accumulator_value", per_row=True)
-RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients, idle=Idle())
+RULE = Rule("rowwise_adagrad", update, (_SUM,), coefficients, motion=Still())
 
 
 class RowwiseAdagrad(RuleOptimizer, Optimizer):

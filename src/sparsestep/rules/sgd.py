@@ -11,8 +11,9 @@ from torch.optim.sgd import sgd as torch_sgd
 from typing_extensions import Unpack
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Geometric, Still
 from sparsestep.contract.options import DecayExtras
-from sparsestep.contract.rule import Batch, Idle, Rule, State
+from sparsestep.contract.rule import Batch, Rule, State
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 
@@ -55,25 +56,23 @@ def coefficients_with_momentum(
     return lr, *buffer, *along
 
 
-def _idle_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
+def _motion_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
     return hyper["lr"] * (hyper["momentum"] if hyper["nesterov"] else 1.0), 1.0
 
 
-_IDLE = Idle(
-    along="buffer",
+_MOTION = Geometric(
     buffer="momentum_buffer",
-    fades={"momentum_buffer": 0},
-    factors=lambda hyper: (hyper["momentum"], 1.0),
-    size=_idle_size,
+    decays=lambda hyper: {"momentum_buffer": hyper["momentum"]},
+    size=_motion_size,
 )
-RULE = Rule("sgd", update, (), coefficients, counts=False, idle=Idle())
+RULE = Rule("sgd", update, (), coefficients, counts=False, motion=Still())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
     (State("momentum_buffer"),),
     coefficients_with_momentum,
     counts=False,
-    idle=_IDLE,
+    motion=_MOTION,
 )
 
 
