@@ -1,9 +1,9 @@
 """Speed of each rule's native kernel, against the least that its update must do.
 
 Every optimizer class and its main variants, on a table of 1,000,000 x 64 with 65,536 uniform
-lookups, fresh rows in every step. A rule and its own limit (native/limit.h) take turns on one table
-and one state; Adagrad and RowwiseAdagrad take turns with each other too, so that their ratio is
-theirs and not the machine's. "of limit" is the limit's median divided by ours; the limit has no
+lookups, fresh rows in every step. A rule and its own limit (native/bench/limit.h) take turns on one
+table and one state; Adagrad and RowwiseAdagrad take turns with each other too, so that their ratio
+is theirs and not the machine's. "of limit" is the limit's median divided by ours; the limit has no
 weight decay, which AdamW has. "bytes" is what a touched row moves at the least: its gradient is
 read, its parameter and its state are read and written.
 """

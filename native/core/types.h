@@ -77,9 +77,6 @@ struct Job {
 
 // What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
 // unless a float64 tensor takes part.
-struct LimitWork;
-using Limit = void (*)(const LimitWork& work, int64_t begin, int64_t end);
-
 struct RuleKernels {
     const char* name;
     int states;
@@ -87,28 +84,9 @@ struct RuleKernels {
     int options;
     Apply apply_float;
     Apply apply_double;
-    Limit limit;
 };
 
-// What the benchmark's limit (limit.h) is told in advance: slots in order of first appearance, and
-// the entries of slot i at entries[offsets[i]] to entries[offsets[i + 1]]. float32, contiguous
-// rows.
-struct LimitWork {
-    const int64_t* slots;
-    const int64_t* offsets;
-    const int64_t* entries;
-    const float* grads;
-    float* param;
-    float* state[max_states];
-    float* slot_state[max_slot_states];
-    int64_t dim;  // a multiple of 16, at most max_limit_dim
-    double options[max_options];
-    double step;
-};
-constexpr int64_t max_limit_dim = 512;
-
-// Along what an idle row moves; see Idle in src/sparsestep/contract/rule.py.
-enum class Along : int32_t { nothing = 0, buffer = 1, sign = 2, quotient = 3, leader = 4 };
+constexpr int series_terms = 4;
 
 // Rows to be brought up to date; see src/sparsestep/dense.
 struct CatchUpWork {
@@ -121,16 +99,21 @@ struct CatchUpWork {
     View state[max_states];
     View slot_state[max_slot_states];
     int states, slot_states;
-    int fade[max_states + max_slot_states];  // 0: stays, 1 and 2: by which factor it fades
-    Along along;
-    int buffer, square;  // numbers of states, those per slot after those per element; -1: none
-    double first, fading, eps, small;
-    bool converges;
-    int64_t reach, follow;
-    // By step since base.
-    const double *growth, *sizes, *roots, *firsts, *seconds;
-    const double* sums[4];
-    double rate, beta, l1, l2;  // of FTRL
+    // For each state, those per slot after those per element, what k steps leave of it, by k;
+    // null: all.
+    const double* powers[max_states + max_slot_states];
+    int buffer, square;                 // numbers of the states that a motion uses, or -1
+    double buffer_decay, square_decay;  // by which they decay in a step
+    double eps;
+    double largest_ratio;   // of eps to the root of a square, where the series is exact enough
+    bool converges;         // whether there are sums
+    int64_t horizon;        // how many steps back a move still matters to the sums
+    int64_t most_replayed;  // how many steps matter to an entry that is replayed
+    // By step since base: 1 / (what weight decay has left), the size of the step's move, and what
+    // the root of a square is divided by.
+    const double *inverse_decay, *sizes, *roots;
+    const double* sums[series_terms];  // over all later steps; or in the first, the total of sizes
+    double options[max_options];       // of the rule, for a motion that recomputes
 };
 
 // Of the rows [begin, end), those that one of several parts owns.
@@ -145,11 +128,18 @@ struct CaughtUp {
 };
 using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
 
+// What one translation unit of kernels.cpp offers for one motion.
+struct MotionKernels {
+    const char* name;
+    CatchUp catch_up_float;
+    CatchUp catch_up_double;
+};
+
 struct KernelTable {
     const RuleKernels* rules;
     int count;
-    CatchUp catch_up_float;
-    CatchUp catch_up_double;
+    const MotionKernels* motions;
+    int motion_count;
     Apply norms_float;
     Apply norms_double;
 };

@@ -1,56 +1,28 @@
 // Every rule's loop, compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags.
-// The registry of rules is the array below.
+// The registry of rules is rules/all.h.
 #include "kernels/kernels.h"
 
-#include "bench/limit.h"
 #include "kernels/apply.h"
 #include "kernels/catch_up.h"
 #include "kernels/norms.h"
-#include "rules/adagrad.h"
-#include "rules/adam.h"
-#include "rules/ftrl.h"
-#include "rules/lion.h"
-#include "rules/rmsprop.h"
-#include "rules/rowwise_adagrad.h"
-#include "rules/rowwise_adam.h"
-#include "rules/sgd.h"
-#include "rules/sparse_adam.h"
+#include "rules/all.h"
 
 namespace sparsestep {
 namespace {
 
-template <template <class> class Rule, int64_t... limit_dims>
+template <template <class> class Rule>
 constexpr RuleKernels kernels_of() {
     using Plain = Rule<float>;
-    return {Plain::name,
-            Plain::states,
-            Plain::slot_states,
-            Plain::options,
-            &apply<Rule, float>,
-            &apply<Rule, double>,
-            &limit<Rule, 64, limit_dims...>};
+    return {Plain::name,    Plain::states,       Plain::slot_states,
+            Plain::options, &apply<Rule, float>, &apply<Rule, double>};
 }
 
-constexpr RuleKernels rules[] = {
-    kernels_of<SparseAdam, 16, 32, 128>(),
-    kernels_of<SparseAdamPerRow>(),
-    kernels_of<Adam>(),
-    kernels_of<AdamPerRow>(),
-    kernels_of<AMSGrad>(),
-    kernels_of<AMSGradPerRow>(),
-    kernels_of<Adagrad>(),
-    kernels_of<RowwiseAdagrad>(),
-    kernels_of<RowwiseAdam>(),
-    kernels_of<RowwiseAdamPerRow>(),
-    kernels_of<SGD>(),
-    kernels_of<MomentumSGD>(),
-    kernels_of<RMSprop>(),
-    kernels_of<MomentumRMSprop>(),
-    kernels_of<CenteredRMSprop>(),
-    kernels_of<CenteredMomentumRMSprop>(),
-    kernels_of<Lion>(),
-    kernels_of<Ftrl>(),
-};
+#define SPARSESTEP_KERNELS(Rule) kernels_of<Rule>(),
+constexpr RuleKernels rules[] = {SPARSESTEP_RULES(SPARSESTEP_KERNELS)};
+
+#define SPARSESTEP_CATCH_UP(Motion) \
+    {Motion<float>::name, &catch_up<Motion, float>, &catch_up<Motion, double>},
+constexpr MotionKernels motions[] = {SPARSESTEP_MOTIONS(SPARSESTEP_CATCH_UP)};
 
 }  // namespace
 
@@ -58,12 +30,9 @@ constexpr RuleKernels rules[] = {
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules,
-            int(sizeof(rules) / sizeof(rules[0])),
-            &catch_up<float>,
-            &catch_up<double>,
-            &norms<float>,
-            &norms<double>};
+    return {rules,         int(sizeof(rules) / sizeof(rules[0])),
+            motions,       int(sizeof(motions) / sizeof(motions[0])),
+            &norms<float>, &norms<double>};
 }
 
 }  // namespace sparsestep

@@ -1,142 +1,21 @@
-// The module that Python sees. With jobs.h and tensors.h, which it alone includes, this is all that
-// knows Python. Nothing is converted or copied on the way.
+// The module that Python sees. With the headers beside it, which it alone includes, this is all
+// that knows Python. Nothing is converted or copied on the way.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
-#include <atomic>
 #include <optional>
 #include <vector>
 
 #include "core/compressed.h"
 #include "core/dispatch.h"
 #include "core/team.h"
+#include "python/catch_up.h"
 #include "python/jobs.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;
 
 namespace {
-
-// What the limit is told: see LimitWork. `shares` is where the share of each thread ends. `tensors`
-// are the addresses of the parameter and then of the rule's states.
-void run_limit(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim, nb::tuple options,
-               double step, nb::tuple shares, int instruction_set) {
-    const KernelTable& table = chosen(instruction_set).kernels;
-    if (rule_index < 0 || rule_index >= table.count) throw nb::value_error("no such rule");
-    const RuleKernels& rule = table.rules[rule_index];
-    if (dim % 16 != 0 || dim > max_limit_dim || nb::len(order) != 4 ||
-        nb::len(tensors) != size_t(1 + rule.states + rule.slot_states) ||
-        nb::len(options) != size_t(rule.options)) {
-        throw nb::value_error("no such limit");
-    }
-    const auto pointer = [](nb::handle number) {
-        return reinterpret_cast<void*>(nb::cast<uintptr_t>(number));
-    };
-    LimitWork work{};
-    work.slots = static_cast<const int64_t*>(pointer(order[0]));
-    work.offsets = static_cast<const int64_t*>(pointer(order[1]));
-    work.entries = static_cast<const int64_t*>(pointer(order[2]));
-    work.grads = static_cast<const float*>(pointer(order[3]));
-    work.param = static_cast<float*>(pointer(tensors[0]));
-    for (int s = 0; s < rule.states; ++s) {
-        work.state[s] = static_cast<float*>(pointer(tensors[size_t(1 + s)]));
-    }
-    for (int s = 0; s < rule.slot_states; ++s) {
-        work.slot_state[s] = static_cast<float*>(pointer(tensors[size_t(1 + rule.states + s)]));
-    }
-    work.dim = dim;
-    for (int i = 0; i < rule.options; ++i) work.options[i] = nb::cast<double>(options[size_t(i)]);
-    work.step = step;
-    std::vector<int64_t> bounds{0};
-    for (nb::handle share : shares) bounds.push_back(nb::cast<int64_t>(share));
-    nb::gil_scoped_release release;
-    const int threads = int(bounds.size()) - 1;
-    parallel(threads, threads,
-             [&](int64_t t) { rule.limit(work, bounds[size_t(t)], bounds[size_t(t + 1)]); });
-}
-
-// Brings rows up to date; see CaughtUp for what it returns. Nothing where the tensors
-// do not lie so that the core can reach them. `numbers` and `tables` are in the order of
-// CatchUpWork.
-nb::object run_catch_up(nb::tuple tensors, nb::object rows, nb::object last, nb::tuple fades,
-                        nb::tuple integers_, nb::tuple numbers, nb::tuple tables, int threads,
-                        int instruction_set) {
-    const KernelTable& table = chosen(instruction_set).kernels;
-    const auto whole = [&](int i) { return nb::cast<int64_t>(integers_[size_t(i)]); };
-    const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
-    CatchUpWork work{};
-    work.rows = integers(rows);
-    work.last = static_cast<int32_t*>(own_address(last));
-    const int64_t slots = numel(last);
-    const int64_t count = rows.is_none() ? slots : numel(rows);
-    work.block = slots ? numel(tensors[0]) / slots : 0;
-    if (!count || !work.block) return nb::make_tuple(0, 0);
-    work.now = int32_t(whole(0));
-    work.base = int32_t(whole(1));
-    work.states = int(whole(2));
-    work.slot_states = int(whole(3));
-    work.along = Along(whole(4));
-    work.buffer = int(whole(5));
-    work.square = int(whole(6));
-    work.converges = whole(7) != 0;
-    work.reach = whole(8);
-    work.follow = whole(9);
-    if (work.states > 3 || work.slot_states > max_slot_states ||
-        nb::len(tensors) != size_t(1 + work.states + work.slot_states)) {
-        throw nb::value_error("no such rule");
-    }
-    bool wide = false;
-    for (int t = 0; t <= work.states + work.slot_states; ++t) {
-        const bool per_slot = t > work.states;
-        const auto found = view(tensors[size_t(t)], slots, per_slot ? 1 : work.block);
-        if (!found) return nb::none();
-        wide |= found->dtype == Dtype::float64;
-        (t == 0     ? work.param
-         : per_slot ? work.slot_state[t - 1 - work.states]
-                    : work.state[t - 1]) = *found;
-        if (t) work.fade[t - 1] = nb::cast<int>(fades[size_t(t - 1)]);
-    }
-    work.first = number(0);
-    work.fading = number(1);
-    work.eps = number(2);
-    work.small = number(3);
-    work.rate = number(4);
-    work.beta = number(5);
-    work.l1 = number(6);
-    work.l2 = number(7);
-    const auto doubles = [&](int i) {
-        return static_cast<const double*>(own_address(tables[size_t(i)]));
-    };
-    work.growth = doubles(0);
-    work.sizes = doubles(1);
-    work.roots = doubles(2);
-    work.firsts = doubles(3);
-    work.seconds = doubles(4);
-    const double* sums = doubles(5);
-    const int64_t capacity = numel(tables[0]);
-    for (int i = 0; i < 4; ++i) work.sums[i] = sums + i * capacity;
-    const CatchUp run = wide ? table.catch_up_double : table.catch_up_float;
-    std::atomic<int64_t> behind{0}, stale{0};
-    const auto bring = [&](const CatchUpShare& share) {
-        const CaughtUp done = run(work, share);
-        behind += done.behind;
-        stale += done.stale;
-    };
-    {
-        nb::gil_scoped_release release;
-        if (count * work.block < (1 << 14)) threads = 1;
-        if (work.rows) {
-            parallel(threads, threads, [&](int64_t t) { bring({0, count, t, threads}); });
-        } else {
-            constexpr int64_t piece = 4096;
-            parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
-                const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
-                bring({p * piece, end, 0, 1});
-            });
-        }
-    }
-    return nb::make_tuple(behind.load(), stale.load());
-}
 
 // See slots_of; all tensors int64, contiguous, on the CPU.
 bool run_slots_of(nb::object starts, nb::object others, int64_t high, int64_t wide,
@@ -182,6 +61,13 @@ nb::dict rules() {
     return result;
 }
 
+nb::list motion_names() {
+    nb::list result;
+    const KernelTable table = instruction_sets()[0].kernels;
+    for (int i = 0; i < table.motion_count; ++i) result.append(table.motions[i].name);
+    return result;
+}
+
 nb::list instruction_set_names() {
     nb::list result;
     for (const InstructionSet& set : instruction_sets()) {
@@ -215,15 +101,7 @@ NB_MODULE(_native, module) {
              "no signal handler of Python's comes between.");
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
-    module.def("limit", &run_limit, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"),
-               nb::arg("dim"), nb::arg("options"), nb::arg("step"), nb::arg("shares"),
-               nb::arg("instruction_set"),
-               "What benchmarks are measured against; see native/limit.h.");
-    module.def("catch_up", &run_catch_up, nb::arg("tensors"), nb::arg("rows").none(),
-               nb::arg("last"), nb::arg("fades"), nb::arg("integers"), nb::arg("numbers"),
-               nb::arg("tables"), nb::arg("threads"), nb::arg("instruction_set"),
-               "Bring rows up to date; how many were behind, and of how many the parameter was not "
-               "where it should have been; or None where it cannot.");
+    bind_catch_up(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"), nb::arg("high"),
                nb::arg("wide"), nb::arg("positions"), nb::arg("source").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
@@ -232,6 +110,7 @@ NB_MODULE(_native, module) {
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "
                "cannot, else a tuple with a position that is no slot, or None.");
     module.def("rules", &rules, "name -> (index, states per element, states per slot, options)");
+    module.def("motions", &motion_names, "What CatchUp knows, by number.");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
     module.def("team", &team_kind, "whose threads share the work");

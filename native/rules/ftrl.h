@@ -26,10 +26,18 @@ struct Ftrl {
         sum = sum + grad * grad;
         const T root = square_root(sum);
         linear = linear + grad - (root - before) * rate * param;
-        const T beyond = sign(linear) * l1 - linear;
-        const T leader = beyond / ((beta + root) * rate + l2);
-        param = rate == 0 ? param : magnitude(linear) <= l1 ? T(0) : leader;
+        param = rate == 0 ? param : solve(linear, root);
     }
+
+    // The parameter, which is a function of its state; `root` is that of `sum`.
+    inline T solve(T linear, T root) const {
+        const T solution = (sign(linear) * l1 - linear) / ((beta + root) * rate + l2);
+        return magnitude(linear) <= l1 ? T(0) : solution;
+    }
+
+    // Without a gradient; the rate may have changed.
+    bool rests() const { return rate == 0; }
+    inline T recompute(T linear, T sum) const { return solve(linear, square_root(sum)); }
 };
 
 }  // namespace

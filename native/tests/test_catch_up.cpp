@@ -17,16 +17,16 @@ constexpr int64_t rows = 70, base = 3, steps = 40;
 
 // The steps since base, as src/sparsestep/dense keeps them.
 struct History {
-    Along along;
+    std::string motion;
     double first, second, eps;
-    std::vector<double> growth, sizes, roots, firsts, seconds, sums[4];
+    std::vector<double> inverse_decay, sizes, roots, firsts, seconds, sums[series_terms];
 
-    History(Along along, double first, double second, double eps)
-        : along(along), first(first), second(second), eps(eps) {
-        growth = {1};
+    History(const std::string& motion, double first, double second, double eps)
+        : motion(motion), first(first), second(second), eps(eps) {
+        inverse_decay = {1};
         sizes = roots = {0};
         for (int64_t s = 1; s <= steps; ++s) {
-            growth.push_back(growth.back() / shrink(s));
+            inverse_decay.push_back(inverse_decay.back() / shrink(s));
             sizes.push_back(0.01 * double(1 + s % 4));
             roots.push_back(1 - 0.5 / double(s + 1));
         }
@@ -34,44 +34,45 @@ struct History {
             firsts.push_back(std::pow(first, double(k)));
             seconds.push_back(std::pow(second, double(k)));
         }
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < series_terms; ++i) {
             sums[i].assign(size_t(steps + 1), 0.0);
             for (int64_t since = 0; since <= steps; ++since) {
-                sums[i][size_t(since)] = along == Along::sign ? drift(since) : sum(i, since);
+                sums[i][size_t(since)] = motion == "sign_drift" ? drift(since) : sum(i, since);
             }
         }
     }
 
     static double shrink(int64_t step) { return step % 3 ? 0.99 : 1.0; }
 
-    double fading() const { return std::sqrt(second); }
+    double root_decay() const { return std::sqrt(second); }
 
     double drift(int64_t until) const {
         double total = 0;
-        for (int64_t s = 1; s <= until; ++s) total += sizes[size_t(s)] * growth[size_t(s)];
+        for (int64_t s = 1; s <= until; ++s) total += sizes[size_t(s)] * inverse_decay[size_t(s)];
         return total;
     }
 
     double sum(int term, int64_t since) const {
         double total = 0;
         for (int64_t s = since + 1; s <= steps; ++s) {
-            const double faded = std::pow(fading(), double(s - since)) / roots[size_t(s)];
-            const double weight = sizes[size_t(s)] * growth[size_t(s)] * firsts[size_t(s - since)];
-            total += along == Along::quotient ? weight / std::pow(faded, term + 1) : weight;
+            const double faded = std::pow(root_decay(), double(s - since)) / roots[size_t(s)];
+            const double weight =
+                sizes[size_t(s)] * inverse_decay[size_t(s)] * firsts[size_t(s - since)];
+            total += motion == "quotient" ? weight / std::pow(faded, term + 1) : weight;
         }
         return total;
     }
 
     // One idle step after the other.
-    void follow(double& param, double& buffer, double& square, int64_t since) const {
+    void replay(double& param, double& buffer, double& square, int64_t since) const {
         for (int64_t s = since + 1; s <= steps; ++s) {
             const double size = sizes[size_t(s)];
             double move = 0;
-            if (along == Along::sign) move = size * double((buffer > 0) - (buffer < 0));
+            if (motion == "sign_drift") move = size * double((buffer > 0) - (buffer < 0));
             buffer *= first;
             square *= second;
-            if (along == Along::buffer) move = size * buffer;
-            if (along == Along::quotient) {
+            if (motion == "geometric") move = size * buffer;
+            if (motion == "quotient") {
                 move = size * buffer / (std::sqrt(square) / roots[size_t(s)] + eps);
             }
             param = param * shrink(s) - move;
@@ -120,36 +121,40 @@ CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
     work.state[0] = view(table.buffer);
     work.state[1] = view(table.square);
     work.states = 2;
-    work.fade[0] = 1;
-    work.fade[1] = 2;
-    work.along = history.along;
+    work.powers[0] = history.firsts.data();
+    work.powers[1] = history.seconds.data();
     work.buffer = 0;
-    work.square = history.along == Along::quotient ? 1 : -1;
-    work.first = history.first;
-    work.fading = history.fading();
+    work.square = history.motion == "quotient" ? 1 : -1;
+    work.buffer_decay = history.first;
+    work.square_decay = history.second;
     work.eps = history.eps;
-    work.small = sizeof(T) == 4 ? 0.02 : 1e-4;
+    work.largest_ratio = sizeof(T) == 4 ? 0.02 : 1e-4;
     work.converges = converges;
-    work.reach = work.follow = steps;
-    work.growth = history.growth.data();
+    work.horizon = work.most_replayed = steps;
+    work.inverse_decay = history.inverse_decay.data();
     work.sizes = history.sizes.data();
     work.roots = history.roots.data();
-    work.firsts = history.firsts.data();
-    work.seconds = history.seconds.data();
-    for (int i = 0; i < 4; ++i) work.sums[i] = history.sums[i].data();
+    for (int i = 0; i < series_terms; ++i) work.sums[i] = history.sums[i].data();
     return work;
+}
+
+const MotionKernels& kernels_of(const std::string& motion, const InstructionSet& set) {
+    int i = 0;
+    while (set.kernels.motions[i].name != motion) ++i;
+    return set.kernels.motions[i];
 }
 
 // In several parts, as threads would; with rows that come more than once, or all of them.
 template <class T>
-CaughtUp bring(Table<T>& table, const History& history, bool converges, const InstructionSet& set,
-               int64_t parts, const std::vector<int64_t>& which) {
+CaughtUp catch_up(Table<T>& table, const History& history, bool converges,
+                  const InstructionSet& set, int64_t parts, const std::vector<int64_t>& which) {
     CatchUpWork work = work_on(table, history, converges);
     work.rows = which.empty() ? nullptr : which.data();
     CaughtUp total{};
     for (int64_t part = 0; part < parts; ++part) {
         const CatchUpShare share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
-        const auto run = sizeof(T) == 4 ? set.kernels.catch_up_float : set.kernels.catch_up_double;
+        const MotionKernels& kernels = kernels_of(history.motion, set);
+        const auto run = sizeof(T) == 4 ? kernels.catch_up_float : kernels.catch_up_double;
         const CaughtUp done = run(work, share);
         total.behind += done.behind;
         total.stale += done.stale;
@@ -167,7 +172,7 @@ void expect_caught_up(const History& history, bool converges, const std::string&
             const Table<T> before(block);
             Table<T> first = before;
             const auto& plainest = instruction_sets()[0];
-            const CaughtUp done = bring(first, history, converges, plainest, 1, which);
+            const CaughtUp done = catch_up(first, history, converges, plainest, 1, which);
             int64_t behind = 0;
             for (int64_t r = 0; r < rows; ++r) {
                 const bool meant = all || std::find(which.begin(), which.end(), r) != which.end();
@@ -180,7 +185,7 @@ void expect_caught_up(const History& history, bool converges, const std::string&
                 for (int64_t i = r * block; i < (r + 1) * block; ++i) {
                     const auto at = size_t(i);
                     double p = before.param[at], m = before.buffer[at], v = before.square[at];
-                    if (meant) history.follow(p, m, v, since);
+                    if (meant) history.replay(p, m, v, since);
                     const auto near = [&](T ours, double exact, double scale) {
                         return std::abs(double(ours) - exact) <= (meant ? room * scale : 0);
                     };
@@ -193,7 +198,7 @@ void expect_caught_up(const History& history, bool converges, const std::string&
             for_each_set([&](const InstructionSet& set) {
                 for (int64_t parts : {1, 2, 5}) {
                     Table<T> ours = before;
-                    bring(ours, history, converges, set, parts, which);
+                    catch_up(ours, history, converges, set, parts, which);
                     check(ours == first, what + ": the same bits with " + set.name);
                 }
             });
@@ -203,13 +208,13 @@ void expect_caught_up(const History& history, bool converges, const std::string&
 
 template <class T>
 void test_every_way_to_move() {
-    expect_caught_up<T>(History(Along::nothing, 0.9, 0.99, 0), true, "decay alone");
-    expect_caught_up<T>(History(Along::buffer, 0.9, 0.99, 0), true, "along a buffer");
-    expect_caught_up<T>(History(Along::buffer, 1.0, 0.99, 0), false, "along one that stays");
-    expect_caught_up<T>(History(Along::sign, 0.9, 0.99, 0), true, "along a sign");
-    expect_caught_up<T>(History(Along::quotient, 0.9, 0.99, 1e-8), true, "a quotient");
-    expect_caught_up<T>(History(Along::quotient, 0.9, 0.99, 0.1), true, "one with a large eps");
-    expect_caught_up<T>(History(Along::quotient, 0.9, 0.7, 1e-3), false, "one step by step");
+    expect_caught_up<T>(History("still", 0.9, 0.99, 0), true, "decay alone");
+    expect_caught_up<T>(History("geometric", 0.9, 0.99, 0), true, "along a buffer");
+    expect_caught_up<T>(History("geometric", 1.0, 0.99, 0), false, "along one that stays");
+    expect_caught_up<T>(History("sign_drift", 0.9, 0.99, 0), true, "along a sign");
+    expect_caught_up<T>(History("quotient", 0.9, 0.99, 1e-8), true, "a quotient");
+    expect_caught_up<T>(History("quotient", 0.9, 0.99, 0.1), true, "one with a large eps");
+    expect_caught_up<T>(History("quotient", 0.9, 0.7, 1e-3), false, "one step by step");
 }
 
 }  // namespace

@@ -145,7 +145,7 @@ def may_be_dense(variant: Variant) -> bool:
     coupled = {"weight_decay"} <= variant.options.keys() and not variant.options.get(
         "decoupled_weight_decay", variant.cls.always_decoupled
     )
-    return variant.rule.idle is not None and not coupled
+    return variant.rule.motion is not None and not coupled
 
 
 @pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")

@@ -64,7 +64,10 @@ def test_every_rule_has_its_native_twin():
     assert twins.keys() == {variant.rule.name for variant in VARIANTS}
 
 
-def test_kernels_share_no_code_between_instruction_sets(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "table"), [("kernels/kernels.cpp", "kernels"), ("bench/limit.cpp", "limits")]
+)
+def test_kernels_share_no_code_between_instruction_sets(source: str, table: str, tmp_path: Path):
     """A weak symbol could be merged by the linker into a copy that needs a wider machine.
 
     The sources are the same for all of them, so one is enough.
@@ -83,16 +86,14 @@ def test_kernels_share_no_code_between_instruction_sets(tmp_path: Path):
         "-c",
     ]
     command.append(f"-DSPARSESTEP_ISA={isa}")
-    subprocess.run(
-        [*command, str(NATIVE / "kernels" / "kernels.cpp"), "-o", str(built)], check=True
-    )
+    subprocess.run([*command, str(NATIVE / source), "-o", str(built)], check=True)
     symbols = subprocess.run(["nm", "-C", str(built)], capture_output=True, text=True, check=True)
     # A line is "address kind name", or "kind name" for what is defined elsewhere.
     found = re.findall(r"^[0-9a-f ]+ ([A-Za-z]) (.+)$", symbols.stdout, re.MULTILINE)
     shared = [name for kind, name in found if kind in "WVuwv"]
     defined = [name for kind, name in found if kind in "TDBR"]
     assert shared == []
-    assert defined == [f"sparsestep::kernels_{isa}()"]
+    assert defined == [f"sparsestep::{table}_{isa}()"]
 
 
 WORK = """

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsestep.contract.motion import Motion
 from sparsestep.errors import InputError, sentence
 
 
@@ -47,37 +48,6 @@ class State:
 
 
 @dataclass(frozen=True)
-class Idle:
-    """What a rule does to an entry whose gradient is zero, step after step.
-
-    Every state tensor fades by a constant factor or stays. The parameter moves, besides shrinking
-    by decoupled weight decay, ``along`` one of:
-
-    - ``"nothing"``;
-    - ``"buffer"``: ``size * first^k * buffer`` in the k-th step;
-    - ``"sign"``: ``size * sign(buffer)``;
-    - ``"quotient"``: ``size * first^k * buffer / (sqrt(square * fade^k) / root + eps)``, where the
-      square fades by ``second`` or stays;
-    - ``"leader"``: it becomes FTRL's function of what is kept.
-
-    Attributes:
-        along: see above.
-        buffer: the state that gives the direction.
-        square: the state that divides.
-        fades: which states fade, and by which of the two factors (0 or 1).
-        factors: options to the two factors ``(first, second)``.
-        size: ``(step, options)`` to ``(size, root)`` of that step.
-    """
-
-    along: str = "nothing"
-    buffer: str = ""
-    square: str = ""
-    fades: Mapping[str, int] = field(default_factory=dict)
-    factors: Callable[[Mapping[str, Any]], tuple[float, float]] = lambda hyper: (1.0, 1.0)
-    size: Callable[[int, Mapping[str, Any]], tuple[float, float]] = lambda step, hyper: (0.0, 1.0)
-
-
-@dataclass(frozen=True)
 class Rule:
     """An update formula.
 
@@ -87,7 +57,7 @@ class Rule:
         state: what it keeps, in the order in which ``update`` takes and returns it: first what it
             keeps per element, then what it keeps per row.
         is_native: whether the core has a twin of it, under the same name.
-        idle: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a
+        motion: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a
             rule that cannot say.
         counts: whether the number of a parameter's steps is part of its state, unlike in torch's
             SGD.
@@ -98,7 +68,7 @@ class Rule:
     state: tuple[State, ...] = ()
     is_native: bool = False
     counts: bool = True
-    idle: Idle | None = None
+    motion: Motion | None = None
 
     @cached_property
     def hyperparameters(self) -> tuple[str, ...]:

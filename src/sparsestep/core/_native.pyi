@@ -1,4 +1,4 @@
-# The native core, built from native/. See native/bindings.cpp.
+# The native core, built from native/. See native/python/bindings.cpp.
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -34,34 +34,39 @@ class _Jobs:
     def prepare(self, threads: int) -> tuple[int, int, int, int] | None: ...
     def commit(self) -> None: ...
 
+class CatchUp:
+    motion: int
+    param: Tensor
+    state: tuple[Tensor, ...]
+    states_per_row: int
+    powers: tuple[Tensor | None, ...]
+    rows: Tensor | None
+    last: Tensor
+    now: int
+    base: int
+    buffer: int
+    square: int
+    buffer_decay: float
+    square_decay: float
+    eps: float
+    largest_ratio: float
+    converges: bool
+    horizon: int
+    most_replayed: int
+    inverse_decay: Tensor
+    sizes: Tensor
+    roots: Tensor
+    sums: Tensor
+    options: tuple[float, ...]
+    def __init__(self) -> None: ...
+    def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
+
 class Core(Protocol):
     """The module, as others see it; at run time there is no such class."""
 
     Jobs: type[_Jobs]
     def set_compact_class(self, type: type) -> None: ...
-    def limit(
-        self,
-        rule: int,
-        order: tuple[int, ...],
-        tensors: tuple[int, ...],
-        dim: int,
-        options: tuple[float, ...],
-        step: float,
-        shares: tuple[int, ...],
-        instruction_set: int,
-    ) -> None: ...
-    def catch_up(
-        self,
-        tensors: tuple[Tensor, ...],
-        rows: Tensor | None,
-        last: Tensor,
-        fades: tuple[int, ...],
-        integers: tuple[int, ...],
-        numbers: tuple[float, ...],
-        tables: tuple[Tensor, ...],
-        threads: int,
-        instruction_set: int,
-    ) -> tuple[int, int] | None: ...
+    CatchUp: type[CatchUp]
     def slots_of(
         self,
         starts: Tensor,
@@ -76,5 +81,6 @@ class Core(Protocol):
         self, touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
     ) -> tuple[int | None] | None: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
+    def motions(self) -> list[str]: ...
     def instruction_sets(self) -> list[tuple[str, bool]]: ...
     def team(self) -> str: ...

@@ -3,8 +3,8 @@
 Under ``semantics="dense"`` an entry without a gradient counts as one whose gradient is zero: its
 momentum goes on moving it, its averages fade, its weight decays. Nothing of that is done when it
 happens. A row remembers the step up to which it is current, and all that it missed since is done at
-once before the row is read or updated: ``history.py`` has the sums that make it possible,
-``motions.py`` and the core what is done to a row.
+once before the row is read or updated: ``history.py`` has the sums that make it possible, the
+rule's motion (``contract/motion.py``) what is done to a row, in torch operations and in the core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsestep.contract.rule import Rule
 from sparsestep.dense import history as histories
-from sparsestep.dense import kernel, motions
+from sparsestep.dense import kernel, reference
 from sparsestep.dense.history import History
 from sparsestep.dense.stamps import Stamps
 from sparsestep.engines.protocol import Settings
@@ -44,13 +44,13 @@ class RowClock:
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
         rule = settings.rule
-        if rule.idle is None:
+        if rule.motion is None:
             raise InputError(refusal(rule.name))
         self.rule: Rule = rule
         self.rows = rows
         self.constants: tuple[Any, ...] = constants(settings)
         self._latest: Settings | None = settings
-        self.history: History = History(rule.idle, {**settings.hyper, "lr": 0.0}, done)
+        self.history: History = History(rule.motion, {**settings.hyper, "lr": 0.0}, done)
         self.among: Tensor | None = None
         self.owner: Tensor | None = None
         self._movable: tuple[Tensor, Tensor] | None = None
@@ -80,12 +80,10 @@ class RowClock:
         self._mark = None if param is None else _mark_of(param)
         self.busy = self.announced = False
         self.read_by = None
-        idle, hyper = self.history.idle, settings.hyper
+        hyper = settings.hyper
         if hyper.get("lr"):  # FTRL rests where the latest rate put it
             self.history.hyper = hyper
-        size, root = idle.size(self.history.now + 1, hyper)
-        if idle.along == "leader":  # counts the steps in which it did not rest
-            size = 1.0 if hyper["lr"] else 0.0
+        size, root = self.history.motion.size(self.history.now + 1, hyper)
         self.history.advance(size, root, settings.shrink)
 
     def is_under(self, settings: Settings) -> bool:
@@ -151,12 +149,12 @@ class RowClock:
         busy, self.busy = self.busy, True
         try:
             self._stamps.begin(rows)
-            missed = self.history, self.rule.state, self.last
+            missed = self.history, self.rule, self.last
             stale = None
             if engine != "reference":
                 stale = kernel.catch_up(*missed, param, state, rows)
             if stale is None:
-                stale = motions.catch_up(*missed, param, state, rows)
+                stale = reference.catch_up(*missed, param, state, rows)
             self._mark = _mark_of(param)
             return stale
         finally:

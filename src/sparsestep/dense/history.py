@@ -7,7 +7,7 @@ For Adam a row that is current after step j and needed after step n has moved by
 where W_s is what decay has left since step s. Expanded in powers of eps / sqrt(v), every term is a
 number that depends on (j, n) alone times a number that depends on the entry alone. So four sums
 for each past step, kept in float64, serve all entries of all rows, however long they were idle. An
-entry whose eps / sqrt(v) is not small is followed step by step instead, as far as b1^k matters. The
+entry whose eps / sqrt(v) is not small is replayed step by step instead, as far as b1^k matters. The
 other rules are special cases: a geometric series, a constant drift, or nothing but decay.
 """
 
@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.contract.rule import Idle
+from sparsestep.contract.motion import Motion, Quotient
 
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18
 # How many past steps are kept at most, and how much decay.
 _MOST_STEPS = 1 << 16
-_MOST_GROWTH = 1e150
-_MUCH_GROWTH = 1e50
-_SMALL = {torch.float64: 1e-4}
-_USUALLY_SMALL = 0.02
-_TERMS = 4
+_MOST_INVERSE_DECAY = 1e150
+_MUCH_INVERSE_DECAY = 1e50
+_LARGEST_RATIO = {torch.float64: 1e-4}
+_USUAL_LARGEST_RATIO = 0.02
+_TERMS = Quotient.terms
 
 
 class History:
@@ -41,58 +41,48 @@ class History:
     step, and what is read is a few numbers per row.
 
     Attributes:
+        motion: what the rule does without a gradient.
+        hyper: its options; of the learning rates, the latest that was not zero.
         base: the step that every row has reached.
         steps: how many steps were taken since.
-        grown: the latest ``growth``.
-        growth: 1 / (what decay has left since base), for each step.
+        decays: the factor by which each state decays in a step, by name.
+        powers: the powers of these factors, by name.
+        inverse_decay: 1 / (what decay has left of the parameter since base), for each step.
+        latest_inverse_decay: the latest of these.
         sizes: the size of each step's move.
         roots: what the square root is divided by in each step.
-        sums: for each past step, the sums over all later ones; relative to ``growth``.
+        sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
+            the total of all sizes so far, where the motion ``has_total``.
+        horizon: how many steps back a move still matters to the sums.
+        most_replayed: how many steps matter to an entry that is replayed.
+        converges: whether there are sums.
     """
 
-    first: float
-    second: float
-    grown: float
-    steps: int
-    base: int
-    reach: int
-    converges: bool
-    follow: int
-    capacity: int
-    growth: Tensor
-    sizes: Tensor
-    roots: Tensor
-    firsts: Tensor
-    seconds: Tensor
-    sums: Tensor
-
-    def __init__(self, idle: Idle, hyper: Mapping[str, Any], base: int) -> None:
-        self.idle = idle
+    def __init__(self, motion: Motion, hyper: Mapping[str, Any], base: int) -> None:
+        self.motion = motion
+        self.hyper = hyper
         self.base = base
         self.steps = 0
-        self.grown = 1.0
-        self.first, self.second = idle.factors(hyper)
-        self.eps: float = float(hyper.get("eps", 0.0))
-        fades = idle.fades.get(idle.square) == 1
-        self.fade: float = math.sqrt(self.second) if fades else 1.0
-        self.hyper = hyper
-        self._find_reach()
+        self.latest_inverse_decay = 1.0
+        self.decays = motion.decays(hyper)
+        self.eps = float(hyper.get("eps", 0.0))
+        self._prepare_series(motion.ratios(self.decays))
         self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
         self._reserve(256)
 
-    def _find_reach(self) -> None:
-        """How many steps back a move still matters, and whether the series may be used."""
-        ratios = [self.first]
-        if self.idle.along == "quotient":
-            ratios = [_quotient(self.first, self.fade ** (i + 1)) for i in range(_TERMS)]
-        self.reach = max(_reach(ratio) for ratio in ratios)
-        self.converges = self.reach < _MOST_STEPS
-        # Followed step by step, an entry is done when its first term's ratio has died out.
-        self.follow = _reach(ratios[0])
-        reach = self.reach if self.converges else 1
-        self._ratios = torch.stack([_powers(ratio, reach + 1)[1:].flip(0) for ratio in ratios])
-        self._weight = array("d", [0.0]) * len(ratios)
-        self._weights = _shared(self._weight).unsqueeze(1)
+    def _prepare_series(self, ratios: list[float]) -> None:
+        """Find how many steps back a move still matters, and whether there can be sums at all."""
+        self.horizon = max(map(_horizon, ratios), default=1)
+        self.converges = self.horizon < _MOST_STEPS
+        # An entry that is replayed is done when its first term's ratio has died out.
+        self.most_replayed = _horizon(ratios[0]) if ratios else 1
+        horizon = self.horizon if self.converges else 1
+        powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
+        self._terms = len(ratios)
+        if ratios:
+            self._ratios = torch.stack(powers)
+            self._weight = array("d", [0.0]) * self._terms
+            self._weights = _shared(self._weight).unsqueeze(1)
 
     def _reserve(self, capacity: int) -> None:
         # Written as an array, which is much cheaper than one number at a time into a tensor.
@@ -100,20 +90,16 @@ class History:
         tables = _shared(numbers).view(-1, capacity)
         tables[:, : self._tables.shape[1]] = self._tables
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
-        self.growth, self.sizes, self.roots = tables[:3].unbind()
+        self.inverse_decay, self.sizes, self.roots = tables[:3].unbind()
         self.sums = tables[3:]
-        self._summed = self.sums[: len(self._weight)]
-        self.firsts, self.seconds = (_powers(f, capacity) for f in (self.first, self.second))
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        """What the core reads, in its order."""
-        return self.growth, self.sizes, self.roots, self.firsts, self.seconds, self.sums
+        self._summed = self.sums[: self._terms]
+        by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
+        self.powers = {name: by_factor[factor] for name, factor in self.decays.items()}
 
     @staticmethod
-    def small_for(dtype: torch.dtype) -> float:
+    def largest_ratio_for(dtype: torch.dtype) -> float:
         """The largest eps / sqrt(v) for which four terms of the series are enough."""
-        return _SMALL.get(dtype, _USUALLY_SMALL)
+        return _LARGEST_RATIO.get(dtype, _USUAL_LARGEST_RATIO)
 
     @property
     def now(self) -> int:
@@ -123,55 +109,63 @@ class History:
     @property
     def is_half_full(self) -> bool:
         """Whether it is time to bring rows up to date, a few with each step."""
-        return self.steps >= _MOST_STEPS // 2 or self.grown > _MUCH_GROWTH
+        return self.steps >= _MOST_STEPS // 2 or self.latest_inverse_decay > _MUCH_INVERSE_DECAY
 
     @property
     def is_full(self) -> bool:
         """Whether every row has to be brought up to date before the next step."""
-        return self.steps + 2 >= _MOST_STEPS or self.grown > _MOST_GROWTH
+        return self.steps + 2 >= _MOST_STEPS or self.latest_inverse_decay > _MOST_INVERSE_DECAY
 
     def begin_anew(self) -> None:
         """Forget the past; every row has reached ``now``."""
         self.sums[:, : self.steps + 1] = 0.0
-        self.base, self.steps, self.grown = self.now, 0, 1.0
+        self.base, self.steps, self.latest_inverse_decay = self.now, 0, 1.0
 
     def forget(self, steps: int) -> None:
         """Forget the oldest steps; every row has reached the last of them."""
         left, tables = self.steps - steps, self._tables
-        kept = tables[:, steps : self.steps + 1].clone()
-        if self.idle.along in ("sign", "leader"):  # there, differences of sums count
-            kept[3:] -= kept[3:, :1].clone()
-        growth = float(kept[0, 0])
-        kept[0] /= growth
-        kept[3:] /= growth
-        tables[:, : left + 1] = kept
+        rest = tables[:, steps : self.steps + 1].clone()
+        if self.motion.has_total:  # of which differences count
+            rest[3:] -= rest[3:, :1].clone()
+        first = float(rest[0, 0])
+        rest[0] /= first
+        rest[3:] /= first
+        tables[:, : left + 1] = rest
         tables[3:, left + 1 : self.steps + 1] = 0.0
-        self.base, self.steps, self.grown = self.base + steps, left, float(kept[0, left])
+        self.base, self.steps = self.base + steps, left
+        self.latest_inverse_decay = float(rest[0, left])
 
     def advance(self, size: float, root: float, shrink: float) -> None:
-        """Take note of a step."""
+        """Take note of a step.
+
+        Args:
+            size: that of its move.
+            root: what ``Quotient`` divides the square root by; 1.0 for other motions.
+            shrink: what weight decay leaves of the parameter.
+        """
         n = self.steps + 1
         if n >= self.capacity:
             self._reserve(2 * self.capacity)
         numbers, capacity = self._numbers, self.capacity
-        self.grown /= shrink
-        numbers[n], numbers[capacity + n], numbers[2 * capacity + n] = self.grown, size, root
-        along, move = self.idle.along, size * self.grown
-        if along == "sign" or along == "leader":
+        self.latest_inverse_decay /= shrink
+        numbers[n] = self.latest_inverse_decay
+        numbers[capacity + n], numbers[2 * capacity + n] = size, root
+        move = size * self.latest_inverse_decay
+        if self.motion.has_total:
             numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
-        elif along != "nothing" and self.converges:
-            self._add(n, move, root if along == "quotient" else 1.0)
+        elif self._terms and self.converges:
+            self._add(n, move, root)
         self.steps = n
 
     def _add(self, n: int, move: float, root: float) -> None:
         """Add the n-th step's move to the sums of those before it, as far as it matters."""
-        ratios, reach = self._ratios, self.reach
-        for term in range(len(self._weight)):
+        ratios, horizon = self._ratios, self.horizon
+        for term in range(self._terms):
             move *= root
             self._weight[term] = move
-        if n < reach:
-            ratios, reach = ratios[:, reach - n :], n
-        self._summed.narrow(1, n - reach, reach).addcmul_(ratios, self._weights)
+        if n < horizon:
+            ratios, horizon = ratios[:, horizon - n :], n
+        self._summed.narrow(1, n - horizon, horizon).addcmul_(ratios, self._weights)
 
 
 def _shared(numbers: array[float]) -> Tensor:
@@ -184,12 +178,8 @@ def _powers(factor: float, count: int) -> Tensor:
     return torch.full((), factor, dtype=torch.float64, device="cpu") ** exponents
 
 
-def _quotient(first: float, fade: float) -> float:
-    """How the terms of a sum shrink; a square that is gone at once leaves nothing to divide by."""
-    return first / fade if fade else math.inf if first else 0.0
-
-
-def _reach(ratio: float) -> int:
+def _horizon(ratio: float) -> int:
+    """After how many steps a term that shrinks by a ratio is negligible."""
     if ratio <= 0.0:
         return 1
     if ratio >= 1.0:

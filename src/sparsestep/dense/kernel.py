@@ -1,23 +1,21 @@
-"""What rows have missed, done by the core; ``motions.py`` has the same in torch operations."""
+"""What rows have missed, done by the core; ``reference.py`` has the same in torch operations."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsestep.contract.rule import State
+from sparsestep.contract.rule import Rule
 from sparsestep.core import core, isa
 from sparsestep.dense.history import History
 
-_ALONG = ("nothing", "buffer", "sign", "quotient", "leader")  # as in native/types.h
+_MOTIONS = core.motions() if core else []
 
 
 def catch_up(
     history: History,
-    specs: Sequence[State],
+    rule: Rule,
     last: Tensor,
     param: Tensor,
     state: list[Tensor],
@@ -27,7 +25,7 @@ def catch_up(
 
     Args:
         history: what the steps since would have done.
-        specs: what the rule keeps.
+        rule: whose steps they are.
         last: the step that each row has reached.
         param: the parameter, real.
         state: its state tensors, real.
@@ -36,46 +34,40 @@ def catch_up(
     Returns:
         ``None``, and nothing done, where the core cannot.
     """
-    if core is None or not param.is_cpu:
+    motion = history.motion
+    if core is None or not param.is_cpu or motion.native not in _MOTIONS:
         return None
-    idle, hyper, names = history.idle, history.hyper, [kept.name for kept in specs]
-    elements = sum(not kept.per_row for kept in specs)
-    integers = (
-        history.now,
-        history.base,
-        elements,
-        len(specs) - elements,
-        _ALONG.index(idle.along),
-        names.index(idle.buffer) if idle.buffer in names else -1,
-        names.index(idle.square) if idle.square in names else -1,
-        int(history.converges),
-        history.reach,
-        history.follow,
-    )
-    lr = hyper.get("lr", 0.0)
-    numbers = (
-        history.first,
-        history.fade,
-        history.eps,
-        history.small_for(param.dtype),
-        1 / lr if lr else 0.0,
-        *(float(hyper.get(name, 0.0)) for name in ("beta", "l1", "l2")),
-    )
-    done: tuple[int, int] | None = core.catch_up(
-        (param, *state),
-        None if rows is None else rows.contiguous(),
-        last,
-        tuple(idle.fades.get(name, -1) + 1 for name in names),
-        integers,
-        numbers,
-        history.tables,
-        torch.get_num_threads(),
-        isa.index,
+    names = [spec.name for spec in rule.state]
+    work = core.CatchUp()
+    work.motion = _MOTIONS.index(motion.native)
+    work.param = param
+    work.state = tuple(state)
+    work.states_per_row = sum(spec.per_row for spec in rule.state)
+    work.powers = tuple(map(history.powers.get, names))
+    work.rows = None if rows is None else rows.contiguous()
+    work.last, work.now, work.base = last, history.now, history.base
+    if motion.buffer:
+        work.buffer = names.index(motion.buffer)
+        work.buffer_decay = history.decays.get(motion.buffer, 1.0)
+    if motion.square:
+        work.square = names.index(motion.square)
+        work.square_decay = history.decays.get(motion.square, 1.0)
+    work.eps = history.eps
+    work.largest_ratio = history.largest_ratio_for(param.dtype)
+    work.converges = history.converges
+    work.horizon = history.horizon
+    work.most_replayed = history.most_replayed
+    work.inverse_decay = history.inverse_decay
+    work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
+    if motion.recomputes:
+        work.options = rule.numbers(history.hyper)
+    done: tuple[int, int] | None = work.run(
+        threads=torch.get_num_threads(), instruction_set=isa.index
     )
     if done is None:
         return None
     behind, stale = done
-    # A row may be behind and its parameter right. FTRL computes it anew in any case.
-    if stale or (behind and idle.along == "leader"):
+    # A row may be behind and its parameter right.
+    if stale or (behind and motion.recomputes):
         increment_version([param])
     return stale

@@ -177,10 +177,10 @@ def name_of(who: str, group: Group, number: int, index: int) -> str:
 
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
     """Refuse what dense semantics has no closed form for."""
-    if rule.idle is None and options.read(group, "bias_correction") == "per_row":
+    if rule.motion is None and options.read(group, "bias_correction") == "per_row":
         contract = "with semantics='dense' every row has every step: bias_correction must be global"
         raise InputError(sentence(contract, "'per_row'"))
-    if rule.idle is None:
+    if rule.motion is None:
         raise InputError(refusal(rule.name))
     if coupled:
         contract = (

@@ -10,8 +10,9 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.optimizer.base import RuleOptimizer
 
@@ -29,7 +30,7 @@ def update(
 
 
 _SUM = State("sum", "initial_accumulator_value")
-RULE = Rule("adagrad", update, (_SUM,), is_native=True, idle=Idle())
+RULE = Rule("adagrad", update, (_SUM,), is_native=True, motion=Still())
 
 
 class Adagrad(RuleOptimizer, Optimizer):

@@ -11,8 +11,9 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
@@ -109,22 +110,20 @@ _STATE = (State("exp_avg"), State("exp_avg_sq"))
 _MAX = (*_STATE, State("max_exp_avg_sq"))
 
 
-_IDLE = Idle(
-    along="quotient",
+_MOTION = Quotient(
     buffer="exp_avg",
     square="exp_avg_sq",
-    fades={"exp_avg": 0, "exp_avg_sq": 1},
-    factors=lambda hyper: hyper["betas"],
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
     size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
 )
-# The largest second moment does not fade.
-_IDLE_MAX = replace(_IDLE, square="max_exp_avg_sq")
+# The largest second moment does not decay.
+_AMSGRAD_MOTION = replace(_MOTION, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES = {
-    (False, False): Rule("adam", update, _STATE, is_native=True, idle=_IDLE),
+    (False, False): Rule("adam", update, _STATE, is_native=True, motion=_MOTION),
     (False, True): Rule("adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True),
-    (True, False): Rule("amsgrad", amsgrad, _MAX, is_native=True, idle=_IDLE_MAX),
+    (True, False): Rule("amsgrad", amsgrad, _MAX, is_native=True, motion=_AMSGRAD_MOTION),
     (True, True): Rule("amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), is_native=True),
 }
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Recompute
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -32,13 +33,29 @@ def update(
     sum = sum + grad * grad
     root = sum.sqrt()
     linear = linear + grad - (root - before) * rate * param
-    leader = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
-    moved = torch.where(linear.abs() <= l1, 0.0, leader)
-    return (moved if rate else param), linear, sum
+    return (solve(linear, root, rate, beta, l1, l2) if rate else param), linear, sum
+
+
+def solve(linear: Tensor, root: Tensor, rate: float, beta: float, l1: float, l2: float) -> Tensor:
+    """The parameter, which is a function of its state; ``root`` is that of ``sum``."""
+    solution = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
+    return torch.where(linear.abs() <= l1, 0.0, solution)
 
 
 _STATE = (State("linear"), State("sum", "initial_accumulator_value"))
-RULE = Rule("ftrl", update, _STATE, is_native=True, idle=Idle(along="leader"))
+# Without a gradient, it is only the learning rate that moves the parameter.
+_MOTION = Recompute(
+    native="ftrl",
+    formula=lambda state, hyper: solve(
+        state["linear"],
+        state["sum"].sqrt(),
+        1 / hyper["lr"] if hyper["lr"] else 0.0,
+        hyper["beta"],
+        hyper["l1"],
+        hyper["l2"],
+    ),
+)
+RULE = Rule("ftrl", update, _STATE, is_native=True, motion=_MOTION)
 
 
 class Ftrl(RuleOptimizer, Optimizer):

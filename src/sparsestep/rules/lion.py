@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks, options
+from sparsestep.contract.motion import SignDrift
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 Pair = tuple[float, float]
@@ -26,14 +27,12 @@ def update(
     return param, exp_avg + (1 - beta2) * (grad - exp_avg)
 
 
-_IDLE = Idle(
-    along="sign",
+_MOTION = SignDrift(
     buffer="exp_avg",
-    fades={"exp_avg": 0},
-    factors=lambda hyper: (hyper["betas"][1], 1.0),
+    decays=lambda hyper: {"exp_avg": hyper["betas"][1]},
     size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
 )
-RULE = Rule("lion", update, (State("exp_avg"),), is_native=True, idle=_IDLE)
+RULE = Rule("lion", update, (State("exp_avg"),), is_native=True, motion=_MOTION)
 
 
 class Lion(RuleOptimizer, Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +11,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Geometric, Motion, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.optimizer.base import RuleOptimizer
 
@@ -97,39 +99,40 @@ def update_centered_with_momentum(
 _SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("grad_avg")
 
 
-def _idle(*states: State) -> Idle:
-    return Idle(
-        along="buffer" if _BUFFER in states else "nothing",
-        buffer="momentum_buffer",
-        fades={kept.name: 0 if kept is _BUFFER else 1 for kept in states},
-        factors=lambda hyper: (hyper["momentum"], hyper["alpha"]),
-        size=lambda step, hyper: (hyper["lr"], 1.0),
+def _motion(*states: State) -> Motion:
+    def decays(hyper: Mapping[str, Any]) -> dict[str, float]:
+        return {each.name: hyper["momentum" if each is _BUFFER else "alpha"] for each in states}
+
+    if _BUFFER not in states:
+        return Still(decays=decays)
+    return Geometric(
+        buffer=_BUFFER.name, decays=decays, size=lambda step, hyper: (hyper["lr"], 1.0)
     )
 
 
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): Rule("rmsprop", update, (_SQUARE,), is_native=True, idle=_idle(_SQUARE)),
+    (False, False): Rule("rmsprop", update, (_SQUARE,), is_native=True, motion=_motion(_SQUARE)),
     (False, True): Rule(
         "rmsprop_momentum",
         update_with_momentum,
         (_SQUARE, _BUFFER),
         is_native=True,
-        idle=_idle(_SQUARE, _BUFFER),
+        motion=_motion(_SQUARE, _BUFFER),
     ),
     (True, False): Rule(
         "rmsprop_centered",
         update_centered,
         (_SQUARE, _MEAN),
         is_native=True,
-        idle=_idle(_SQUARE, _MEAN),
+        motion=_motion(_SQUARE, _MEAN),
     ),
     (True, True): Rule(
         "rmsprop_centered_momentum",
         update_centered_with_momentum,
         (_SQUARE, _BUFFER, _MEAN),
         is_native=True,
-        idle=_idle(_SQUARE, _BUFFER, _MEAN),
+        motion=_motion(_SQUARE, _BUFFER, _MEAN),
     ),
 }
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -23,7 +24,7 @@ def update(
 
 
 _SUM = State("sum", "initial_accumulator_value", per_row=True)
-RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, idle=Idle())
+RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, motion=Still())
 
 
 class RowwiseAdagrad(RuleOptimizer, Optimizer):

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
@@ -62,15 +63,13 @@ def update_per_row(
 
 
 _STATE = (State("exp_avg"), State("exp_avg_sq", per_row=True))
-_IDLE = Idle(
-    along="quotient",
+_MOTION = Quotient(
     buffer="exp_avg",
     square="exp_avg_sq",
-    fades={"exp_avg": 0, "exp_avg_sq": 1},
-    factors=lambda hyper: hyper["betas"],
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
     size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
 )
-RULE = Rule("rowwise_adam", update, _STATE, is_native=True, idle=_IDLE)
+RULE = Rule("rowwise_adam", update, _STATE, is_native=True, motion=_MOTION)
 PER_ROW = Rule("rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
 
 

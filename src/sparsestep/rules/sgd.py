@@ -11,8 +11,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Geometric, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
@@ -41,25 +42,23 @@ def update_with_momentum(
     return param - lr * (share * grad + rest * momentum_buffer), momentum_buffer
 
 
-def _idle_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
+def _motion_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
     return hyper["lr"] * (hyper["momentum"] if hyper["nesterov"] else 1.0), 1.0
 
 
-_IDLE = Idle(
-    along="buffer",
+_MOTION = Geometric(
     buffer="momentum_buffer",
-    fades={"momentum_buffer": 0},
-    factors=lambda hyper: (hyper["momentum"], 1.0),
-    size=_idle_size,
+    decays=lambda hyper: {"momentum_buffer": hyper["momentum"]},
+    size=_motion_size,
 )
-RULE = Rule("sgd", update, (), is_native=True, counts=False, idle=Idle())
+RULE = Rule("sgd", update, (), is_native=True, counts=False, motion=Still())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
     (State("momentum_buffer"),),
     is_native=True,
     counts=False,
-    idle=_IDLE,
+    motion=_MOTION,
 )
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
+from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.contract.rule import Idle, Rule, State
+from sparsestep.contract.rule import Rule, State
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import bias
 
@@ -69,20 +70,18 @@ def _moved(
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
 
 
-def _idle_size(step: int, hyper: Mapping[str, Any]) -> Pair:
+def _motion_size(step: int, hyper: Mapping[str, Any]) -> Pair:
     size, root = bias.by_step(step, hyper["lr"], hyper["betas"])
     return size * root, 1.0
 
 
-_IDLE = Idle(
-    along="quotient",
+_MOTION = Quotient(
     buffer="exp_avg",
     square="exp_avg_sq",
-    fades={"exp_avg": 0, "exp_avg_sq": 1},
-    factors=lambda hyper: hyper["betas"],
-    size=_idle_size,
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
+    size=_motion_size,
 )
-RULE = Rule("sparse_adam", update, _STATE, is_native=True, idle=_IDLE)
+RULE = Rule("sparse_adam", update, _STATE, is_native=True, motion=_MOTION)
 PER_ROW = Rule("sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
 
 

@@ -1,4 +1,4 @@
-"""The limit: the least that any implementation of the update must do (``native/limit.h``)."""
+"""The limit: the least that any implementation of the update must do (``native/bench/``)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from sparsestep import SparseAdam, core
 from sparsestep.cli.bench.contestants import Contestant, Factory, element_states, rule_of, tensors
 from sparsestep.cli.bench.workload import LEARNING_RATE, Gradient, Unavailable, Workload
 from sparsestep.optimizer.base import RuleOptimizer
+
+try:
+    from sparsestep.cli.bench import _limit
+except ImportError:  # as for the core: SPARSESTEP_PURE=1, or a broken build
+    native = None
+else:
+    native = _limit
 
 _MOST_DIM = 512
 
@@ -92,7 +99,7 @@ class Limit(Contestant):
     name = "limit"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if core.core is None:
+        if core.core is None or native is None:
             raise Unavailable("installed without the C++ core")
         self._dim = workload.case.dim
         if self._dim % 16 or self._dim > _MOST_DIM:
@@ -111,9 +118,9 @@ class Limit(Contestant):
             [plan(g.positions, _threads(g, workload.case.tables, rows), rows) for g in gradients]
             for gradients in workload.sets
         ]
-        self._rule = core.core.rules()[rule.name][0]
-        self._run = core.core.limit
-        self._instruction_set = core.isa.index
+        self._rule = native.rules().index(rule.name)
+        self._run = native.run
+        self._instruction_set = native.instruction_sets().index(core.instruction_set())
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 

@@ -1,0 +1,165 @@
+// Rows to be brought up to date, as Python says it: the attributes of sparsestep.core's CatchUp.
+// It lives for one call, so that what it holds need not be visible to Python's garbage collector.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <optional>
+
+#include "core/team.h"
+#include "core/types.h"
+#include "python/jobs.h"
+
+namespace sparsestep {
+namespace {
+
+// The names and what they mean are those of CatchUpWork.
+struct CatchUpCall {
+    int motion = -1;  // its number in motions()
+    nb::object param;
+    nb::tuple state;         // those per row after those per element
+    int states_per_row = 0;  // how many of them there are
+    nb::tuple powers;        // for each state a table, or None
+    nb::object rows = nb::none();
+    nb::object last;
+    int32_t now = 0, base = 0;
+    int buffer = -1, square = -1;
+    double buffer_decay = 1, square_decay = 1;
+    double eps = 0, largest_ratio = 1;
+    bool converges = true;
+    int64_t horizon = 1, most_replayed = 1;
+    nb::object inverse_decay, sizes, roots, sums;  // tables, float64
+    nb::tuple options;
+
+    // See CaughtUp for what it returns; None, and nothing done, where the tensors do not lie so
+    // that the core can reach them.
+    nb::object run(int threads, int instruction_set) const {
+        const KernelTable& table = chosen(instruction_set).kernels;
+        if (motion < 0 || motion >= table.motion_count) throw nb::value_error("no such motion");
+        const int64_t slots = numel(last), count = rows.is_none() ? slots : numel(rows);
+        if (!count || !numel(param)) return nb::make_tuple(0, 0);
+        CatchUpWork work{};
+        work.block = numel(param) / slots;
+        const std::optional<bool> wide = read_tensors(work, slots);
+        if (!wide) return nb::none();
+        read_history(work);
+        const MotionKernels& kernels = table.motions[motion];
+        const CaughtUp done = run_shares(work, count, threads,
+                                         *wide ? kernels.catch_up_double : kernels.catch_up_float);
+        return nb::make_tuple(done.behind, done.stale);
+    }
+
+private:
+    // Whether the arithmetic is in double; nothing if the core cannot reach them.
+    std::optional<bool> read_tensors(CatchUpWork& work, int64_t slots) const {
+        const int count = int(nb::len(state));
+        work.slot_states = states_per_row;
+        work.states = count - states_per_row;
+        if (work.states < 0 || work.states > 3 || states_per_row < 0 ||
+            states_per_row > max_slot_states || nb::len(powers) != size_t(count) ||
+            buffer >= work.states || square >= count) {
+            throw nb::value_error("no such rule");
+        }
+        const auto found = view(param, slots, work.block);
+        if (!found) return std::nullopt;
+        work.param = *found;
+        bool wide = found->dtype == Dtype::float64;
+        for (int s = 0; s < count; ++s) {
+            const bool per_slot = s >= work.states;
+            const auto one = view(state[size_t(s)], slots, per_slot ? 1 : work.block);
+            if (!one) return std::nullopt;
+            wide |= one->dtype == Dtype::float64;
+            (per_slot ? work.slot_state[s - work.states] : work.state[s]) = *one;
+            const nb::object factors = powers[size_t(s)];
+            work.powers[s] = factors.is_none() ? nullptr : table_of(factors);
+        }
+        return wide;
+    }
+
+    void read_history(CatchUpWork& work) const {
+        work.rows = integers(rows);
+        work.last = static_cast<int32_t*>(own_address(last));
+        work.now = now;
+        work.base = base;
+        work.buffer = buffer;
+        work.square = square;
+        work.buffer_decay = buffer_decay;
+        work.square_decay = square_decay;
+        work.eps = eps;
+        work.largest_ratio = largest_ratio;
+        work.converges = converges;
+        work.horizon = horizon;
+        work.most_replayed = most_replayed;
+        work.inverse_decay = table_of(inverse_decay);
+        work.sizes = table_of(sizes);
+        work.roots = table_of(roots);
+        const int64_t capacity = numel(inverse_decay);
+        for (int i = 0; i < series_terms; ++i) work.sums[i] = table_of(sums) + i * capacity;
+        if (nb::len(options) > size_t(max_options)) {
+            throw nb::value_error("no such rule");
+        }
+        for (size_t c = 0; c < nb::len(options); ++c) {
+            work.options[c] = nb::cast<double>(options[c]);
+        }
+    }
+
+    static const double* table_of(nb::handle tensor) {
+        return static_cast<const double*>(own_address(tensor));
+    }
+
+    static CaughtUp run_shares(const CatchUpWork& work, int64_t count, int threads, CatchUp run) {
+        std::atomic<int64_t> behind{0}, stale{0};
+        const auto run_share = [&](const CatchUpShare& share) {
+            const CaughtUp done = run(work, share);
+            behind += done.behind;
+            stale += done.stale;
+        };
+        nb::gil_scoped_release release;
+        if (count * work.block < (1 << 14)) threads = 1;
+        if (work.rows) {
+            parallel(threads, threads, [&](int64_t t) { run_share({0, count, t, threads}); });
+        } else {
+            constexpr int64_t piece = 4096;
+            parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
+                const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
+                run_share({p * piece, end, 0, 1});
+            });
+        }
+        return {behind.load(), stale.load()};
+    }
+};
+
+void bind_catch_up(nb::module_& module) {
+    nb::class_<CatchUpCall>(module, "CatchUp", "Rows to be brought up to date.")
+        .def(nb::init<>())
+        .def_rw("motion", &CatchUpCall::motion)
+        .def_rw("param", &CatchUpCall::param)
+        .def_rw("state", &CatchUpCall::state)
+        .def_rw("states_per_row", &CatchUpCall::states_per_row)
+        .def_rw("powers", &CatchUpCall::powers)
+        .def_rw("rows", &CatchUpCall::rows, nb::arg().none())
+        .def_rw("last", &CatchUpCall::last)
+        .def_rw("now", &CatchUpCall::now)
+        .def_rw("base", &CatchUpCall::base)
+        .def_rw("buffer", &CatchUpCall::buffer)
+        .def_rw("square", &CatchUpCall::square)
+        .def_rw("buffer_decay", &CatchUpCall::buffer_decay)
+        .def_rw("square_decay", &CatchUpCall::square_decay)
+        .def_rw("eps", &CatchUpCall::eps)
+        .def_rw("largest_ratio", &CatchUpCall::largest_ratio)
+        .def_rw("converges", &CatchUpCall::converges)
+        .def_rw("horizon", &CatchUpCall::horizon)
+        .def_rw("most_replayed", &CatchUpCall::most_replayed)
+        .def_rw("inverse_decay", &CatchUpCall::inverse_decay)
+        .def_rw("sizes", &CatchUpCall::sizes)
+        .def_rw("roots", &CatchUpCall::roots)
+        .def_rw("sums", &CatchUpCall::sums)
+        .def_rw("options", &CatchUpCall::options)
+        .def("run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
+             "Do it; how many rows were behind, and of how many the parameter was not where it "
+             "should have been; or None, and nothing done, where the core cannot.");
+}
+
+}  // namespace
+}  // namespace sparsestep

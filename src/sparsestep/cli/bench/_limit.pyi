@@ -1,0 +1,14 @@
+# The benchmark's limit, built from native/bench/. See native/bench/module.cpp.
+
+def run(
+    rule: int,
+    order: tuple[int, ...],
+    tensors: tuple[int, ...],
+    dim: int,
+    options: tuple[float, ...],
+    step: float,
+    shares: tuple[int, ...],
+    instruction_set: int,
+) -> None: ...
+def rules() -> list[str]: ...
+def instruction_sets() -> list[str]: ...

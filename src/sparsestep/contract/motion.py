@@ -1,0 +1,285 @@
+"""What a rule does to entries whose gradient is zero, for ``semantics="dense"``.
+
+A rule declares it as one of the motions below. In every step without a gradient each of its state
+tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
+motion says how the parameter moves besides. All steps that a row missed are done at once: a motion
+gets them as ``Missed`` and computes in torch operations where they lead to. Its C++ twin, in
+``native/kernels/motions.h``, does the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+Hyper = Mapping[str, Any]
+
+# What an average whose sign counts never becomes smaller than; usually the smallest normal number.
+_LEAST = {torch.float16: 2.0**-24}
+
+
+class Missed(Protocol):
+    """The steps that some rows missed. Tensors have a number for each row, in a column.
+
+    Attributes:
+        hyper: the options of the latest step; of the learning rates, the latest that was not zero.
+        decays: the factor by which each state decays in a step; those that are not named stay.
+        eps: the option of that name, or zero.
+        converges: whether the sums of a series are known.
+        largest_ratio: the largest ``eps / sqrt(square)`` for which the terms of ``Quotient`` are
+            enough.
+    """
+
+    hyper: Hyper
+    decays: Mapping[str, float]
+    eps: float
+    converges: bool
+    largest_ratio: float
+
+    @property
+    def shrink(self) -> Tensor:
+        """What weight decay has left of the parameter."""
+        ...
+
+    @property
+    def had_gradient(self) -> Tensor:
+        """Which rows have ever had a gradient, so that there is something to move along."""
+        ...
+
+    @property
+    def sums(self) -> Tensor:
+        """The sum over the steps missed, of each term of the motion's series."""
+        ...
+
+    @property
+    def relevant_steps(self) -> Tensor:
+        """How many steps were missed, of those that matter to the sums."""
+        ...
+
+    def total_size(self, first: int | None = None) -> Tensor:
+        """The sum of the sizes of the steps missed; of the ``first`` few alone, if so many."""
+        ...
+
+    def what_is_left(self, name: str) -> Tensor:
+        """The factor by which a state has decayed in all of them."""
+        ...
+
+    def replay(self, buffer: str, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The steps of some rows, one by one.
+
+        Yields:
+            Their number from 1, their size times what is left of the buffer by then, and the root.
+        """
+        ...
+
+
+def _nothing_decays(hyper: Hyper) -> Mapping[str, float]:
+    return {}
+
+
+def _no_size(step: int, hyper: Hyper) -> tuple[float, float]:
+    return 0.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Motion:
+    """How a parameter moves without a gradient.
+
+    Attributes:
+        decays: options to the factor by which each state decays in a step, by name; a state that is
+            not named stays.
+        size: ``(step, options)`` to the size of that step, and the root that ``Quotient`` divides
+            by.
+        buffer: the name of the state that gives the direction, if one does.
+        square: the name of the state that divides, if one does.
+        native: the name of the C++ twin.
+        has_total: whether it needs the total of all sizes so far, instead of a series.
+        recomputes: whether it computes the parameter from its state: it writes it in any case, and
+            its twin takes the options of the rule.
+    """
+
+    decays: Callable[[Hyper], Mapping[str, float]] = _nothing_decays
+    size: Callable[[int, Hyper], tuple[float, float]] = _no_size
+    buffer: str = ""
+    square: str = ""
+    native: str = ""
+    has_total: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
+
+    def ratios(self, decays: Mapping[str, float]) -> list[float]:
+        """By what each term of its series shrinks from step to step; none without a series."""
+        return []
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """Where the parameter is after the steps missed, given what it and its state were before.
+
+        Args:
+            param: a row for each row of ``missed``, in float64, as all that follows.
+            state: by name; one number for each row where the rule keeps it so.
+            missed: the steps.
+        """
+        raise NotImplementedError
+
+    def decay(self, name: str, old: Tensor, missed: Missed, dtype: torch.dtype) -> Tensor:
+        """What a state is after the steps missed, if it is stored as ``dtype``."""
+        return old * missed.what_is_left(name) if name in missed.decays else old
+
+    def has_moved(self, missed: Missed) -> Tensor | bool:
+        """Which rows it has moved, of those that ever had a gradient; all where no sum tells."""
+        return missed.sums[0] != 0 if missed.converges else True
+
+    def is_stale(self, missed: Missed, before: Tensor, after: Tensor) -> Tensor:
+        """Which rows were not where they should have been."""
+        return (missed.shrink != 1) | missed.had_gradient & self.has_moved(missed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Still(Motion):
+    """It does not move: weight decay is all that changes it.
+
+    Example:
+        >>> Still(decays=lambda hyper: {"square_avg": hyper["alpha"]}).decays({"alpha": 0.9})
+        {'square_avg': 0.9}
+    """
+
+    native: str = "still"
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """Decayed."""
+        return param * missed.shrink
+
+    def has_moved(self, missed: Missed) -> bool:
+        """No row."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometric(Motion):
+    """Along a buffer that decays: ``size * buffer`` in each step, a geometric series."""
+
+    native: str = "geometric"
+
+    def ratios(self, decays: Mapping[str, float]) -> list[float]:
+        """That of the buffer."""
+        return [decays.get(self.buffer, 1.0)]
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """The sum of a geometric series, times the buffer."""
+        if missed.converges:
+            total = missed.sums[0]
+        else:
+            every = torch.arange(len(param), device=param.device)
+            total = torch.zeros_like(missed.shrink)
+            for _, size, _ in missed.replay(self.buffer, every):
+                total += size
+        return param * missed.shrink - state[self.buffer] * total
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignDrift(Motion):
+    """By ``size`` in each step, along the sign of a buffer that decays but keeps its sign."""
+
+    native: str = "sign_drift"
+    has_total: ClassVar[bool] = True
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """The sum of the sizes, along the sign."""
+        # A buffer that is gone after one step has no sign from then on.
+        drift = missed.total_size(first=None if missed.decays[self.buffer] else 1)
+        return param * missed.shrink - state[self.buffer].sign() * drift
+
+    def decay(self, name: str, old: Tensor, missed: Missed, dtype: torch.dtype) -> Tensor:
+        """The buffer never becomes zero, or it would lose its sign."""
+        new = super().decay(name, old, missed, dtype)
+        if name != self.buffer or not missed.decays[name]:
+            return new
+        least = _LEAST.get(dtype, torch.finfo(dtype).smallest_normal)
+        return torch.where(new.abs() < least, old.sign() * least, new)
+
+    def has_moved(self, missed: Missed) -> Tensor:
+        """Where any step had a size."""
+        return missed.total_size() != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quotient(Motion):
+    """Adam's: ``size * buffer / (sqrt(square) / root + eps)`` in each step, where both decay.
+
+    In powers of ``eps / sqrt(square)`` this is a sum of geometric series, one for each term. Where
+    that is not small, or the series does not converge, entries are replayed step by step.
+    """
+
+    native: str = "quotient"
+    terms: ClassVar[int] = 4
+
+    def root_decay(self, decays: Mapping[str, float]) -> float:
+        """The factor by which the root of the square decays in a step."""
+        return math.sqrt(decays.get(self.square, 1.0))
+
+    def ratios(self, decays: Mapping[str, float]) -> list[float]:
+        """The buffer's, divided by a power of the root's."""
+        first, root = decays.get(self.buffer, 1.0), self.root_decay(decays)
+        return [_divided(first, root ** (i + 1)) for i in range(self.terms)]
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """By the series where it is exact enough, else step by step."""
+        buffer, root = state[self.buffer], state[self.square].sqrt()
+        by_series = torch.zeros_like(buffer, dtype=torch.bool)
+        move = torch.zeros_like(buffer)
+        if missed.converges:
+            ratio = missed.eps / root
+            largest = ratio * self.root_decay(missed.decays) ** -missed.relevant_steps
+            by_series = (largest <= missed.largest_ratio).expand_as(buffer)
+            y, sums = -ratio, missed.sums
+            move = buffer / root * (sums[0] + y * (sums[1] + y * (sums[2] + y * sums[3])))
+        others = ~by_series & (buffer != 0)
+        replayed = buffer * self._replay(root.expand_as(buffer), missed, others)
+        move = torch.where(by_series, move, replayed)
+        return param * missed.shrink - torch.where(buffer == 0, 0.0, move)
+
+    def _replay(self, root: Tensor, missed: Missed, where: Tensor) -> Tensor:
+        """The sum of the moves of each entry, for a buffer of one, step by step."""
+        total, decay = torch.zeros_like(root), self.root_decay(missed.decays)
+        rows = where.any(dim=1).nonzero().squeeze(1)
+        for step, size, divisor in missed.replay(self.buffer, rows):
+            total[rows] += size / (root[rows] * decay**step / divisor + missed.eps)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Motion):
+    """The parameter is a function of its state and the options: it is computed anew.
+
+    It rests in steps whose learning rate is zero. Nothing decays, the parameter included.
+
+    Attributes:
+        formula: state by name and options to the parameter.
+    """
+
+    formula: Callable[[Mapping[str, Tensor], Hyper], Tensor]
+    size: Callable[[int, Hyper], tuple[float, float]] = lambda step, hyper: (
+        float(bool(hyper["lr"])),  # so their total counts the steps in which it did not rest
+        1.0,
+    )
+    has_total: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
+
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+        """Computed anew, unless it rested in all of the steps."""
+        if not missed.hyper["lr"]:
+            return param
+        return torch.where(missed.total_size() == 0, param, self.formula(state, missed.hyper))
+
+    def is_stale(self, missed: Missed, before: Tensor, after: Tensor) -> Tensor:
+        """Where it differs by more than a rounding, of bfloat16."""
+        return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
+
+
+def _divided(ratio: float, by: float) -> float:
+    """How the terms of a sum shrink; a square that is gone at once leaves nothing to divide by."""
+    return ratio / by if by else math.inf if ratio else 0.0
