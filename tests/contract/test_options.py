@@ -1,6 +1,8 @@
 """Options: what a param group may hold, what re-creates an optimizer, tensors that change."""
 
-from typing import Any
+import inspect
+import re
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -29,6 +31,42 @@ def train(opt: RuleOptimizer, param: Tensor, steps: int = 4) -> Tensor:
         opt.step()
     opt.catch_up()
     return param.detach()
+
+
+# What the constructors take
+
+
+@each_optimizer
+def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
+    arguments = inspect.signature(optimizer).parameters
+    assert {each.kind for each in arguments.values()} <= {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    for name in (*options.WHOLE, *optimizer.extras):
+        assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert arguments[name].default == {**options.WHOLE, **options.DEFAULTS}[name]
+    kinds = get_type_hints(optimizer.__init__)
+    assert get_args(kinds["engine"]) == ("auto", "native", "reference")
+    assert get_args(kinds["semantics"]) == ("masked", "dense")
+    # All of them given, with their defaults: no group has more keys for it.
+    given = {name: arguments[name].default for name in (*options.WHOLE, *optimizer.extras)}
+    assert optimizer([table()], **given).defaults == optimizer([table()]).defaults
+    name = re.escape("__init__() got an unexpected keyword argument 'laerning_rate'")
+    with pytest.raises(TypeError, match=name):
+        optimizer([table()], laerning_rate=0.1)
+
+
+@each_optimizer
+def test_what_all_have_is_described_in_the_same_words(optimizer: type[RuleOptimizer]):
+    for name in (*options.WHOLE, *RuleOptimizer.extras):
+        line = rf"^ *{name}: .*$"
+        ours, adams = (
+            re.search(line, str(cls.__doc__), re.MULTILINE) for cls in (optimizer, sparsestep.Adam)
+        )
+        assert ours
+        assert adams
+        assert ours[0] == adams[0]
 
 
 # Keys of a param group
