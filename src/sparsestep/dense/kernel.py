@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from sparsestep.contract.rule import Rule
 from sparsestep.core import core, isa
 from sparsestep.dense.history import History
+from sparsestep.torch_internals import disable_compiler
 
 _MOTIONS = core.motions() if core else []
 
@@ -34,6 +35,9 @@ def catch_up(
     Returns:
         ``None``, and nothing done, where the core cannot.
     """
+    if torch.compiler.is_compiling():  # the core stays outside graphs
+        found: int | None = _uncompiled(history, rule, last, param, state, rows)
+        return found
     motion = history.motion
     if core is None or not param.is_cpu or motion.native not in _MOTIONS:
         return None
@@ -71,3 +75,6 @@ def catch_up(
     if stale or (behind and motion.recomputes):
         increment_version([param])
     return stale
+
+
+_uncompiled = disable_compiler(catch_up)
