@@ -200,11 +200,9 @@ public:
     bool move(T* __restrict param, T* const* state, int64_t m) {
         const T* buffer = state[this->work_.buffer];
         if (this->work_.square < this->work_.states) {
-            const T* __restrict square = state[this->work_.square];
-            find_moves(buffer, m, [=](int64_t j) { return square[j]; });
+            find_moves(buffer, state[this->work_.square], m);
         } else {
-            const T square = T(this->missed_.row_square);
-            find_moves(buffer, m, [=](int64_t) { return square; });
+            find_moves(buffer, T(this->missed_.row_square), m);
         }
         const T decay = this->decay_;
         for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - moves_[j];
@@ -214,13 +212,12 @@ public:
 
 private:
     // By the series; where the square is too small for it, step by step.
-    template <class Square>
-    void find_moves(const T* __restrict buffer, int64_t m, Square square) {
+    void find_moves(const T* __restrict buffer, const T* __restrict square, int64_t m) {
         const T s0 = sums_[0], s1 = sums_[1], s2 = sums_[2], s3 = sums_[3];
         const T eps = T(this->work_.eps), least = least_;
         Count<T> replayed = 0;
         for (int64_t j = 0; j < m; ++j) {
-            const T v = square(j);
+            const T v = square[j];
             const bool series = v >= least && v > 0;
             const T inverse = 1 / square_root(series ? v : T(1));
             const T y = -eps * inverse;
@@ -230,9 +227,26 @@ private:
         }
         if (!replayed) return;
         for (int64_t j = 0; j < m; ++j) {
-            const T v = square(j);
+            const T v = square[j];
             if ((v >= least && v > 0) || buffer[j] == 0) continue;
             moves_[j] = T(double(buffer[j]) * replay_entry(square_root(double(v))));
+        }
+    }
+
+    // The same where all entries have one square.
+    void find_moves(const T* __restrict buffer, T square, int64_t m) {
+        if (square >= least_ && square > 0) {
+            const T inverse = 1 / square_root(square);
+            const T y = -T(this->work_.eps) * inverse;
+            const T sum = sums_[0] + y * (sums_[1] + y * (sums_[2] + y * sums_[3]));
+            for (int64_t j = 0; j < m; ++j) moves_[j] = buffer[j] * inverse * sum;
+            return;
+        }
+        Count<T> replayed = 0;
+        for (int64_t j = 0; j < m; ++j) replayed += buffer[j] != 0;
+        const double sum = replayed ? replay_entry(square_root(double(square))) : 0;
+        for (int64_t j = 0; j < m; ++j) {
+            moves_[j] = buffer[j] != 0 ? T(double(buffer[j]) * sum) : T(0);
         }
     }
 

@@ -217,10 +217,43 @@ void test_every_way_to_move() {
     expect_caught_up<T>(History("quotient", 0.9, 0.7, 1e-3), false, "one step by step");
 }
 
+// FTRL's parameter is where its formula puts it, in rows that missed a step with a learning rate.
+template <class T>
+void test_recompute() {
+    History history("ftrl", 1, 1, 0);
+    for (int64_t s = 0; s <= steps; ++s) history.sums[0][size_t(s)] = double(s / 2);
+    const double rate = 8, beta = 0.5, l1 = 0.3, l2 = 0.1;
+    for_each_set([&](const InstructionSet& set) {
+        const Table<T> before(37);
+        Table<T> after = before;
+        CatchUpWork work = work_on(after, history, true);
+        work.buffer = work.square = -1;
+        work.powers[0] = work.powers[1] = nullptr;
+        const double coefficients[] = {rate, beta, l1, l2};
+        std::copy_n(coefficients, 4, work.coefficients);
+        const MotionKernels& kernels = kernels_of("ftrl", set);
+        (sizeof(T) == 4 ? kernels.catch_up_float : kernels.catch_up_double)(work, {0, rows, 0, 1});
+        check(after.buffer == before.buffer && after.square == before.square, "ftrl: state");
+        for (size_t i = 0; i < before.param.size(); ++i) {
+            const int32_t last = before.last[i / 37];
+            const int64_t since = (last < 0 ? ~last : last) - base;
+            const double linear = before.buffer[i], root = std::sqrt(double(before.square[i]));
+            double wanted = before.param[i];
+            if (since / 2 < steps / 2) {
+                const double shrunk = std::copysign(std::max(std::abs(linear) - l1, 0.0), linear);
+                wanted = -shrunk / ((beta + root) * rate + l2);
+            }
+            check(std::abs(double(after.param[i]) - wanted) <= 1e-6, "ftrl: param");
+        }
+    });
+}
+
 }  // namespace
 
 void sparsestep::testing::test_catch_up() {
     if (threads_only) return;  // shares are called one after the other here
     test_every_way_to_move<float>();
     test_every_way_to_move<double>();
+    test_recompute<float>();
+    test_recompute<double>();
 }

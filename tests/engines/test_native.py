@@ -64,6 +64,24 @@ def test_every_rule_has_its_native_twin():
     assert twins.keys() == {variant.rule.name for variant in VARIANTS}
 
 
+def test_every_motion_has_its_native_twin():
+    assert core.core is not None
+    motions = {variant.rule.motion.native for variant in VARIANTS if variant.rule.motion}
+    assert set(core.core.motions()) == motions
+
+
+def test_a_catch_up_that_makes_no_sense_is_refused():
+    assert core.core is not None
+    work = core.core.CatchUp()
+    with pytest.raises(ValueError, match="no such motion"):
+        work.run(threads=1, instruction_set=0)
+    work.motion = core.core.motions().index("geometric")
+    work.param, work.last = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
+    work.state, work.powers, work.buffer = (torch.zeros(2, 3),), (None,), 1
+    with pytest.raises(ValueError, match="no such rule"):
+        work.run(threads=1, instruction_set=0)
+
+
 @pytest.mark.parametrize(
     ("source", "table"), [("kernels/kernels.cpp", "kernels"), ("bench/limit.cpp", "limits")]
 )
