@@ -192,17 +192,17 @@ def test_a_bad_call_into_the_core_is_refused():
     numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1)
     whole = Touched(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
-        jobs.add(999, (), whole, one, [], None)
+        jobs.add(999, (), 1, whole, one, [], None)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(0, numbers, whole, one, [one], None)
+        jobs.add(0, numbers, 1, whole, one, [one], None)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(0, numbers[:-1], whole, one, [one, one], None)
+        jobs.add(0, numbers[:-1], 1, whole, one, [one, one], None)
     with pytest.raises(TypeError):
-        jobs.add(0, numbers, whole, one, one, None)
+        jobs.add(0, numbers, 1, whole, one, one, None)
     integers = torch.zeros(1, 1, dtype=torch.int64)
-    assert not jobs.add(0, numbers, whole, integers, [one, one], None)
+    assert not jobs.add(0, numbers, 1, whole, integers, [one, one], None)
     elsewhere = Touched(None, one.to("meta"), 1, 1)
-    assert not jobs.add(0, numbers, elsewhere, one, [one, one], None)
+    assert not jobs.add(0, numbers, 1, elsewhere, one, [one, one], None)
     assert jobs.prepare(1) is None  # nothing was added
 
 

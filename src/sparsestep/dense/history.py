@@ -58,6 +58,21 @@ class History:
         converges: whether there are sums.
     """
 
+    base: int
+    steps: int
+    capacity: int
+    decays: Mapping[str, float]
+    powers: dict[str, Tensor]
+    inverse_decay: Tensor
+    latest_inverse_decay: float
+    sizes: Tensor
+    roots: Tensor
+    sums: Tensor
+    horizon: int
+    most_replayed: int
+    converges: bool
+    eps: float
+
     def __init__(self, motion: Motion, hyper: Mapping[str, Any], base: int) -> None:
         self.motion = motion
         self.hyper = hyper

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,11 +72,11 @@ class MissedSteps:
         self._since = since
         self._had_gradient = had_gradient
         self._device = param.device
-        self.hyper = history.hyper
-        self.decays = history.decays
-        self.eps = history.eps
-        self.converges = history.converges
-        self.largest_ratio = history.largest_ratio_for(param.dtype)
+        self.hyper: Mapping[str, Any] = history.hyper
+        self.decays: Mapping[str, float] = history.decays
+        self.eps: float = history.eps
+        self.converges: bool = history.converges
+        self.largest_ratio: float = history.largest_ratio_for(param.dtype)
 
     def _column(self, of_rows: Tensor) -> Tensor:
         """Numbers of rows beside their entries."""

@@ -131,8 +131,12 @@ class Plan:
             left = set(declined)
             for index, param, grad in zip(numbers, params, given, strict=True):
                 if grad is not None and index not in left:
-                    update = self._claimed(group, settings, index, param, grad)
-                    self._catch_ups.add(update, None)
+                    try:
+                        self._catch_ups.add(
+                            self._claimed(group, settings, index, param, grad), None
+                        )
+                    except InputError as error:
+                        raise InputError(f"{settings.who(index)}: {error}") from None
         return declined
 
     def _claimed(
@@ -141,10 +145,7 @@ class Plan:
         """What the core has claimed; so it is an ordinary parameter."""
         record = self._optimizer.state.get(param)
         state = [record[spec.name] for spec in settings.rule.state] if record else []
-        try:
-            gradient = touched(param, grad)
-        except InputError as error:
-            raise InputError(f"{settings.who(index)}: {error}") from None
+        gradient = touched(param, grad)
         return ParamUpdate(settings, group, index, param, param, grad, gradient, record, state)
 
     def run(self) -> None:

@@ -123,12 +123,12 @@ RULES: dict[str, tuple[type[RuleOptimizer], dict[str, Any]]] = {
 def test_every_rule_of_the_core_is_there() -> None:
     assert core.core is not None
     assert core.core.rules().keys() == RULES.keys()
-    assert limit.native is not None
-    assert set(limit.native.rules()) == RULES.keys()
+    assert limit._limit is not None
+    assert set(limit._limit.rules()) == RULES.keys()
 
 
 def test_the_limit_needs_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "native", None)
+    monkeypatch.setattr(limit, "_limit", None)
     with pytest.raises(Unavailable, match=r"installed without the C\+\+ core"):
         Limit(Workload(case(100, 16, 10, "uniform")))
 

@@ -16,9 +16,7 @@ from sparsestep.optimizer.base import RuleOptimizer
 try:
     from sparsestep.cli.bench import _limit
 except ImportError:  # as for the core: SPARSESTEP_PURE=1, or a broken build
-    native = None
-else:
-    native = _limit
+    _limit = None  # type: ignore[assignment]
 
 _MOST_DIM = 512
 
@@ -99,7 +97,7 @@ class Limit(Contestant):
     name = "limit"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if core.core is None or native is None:
+        if core.core is None or _limit is None:
             raise Unavailable("installed without the C++ core")
         self._dim = workload.case.dim
         if self._dim % 16 or self._dim > _MOST_DIM:
@@ -118,9 +116,9 @@ class Limit(Contestant):
             [plan(g.positions, _threads(g, workload.case.tables, rows), rows) for g in gradients]
             for gradients in workload.sets
         ]
-        self._rule = native.rules().index(rule.name)
-        self._run = native.run
-        self._instruction_set = native.instruction_sets().index(core.instruction_set())
+        self._rule = _limit.rules().index(rule.name)
+        self._run = _limit.run
+        self._instruction_set = _limit.instruction_sets().index(core.instruction_set())
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 
