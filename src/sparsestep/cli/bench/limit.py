@@ -118,7 +118,7 @@ class Limit(Contestant):
         ]
         self._rule = _limit.rules().index(rule.name)
         self._run = _limit.run
-        self._instruction_set = _limit.instruction_sets().index(core.instruction_set())
+        self._instruction_set = _limit.instruction_sets().index(str(core.instruction_set()))
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 
