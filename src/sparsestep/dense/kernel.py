@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -41,15 +43,31 @@ def catch_up(
     motion = history.motion
     if core is None or not param.is_cpu or motion.native not in _MOTIONS:
         return None
-    names = [spec.name for spec in rule.state]
+    work = _work(history, rule, param)
+    work.state = tuple(state)
+    work.rows = None if rows is None else rows.contiguous()
+    work.last, work.now, work.base = last, history.now, history.base
+    done: tuple[int, int] | None = work.run(
+        threads=torch.get_num_threads(), instruction_set=isa.index
+    )
+    if done is None:
+        return None
+    behind, stale = done
+    # A row may be behind and its parameter right.
+    if stale or (behind and motion.recomputes):
+        increment_version([param])
+    return stale
+
+
+def _work(history: History, rule: Rule, param: Tensor) -> Any:
+    """What is the same for all rows."""
+    assert core is not None
+    motion, names = history.motion, [spec.name for spec in rule.state]
     work = core.CatchUp()
     work.motion = _MOTIONS.index(motion.native)
     work.param = param
-    work.state = tuple(state)
     work.states_per_row = sum(spec.per_row for spec in rule.state)
     work.powers = tuple(map(history.powers.get, names))
-    work.rows = None if rows is None else rows.contiguous()
-    work.last, work.now, work.base = last, history.now, history.base
     if motion.buffer:
         work.buffer = names.index(motion.buffer)
         work.buffer_decay = history.decays.get(motion.buffer, 1.0)
@@ -65,16 +83,7 @@ def catch_up(
     work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
     if motion.recomputes:
         work.options = rule.numbers(history.hyper)
-    done: tuple[int, int] | None = work.run(
-        threads=torch.get_num_threads(), instruction_set=isa.index
-    )
-    if done is None:
-        return None
-    behind, stale = done
-    # A row may be behind and its parameter right.
-    if stale or (behind and motion.recomputes):
-        increment_version([param])
-    return stale
+    return work
 
 
 _uncompiled = disable_compiler(catch_up)

@@ -60,7 +60,7 @@ def sparse_adam_(
     if is_zero:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}
-    rule, state = sparse_adam_rules.RULE, [exp_avg, exp_avg_sq]
+    rule, state = sparse_adam_rules.RULES[False], [exp_avg, exp_avg_sq]
     apply_(
         *("sparse_adam_", rule, param, grad, state, step, hyper),
         maximize=maximize,
@@ -116,7 +116,7 @@ def adam_(
         [[-0.5, 0.0], [0.0, -0.5]]
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}
-    rule = adam.RULES[max_exp_avg_sq is not None, False]
+    rule = adam.RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
     apply_(
         *("adam_", rule, param, grad, state, step, hyper),
@@ -165,7 +165,7 @@ def adamw_(
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}
-    rule = adam.RULES[max_exp_avg_sq is not None, False]
+    rule = adam.RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
     apply_(
         *("adamw_", rule, param, grad, state, step, hyper),
@@ -216,7 +216,7 @@ def rowwise_adam_(
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     state = [exp_avg, exp_avg_sq]
     apply_(
-        *("rowwise_adam_", rowwise_adam.RULE, param, grad, state, step, hyper),
+        *("rowwise_adam_", rowwise_adam.RULES[False], param, grad, state, step, hyper),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,

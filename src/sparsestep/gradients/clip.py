@@ -90,20 +90,7 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    # In this order: what shares its memory is read before anything is written.
-    in_place, apart, compacts = [], dict[Tensor, Tensor](), []
-    for grad in (each.grad for each in held):
-        if _is_compact(grad):
-            compacts.append(grad)
-        elif _is_dense(grad) or _alone(grad):
-            in_place.append(grad)
-        else:
-            apart[grad] = apart.get(grad, coo_values(grad)) * factor.to(grad.device)
-    _multiply([_values(grad) for grad in in_place], factor, foreach)
-    for grad, values in apart.items():
-        grad.data = _coo(grad, coo_indices(grad), values, grad.is_coalesced())
-    for grad in compacts:
-        grad.mul_(factor.to(grad.device))  # gives it new rows
+    _scale([each.grad for each in held], factor, foreach)
     return shown
 
 
@@ -263,6 +250,24 @@ def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Te
     together = stack([norm.to(tensors[0].device, wide) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
+
+
+def _scale(grads: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    """Multiply gradients of all kinds, those in shared memory by themselves."""
+    # In this order: what shares its memory is read before anything is written.
+    in_place, apart, compacts = [], dict[Tensor, Tensor](), []
+    for grad in grads:
+        if _is_compact(grad):
+            compacts.append(grad)
+        elif _is_dense(grad) or _alone(grad):
+            in_place.append(grad)
+        else:
+            apart[grad] = apart.get(grad, coo_values(grad)) * factor.to(grad.device)
+    _multiply([_values(grad) for grad in in_place], factor, foreach)
+    for grad, values in apart.items():
+        grad.data = _coo(grad, coo_indices(grad), values, grad.is_coalesced())
+    for grad in compacts:
+        grad.mul_(factor.to(grad.device))  # gives it new rows
 
 
 def _clamped_sums(grad: Tensor, bound: float) -> Tensor | None:

@@ -12,9 +12,7 @@ is in ``compact_tensor.py`` and ``compact_clip.py``.
 
 from __future__ import annotations
 
-import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,13 @@ from torch import Tensor
 
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.compact_functions import (
+    OF_ALL_VALUES,
+    OPERATORS,
+    SET_DATA,
+    UNCHANGED,
+    is_in_place,
+)
 from sparsestep.gradients.touched import Touched
 from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import (
@@ -99,10 +104,10 @@ class Compact(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OF_ALL_VALUES:
+        if func in OF_ALL_VALUES:
             tree_map_only(Compact, _check_not_recorded, (args, kwargs))
-        elif func not in _UNCHANGED and not isinstance(func, _OPERATORS):
-            if func == _SET_DATA and isinstance(args[0], Compact):
+        elif func not in UNCHANGED and not isinstance(func, OPERATORS):
+            if func == SET_DATA and isinstance(args[0], Compact):
                 return args[0].become(args[1])
             return _on_ordinary(func, args, kwargs or {})
         with without_torch_function():
@@ -283,7 +288,7 @@ def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(Compact, settled, (tuple(args), kwargs))
     result = func(*args, **kwargs)
     # What changes a tensor returns it: the gradient, not what is inside.
-    if _is_in_place(func) and id(result) in asked:
+    if is_in_place(func) and id(result) in asked:
         return asked[id(result)]
     if graph_task_id() != -1 and asked:
         return _for_hooks(result, next(iter(asked.values())))
@@ -308,60 +313,4 @@ _NOT_TWICE = sentence(
     "the gradient of an embedding cannot be differentiated once more (create_graph=True)",
     "an operation on it that would be recorded",
     "Use torch.nn's module for that, or detach() the gradient",
-)
-_IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
-
-
-def _is_in_place(func: Any) -> bool:
-    return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
-
-
-# What modes that watch torch's operators call: these come to __torch_dispatch__ next.
-_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-# These have to do with the values, the other attributes of a tensor only with the tensor.
-_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
-_ATTRIBUTES = [
-    attribute
-    for name, attribute in vars(Tensor.__mro__[1]).items()
-    if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
-]
-# Methods for which the same holds, and those that have an answer.
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
-    "__format__",
-    *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-    "backward",
-    *("detach", "detach_", "clone", "copy_", "zero_", "add", "add_", "__add__", "__radd__"),
-    *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
-    *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
-    *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
-    *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
-    *("_foreach_zero_", "_foreach_copy_"),
-)
-# Those whose answer is in ``compact_clip.py``: it depends on all rows, summed.
-_CLIPPING = (
-    *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
-    *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
-    *("_foreach_clamp_max", "_foreach_clamp_max_"),
-    "_amp_foreach_non_finite_check_and_unscale_",
-)
-
-
-def _named(names: Iterable[str]) -> Iterator[Any]:
-    for name in names:
-        for owner in (Tensor, torch):
-            if hasattr(owner, name):
-                yield getattr(owner, name)
-
-
-_OF_ALL_VALUES = frozenset([*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm])
-_UNCHANGED = frozenset(
-    [
-        *(attribute.__get__ for attribute in _ATTRIBUTES),
-        *(attribute.__set__ for attribute in _ATTRIBUTES),
-        *_named(_METHODS),
-    ]
 )

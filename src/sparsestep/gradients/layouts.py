@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 from torch.masked import MaskedTensor
 
-from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.compact import Compact
+from sparsestep.gradients.compressed import BY_COLUMN, BY_ROW, from_compressed
 from sparsestep.gradients.merge import coarser
-from sparsestep.gradients.touched import FLOATS, Touched, bad_index
+from sparsestep.gradients.touched import FLOATS, Touched, check_index
 from sparsestep.memory.parameters import address
 from sparsestep.torch_internals import coo_indices, coo_values
 
 Gradient = Tensor | Touched
 
-_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
-_BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 _INTEGERS = {torch.int64, torch.int32}
 
 
@@ -85,8 +82,8 @@ def _from_tensor(param: Tensor, grad: object) -> Touched:
     if grad.layout is torch.strided:
         grad = _with_memory(grad)
         return Touched(None, grad, 1, grad.numel())
-    if grad.layout in _BY_ROW or grad.layout in _BY_COLUMN:
-        return _from_compressed(grad)
+    if grad.layout in BY_ROW or grad.layout in BY_COLUMN:
+        return from_compressed(grad)
     raise InputError(_wrong_layout(f"layout {grad.layout}"))
 
 
@@ -184,14 +181,7 @@ def _check_indices(indices: Tensor, shape: torch.Size) -> None:
     if indices.numel() == 0:
         return
     for dim, row in enumerate(indices):
-        _check_index(dim, row, shape[dim])
-
-
-def _check_index(dim: int, indices: Tensor, size: int) -> None:
-    if indices.numel():
-        low, high = (int(bound) for bound in indices.aminmax())
-        if low < 0 or high >= size:
-            raise InputError(bad_index(dim, size, low if low < 0 else high))
+        check_index(dim, row, shape[dim])
 
 
 def _flatten(indices: Tensor, leading: torch.Size) -> Tensor:
@@ -199,110 +189,6 @@ def _flatten(indices: Tensor, leading: torch.Size) -> Tensor:
     for row, size in zip(indices, leading, strict=True):
         positions.mul_(size).add_(row)
     return positions
-
-
-# CSR, CSC, BSR, BSC
-
-
-def _from_compressed(grad: Tensor) -> Touched:
-    """A slot is an element; of a blocked layout, one row's run of a block's columns.
-
-    The layouts may have batch dims in front and dense dims behind. All batches have equally many
-    entries, so their entries are simply one after the other.
-    """
-    by_row = grad.layout in _BY_ROW
-    starts = grad.crow_indices() if by_row else grad.ccol_indices()
-    others = grad.col_indices() if by_row else grad.row_indices()
-    values = grad.values().detach()  # as a view of a sparse tensor it could not be seen as real
-    high, wide = _block_of(grad, starts, others, values)
-    batch_dims = starts.dim() - 1
-    rows, columns = grad.shape[batch_dims : batch_dims + 2]
-    high_blocks, wide_blocks = rows // high, columns // wide
-    dense = math.prod(grad.shape[batch_dims + 2 :])
-
-    starts, others = starts.long(), others.long()
-    values = values.resolve_neg().reshape(others.numel() * high, wide * dense)
-    slots = math.prod(grad.shape[: batch_dims + 1]) * wide_blocks
-    if by_row and not batch_dims and core is not None and starts.is_cpu:
-        found = _in_order(starts.contiguous(), others.contiguous(), high, wide_blocks)
-        if found is not None:
-            return Touched(found[0], values, slots, wide * dense, found[1])
-    entries = others.shape[-1]
-    _check_starts(starts, entries)
-    _check_index(batch_dims + int(by_row), others, wide_blocks if by_row else high_blocks)
-    # The number of the compressed row or column of each entry, counted through all batches.
-    grouped = torch.repeat_interleave(starts.diff(dim=-1).reshape(-1))
-    others = others.reshape(-1)
-    down = high * wide_blocks  # from a slot to the same one in the next row of blocks
-    if by_row:
-        first = torch.add(others, grouped, alpha=down)
-    else:
-        first = grouped.add_(others, alpha=down)
-        batches = math.prod(grad.shape[:batch_dims])
-        if batches > 1:
-            batch = torch.arange(batches, device=starts.device).repeat_interleave(entries)
-            first.add_(batch, alpha=(rows - 1) * wide_blocks)
-    positions = first
-    if high > 1:
-        inside = torch.arange(high, device=starts.device) * wide_blocks
-        positions = (first[:, None] + inside).reshape(-1)
-    return Touched(positions, values, slots, wide * dense)
-
-
-def _in_order(
-    starts: Tensor, others: Tensor, high: int, wide: int
-) -> tuple[Tensor, Tensor | None] | None:
-    """Slots row by row, by the core: in one pass, and so that memory is visited in order.
-
-    Returns ``None`` for indices that are not valid; what is wrong with them is said elsewhere.
-    """
-    assert core is not None
-    positions = others.new_empty(others.numel() * high)
-    source = torch.empty_like(positions) if high > 1 else None
-    threads = torch.get_num_threads()
-    valid = core.slots_of(starts, others, high, wide, positions, source, threads)
-    return (positions, source) if valid else None
-
-
-def _block_of(grad: Tensor, starts: Tensor, others: Tensor, values: Tensor) -> tuple[int, int]:
-    """How high and wide the blocks are; refuses indices and values that do not fit together."""
-    batch_dims, shape = starts.dim() - 1, grad.shape
-    blocked = grad.layout in _BLOCKED
-    block = values.shape[batch_dims + 1 : batch_dims + 3] if blocked else torch.Size([1, 1])
-    matrix = shape[batch_dims : batch_dims + 2]
-    fits = batch_dims >= 0 and len(matrix) == len(block) == 2
-    if fits and 0 not in block:
-        batch, dense = shape[:batch_dims], shape[batch_dims + 2 :]
-        groups = matrix[0] // block[0] if grad.layout in _BY_ROW else matrix[1] // block[1]
-        inner = block if blocked else ()
-        if (
-            matrix[0] % block[0] == 0
-            and matrix[1] % block[1] == 0
-            and starts.shape == (*batch, groups + 1)
-            and others.shape[:-1] == batch
-            and values.shape == (*others.shape, *inner, *dense)
-            and {starts.dtype, others.dtype} <= _INTEGERS
-        ):
-            return block[0], block[1]
-    raise InputError(
-        sentence(
-            f"the indices and values of a {grad.layout} gradient must fit its shape, "
-            f"{tuple(shape)}",
-            f"{starts.dtype} indices of shapes {tuple(starts.shape)} and {tuple(others.shape)}, "
-            f"values of shape {tuple(values.shape)}",
-        )
-    )
-
-
-def _check_starts(starts: Tensor, entries: int) -> None:
-    fits = (
-        bool((starts[..., 0] == 0).all())
-        and bool((starts[..., -1] == entries).all())
-        and bool((starts.diff(dim=-1) >= 0).all())
-    )
-    if not fits:
-        contract = f"compressed indices must rise from 0 to the number of entries, {entries}"
-        raise InputError(sentence(contract, starts.tolist() if starts.numel() < 20 else "others"))
 
 
 # Masked tensors

@@ -121,6 +121,14 @@ def check_positions(positions: Tensor, slots: int) -> None:
             raise InputError(bad_index(0, slots, low if low < 0 else high))
 
 
+def check_index(dim: int, indices: Tensor, size: int) -> None:
+    """Refuse indices that a dimension does not have."""
+    if indices.numel():
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < 0 or high >= size:
+            raise InputError(bad_index(dim, size, low if low < 0 else high))
+
+
 def bad_index(dim: int, size: int, index: int) -> str:
     """Phrase the refusal of an index that its dimension does not have."""
     return sentence(

@@ -35,34 +35,14 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
-    lr: float,
+    correction: bias.Correction,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of Adam; eps is added after bias correction."""
-    size, root = bias.by_step(step, lr, betas)
+    size, root = correction
     exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
     return param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps), exp_avg, exp_avg_sq
-
-
-def update_per_row(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_step: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: Pair,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """The same with each row's own count of updates."""
-    row_step, size, root = bias.by_row(row_step, lr, betas)
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
-    param = param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
-    return param, exp_avg, exp_avg_sq, row_step
 
 
 def amsgrad(
@@ -72,38 +52,16 @@ def amsgrad(
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor,
     *,
-    step: int,
-    lr: float,
+    correction: bias.Correction,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of AMSGrad: the second moment that divides never shrinks."""
-    size, root = bias.by_step(step, lr, betas)
+    size, root = correction
     exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
     param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
-
-
-def amsgrad_per_row(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor,
-    row_step: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: Pair,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """The same with each row's own count of updates."""
-    row_step, size, root = bias.by_row(row_step, lr, betas)
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
-    return param, exp_avg, exp_avg_sq, max_exp_avg_sq, row_step
 
 
 _STATE = (State("exp_avg"), State("exp_avg_sq"))
@@ -120,13 +78,10 @@ _MOTION = Quotient(
 _AMSGRAD_MOTION = replace(_MOTION, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
-RULES = {
-    (False, False): Rule("adam", update, _STATE, is_native=True, motion=_MOTION),
-    (False, True): Rule("adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True),
-    (True, False): Rule("amsgrad", amsgrad, _MAX, is_native=True, motion=_AMSGRAD_MOTION),
-    (True, True): Rule("amsgrad_per_row", amsgrad_per_row, (*_MAX, bias.ROW_STEP), is_native=True),
+RULES: dict[bool, dict[bool, Rule]] = {
+    False: bias.rules("adam", update, _STATE, _MOTION),
+    True: bias.rules("amsgrad", amsgrad, _MAX, _AMSGRAD_MOTION),
 }
-
 
 _KERNEL_OPTIONS = (
     *("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
@@ -213,7 +168,7 @@ class Family(RuleOptimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bool(group["amsgrad"]), bias.is_per_row(group)]
+        return RULES[bool(group["amsgrad"])][bias.is_per_row(group)]
 
 
 class Adam(Family, Optimizer):

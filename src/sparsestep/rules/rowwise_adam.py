@@ -18,48 +18,23 @@ from sparsestep.rules import bias
 Pair = tuple[float, float]
 
 
-def _averaged(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Pair
-) -> tuple[Tensor, Tensor]:
-    beta1, beta2 = betas
-    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
-    return exp_avg, beta2 * exp_avg_sq + (1 - beta2) * (grad * grad).mean(dim=1, keepdim=True)
-
-
 def update(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
-    lr: float,
+    correction: bias.Correction,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step; ``exp_avg_sq`` is a column beside the rows of ``param``."""
-    size, root = bias.by_step(step, lr, betas)
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    beta1, beta2 = betas
+    size, root = correction
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    mean_square = (grad * grad).mean(dim=1, keepdim=True)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * mean_square
     return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
-
-
-def update_per_row(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_step: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: Pair,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """The same with each row's own count of updates."""
-    row_step, size, root = bias.by_row(row_step, lr, betas)
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
-    param = param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg
-    return param, exp_avg, exp_avg_sq, row_step
 
 
 _STATE = (State("exp_avg"), State("exp_avg_sq", per_row=True))
@@ -69,8 +44,7 @@ _MOTION = Quotient(
     decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
     size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
 )
-RULE = Rule("rowwise_adam", update, _STATE, is_native=True, motion=_MOTION)
-PER_ROW = Rule("rowwise_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
+RULES = bias.rules("rowwise_adam", update, _STATE, _MOTION)
 
 
 class RowwiseAdam(RuleOptimizer, Optimizer):
@@ -171,4 +145,4 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return PER_ROW if bias.is_per_row(group) else RULE
+        return RULES[bias.is_per_row(group)]

@@ -25,45 +25,15 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
-    lr: float,
+    correction: bias.Correction,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of Adam; eps is added before bias correction, unlike in ``torch.optim.Adam``."""
-    size, root = bias.by_step(step, lr, betas)
-    return _moved(param, grad, exp_avg, exp_avg_sq, size * root, betas, eps)
-
-
-def update_per_row(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    row_step: Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: Pair,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """The same with each row's own count of updates."""
-    row_step, size, root = bias.by_row(row_step, lr, betas)
-    return *_moved(param, grad, exp_avg, exp_avg_sq, size * root, betas, eps), row_step
-
-
-def _moved(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step_size: float | Tensor,
-    betas: Pair,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
     beta1, beta2 = betas
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = exp_avg_sq + (1 - beta2) * (grad * grad - exp_avg_sq)
+    step_size = correction.step_size * correction.root
     return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
@@ -81,8 +51,7 @@ _MOTION = Quotient(
     decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
     size=_motion_size,
 )
-RULE = Rule("sparse_adam", update, _STATE, is_native=True, motion=_MOTION)
-PER_ROW = Rule("sparse_adam_per_row", update_per_row, (*_STATE, bias.ROW_STEP), is_native=True)
+RULES = bias.rules("sparse_adam", update, _STATE, _MOTION)
 
 
 class SparseAdam(RuleOptimizer, Optimizer):
@@ -171,4 +140,4 @@ class SparseAdam(RuleOptimizer, Optimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return PER_ROW if bias.is_per_row(group) else RULE
+        return RULES[bias.is_per_row(group)]

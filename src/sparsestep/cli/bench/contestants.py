@@ -178,7 +178,7 @@ class Reference(OptimizerContestant):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        rule = sparse_adam.RULE
+        rule = sparse_adam.RULES[False]
         names = [kept.name for kept in rule.state]
         shared = workload.states.get(rule.name)
         if shared is not None:
@@ -187,7 +187,7 @@ class Reference(OptimizerContestant):
 
     def reserve(self, workload: Workload) -> None:
         """Nothing where the moments are there already."""
-        if sparse_adam.RULE.name not in workload.states:
+        if sparse_adam.RULES[False].name not in workload.states:
             super().reserve(workload)
 
     def make(self, params: list[Parameter]) -> Optimizer:
