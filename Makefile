@@ -81,8 +81,9 @@ bench: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-torch-* build
 
-# Python sources are used in place; only what the native core is built from makes this run again.
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+# Python sources are used in place; a new folder of them, or what the native core is built from, makes
+# this run again.
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(wildcard src/sparsestep/*/__init__.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
