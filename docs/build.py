@@ -365,7 +365,7 @@ def item(name: str, kind: str, default: object, words: str) -> str:
 
 def base_state(cls: Class) -> tuple[State, ...]:
     """What it keeps when no option asks for more."""
-    return cls.rule_for(group_of(cls)).state
+    return cls._rule_for(group_of(cls)).state
 
 
 def group_of(cls: Any) -> dict[str, Any]:
@@ -377,8 +377,8 @@ def group_of(cls: Any) -> dict[str, Any]:
 def state_rows(cls: Class) -> list[tuple[str, ...]]:
     """The rows of the table of state."""
     group = group_of(cls)
-    counted = "always" if cls.rule_for(group).counts else "where `stochastic_rounding=True`"
-    number = "float32 tensor" if cls.counts_in_tensor else "Python number"
+    counted = "always" if cls._rule_for(group).counts else "where `stochastic_rounding=True`"
+    number = "float32 tensor" if cls._counts_in_tensor else "Python number"
     rows: list[tuple[str, ...]] = [("`step`", "one number", number, "0", counted)]
     for kept, when in all_state(cls, group):
         shape = "per row: `[param.shape[0]]`" if kept.per_row else "per element: the parameter's"
@@ -390,11 +390,11 @@ def state_rows(cls: Class) -> list[tuple[str, ...]]:
 
 def all_state(cls: Class, group: dict[str, Any]) -> Iterator[tuple[State, str]]:
     """Each tensor that it may keep, and when."""
-    always = cls.rule_for(group).state
+    always = cls._rule_for(group).state
     yield from ((kept, "always") for kept in always)
     for name, (value, words) in ADDING_STATE.items():
-        if name in group or name in cls.extras:
-            for kept in cls.rule_for({**group, name: value}).state:
+        if name in group or name in cls._extras:
+            for kept in cls._rule_for({**group, name: value}).state:
                 if kept not in always:
                     yield kept, f"where {words}"
 
@@ -408,7 +408,7 @@ def reproduced(cls: Class, text: Docstring) -> Iterator[str]:
     if torchs(cls):
         name = f"[`torch.optim.{cls.__name__}`]({TORCH_PAGE.format(cls.__name__)})"
         facts.append(f"{name}: the same arguments, state and checkpoints.")
-        runs = cls.uses_torch(group_of(cls))
+        runs = cls._uses_torch(group_of(cls))
         facts.append(TORCHS_BITS if runs else NEARLY_TORCHS_BITS)
     facts += text.torch + text.elsewhere
     if not facts:

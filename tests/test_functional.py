@@ -45,7 +45,7 @@ class Function:
 
     @property
     def rule(self) -> Rule:
-        return self.cls.rule_for(self.optimizer([torch.zeros(1)]).param_groups[0])
+        return self.cls._rule_for(self.optimizer([torch.zeros(1)]).param_groups[0])
 
     def state(self, param: Tensor) -> dict[str, Tensor]:
         """State as it is before the first step, by name."""
@@ -186,7 +186,7 @@ def test_the_bits_of_the_class_in_other_dtypes(function: Function, engine: str, 
     assert_same_bits(*train_both(function, gradients(dtype), engine, dtype))
 
 
-COMPLEX = [function for function in [*BASIC, *MORE] if function.cls.supports_complex]
+COMPLEX = [function for function in [*BASIC, *MORE] if function.cls._supports_complex]
 
 
 @pytest.mark.parametrize("function", COMPLEX, ids=str)
@@ -296,7 +296,7 @@ def test_options_of_the_class_that_are_the_functions_defaults():
 # Dense gradients, and every other layout
 
 
-TORCH = [f for f in [*BASIC, *MORE] if f.cls.has_torch_kernel]
+TORCH = [f for f in [*BASIC, *MORE] if f.cls._has_torch_kernel]
 TORCH = [f for f in TORCH if "decoupled_weight_decay" not in f.options or f.call is F.adam_]
 
 

@@ -51,7 +51,7 @@ def settings_of(variant: Variant, lr: float) -> Settings:
     key = (str(variant), lr)
     if key not in _settings:
         opt = variant([torch.zeros(1, 1)], lr=lr, semantics="dense")
-        _settings[key] = opt.settings_of(0, opt.param_groups[0])
+        _settings[key] = opt._settings_of(0, opt.param_groups[0])
     return _settings[key]
 
 
@@ -360,7 +360,7 @@ def catch_up_each(clock: RowClock, runs: list[Any]) -> None:
     for one, param, state, engine, _ in runs:
         one.history = clock.history
         with running_on(engine) as name:
-            one.catch_up_rows(param, state, None, engine=name)
+            one._catch_up_rows(param, state, None, engine=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -496,7 +496,7 @@ def test_a_leader_that_stays_is_not_stale(engine: str, dtype: torch.dtype):
         for row in range(4):
             param.grad = torch.sparse_coo_tensor([[row]], torch.randn(1, 3).to(dtype), (50, 3))
             opt.step()
-        clock = opt.clocks[id(param)]
+        clock = opt._clocks[id(param)]
         real = (param.detach(), [opt.state[param][n] for n in ("linear", "sum")])
         assert clock.catch_up_rows(*real, torch.arange(4), engine=name) == 0
         opt.param_groups[0]["lr"] = 0.2
@@ -582,7 +582,7 @@ def test_under_masked_semantics_there_is_nothing_to_catch_up():
 def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
     """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
-    clock, state = opt.clocks[id(param)], [opt.state[param]["momentum_buffer"]]
+    clock, state = opt._clocks[id(param)], [opt.state[param]["momentum_buffer"]]
     assert clock.is_behind
     assert clock.catch_up_all(param.detach(), state) == 3
     assert not clock.is_behind

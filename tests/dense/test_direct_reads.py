@@ -328,7 +328,7 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
     model, opt = made(True)
     opt.track(model, guard=True)
     train(model, opt, range(10))
-    clock = opt.clocks[id(model.table.weight)]
+    clock = opt._clocks[id(model.table.weight)]
     weight = model.table.weight
     behind = (clock.last.abs() < 9).nonzero().squeeze(1)
     assert behind.numel() > 4
@@ -371,7 +371,7 @@ def test_two_optimizers_may_guard_one_table(first: int):
     one = other if first == 0 else opt
     train(model, one, range(5))
     model.table.weight.sum()
-    assert not one.clocks[id(model.table.weight)].is_behind
+    assert not one._clocks[id(model.table.weight)].is_behind
     handles[1 - first].remove()
     assert type(model.table.weight) is nn.Parameter
 
@@ -476,7 +476,7 @@ def test_a_module_that_holds_a_table_itself(cls: Any):
         opt.track(model)
         if cls is Saying:
             losses.append(train(model, opt, range(12)))
-            assert opt.clocks[id(model.weight)].is_behind
+            assert opt._clocks[id(model.weight)].is_behind
         else:
             with pytest.warns(sparsestep.SlowWarning, match="Direct .*20 rows.*method rows_read"):
                 losses.append(train(model, opt, range(12)))

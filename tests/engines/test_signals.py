@@ -57,7 +57,7 @@ for _ in range(25):
         assert float(count) == float(total), (count, total)
         assert float(opt.state[layer]["step"]) == float(opt.state[layer]["sum"][0, 0])
     if semantics == "dense":
-        clock = opt.clocks[id(table)]
+        clock = opt._clocks[id(table)]
         assert int(clock.last.max()) == clock.history.now, "a row runs ahead"
 stop.set()
 thread.join()

@@ -501,7 +501,7 @@ def test_state_is_found_by_the_param(variant: Variant):
     params = start()
     opt = variant(params)
     opt.step(batches(sparse)[1])  # nothing for the first
-    rule = opt.optimizer_class.rule_for(opt.param_group)
+    rule = opt.optimizer_class._rule_for(opt.param_group)
     for spec in rule.state:
         assert opt.state[params[1]][spec.name].shape == (
             params[1].shape[:1] if spec.per_row else params[1].shape

@@ -14,14 +14,14 @@ class Owner(Protocol):
     """Whose rows are behind."""
 
     param_groups: list[dict[str, Any]]
-    clocks: dict[int, RowClock]
+    _clocks: dict[int, RowClock]
     semantics: str
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date; all by default."""
         ...
 
-    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+    def _catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
         """The same of one parameter, for rows that are known to be right."""
         ...
 

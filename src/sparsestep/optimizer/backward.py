@@ -27,7 +27,7 @@ class StepInBackward:
             for number, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
         }
-        chosen = list(params) if params is not None else list(optimizer.all_params())
+        chosen = list(params) if params is not None else list(optimizer._all_params())
         for param in chosen:
             if id(param) not in places:
                 contract = "step_in_backward takes parameters of this optimizer"
@@ -40,7 +40,7 @@ class StepInBackward:
         self._places = places
         # id -> gradients so far, and in which round: with step() or zero_grad() a new one begins.
         self._seen: dict[int, tuple[int, int]] = {}
-        self._began = optimizer.rounds
+        self._began = optimizer._rounds
         self._handles = [
             param.register_post_accumulate_grad_hook(self._arrived)
             for param in chosen
@@ -48,7 +48,7 @@ class StepInBackward:
         ]
 
     def _arrived(self, param: Tensor) -> None:
-        rounds = self._optimizer.rounds
+        rounds = self._optimizer._rounds
         count, latest = self._seen.get(id(param), (0, rounds))
         if latest != rounds:
             count = 0

@@ -55,7 +55,7 @@ class RuleOptimizer(CatchesUp):
         self._prepare()
         self.engine = engine
         self.semantics = semantics
-        unknown = sorted(extras.keys() - set(self.extras))
+        unknown = sorted(extras.keys() - set(self._extras))
         if unknown:
             name = f"{type(self).__name__}.__init__()"
             raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
@@ -65,7 +65,7 @@ class RuleOptimizer(CatchesUp):
                 contract = "semantics must be one of masked, dense"
                 raise InputError(sentence(contract, repr(semantics)))
             with usable(_KINDS):
-                self.check_options(defaults)
+                self._check_options(defaults)
                 options.check(extras)
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
@@ -81,10 +81,10 @@ class RuleOptimizer(CatchesUp):
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
         self._loading: checkpoint.Checkpoint | None = None
-        self.rounds: int = 0  # how often step() or zero_grad() was called
-        self.groups: Groups = Groups()
-        self.clocks: dict[int, RowClock] = {}
-        self.known: dict[int, tuple[Any, ...]] = {}
+        self._rounds: int = 0  # how often step() or zero_grad() was called
+        self._groups: Groups = Groups()
+        self._clocks: dict[int, RowClock] = {}
+        self._known: dict[int, tuple[Any, ...]] = {}
         self._lock = RLock()  # one step at a time, whoever calls
 
     # Param groups
@@ -97,25 +97,25 @@ class RuleOptimizer(CatchesUp):
                 if "params" not in param_group:
                     contract = "a param group must have the key 'params'"
                     raise InputError(sentence(contract, ", ".join(map(str, param_group)) or "{}"))
-                options.check_keys(param_group, [*self._option_names, *self.extras], self.neutral)
+                options.check_keys(param_group, [*self._option_names, *self._extras], self._neutral)
                 options.seed_of(param_group)
             super().add_param_group(param_group)
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
                 with usable(_KINDS):
-                    self.check_options(param_group)
+                    self._check_options(param_group)
                     options.check(param_group)
-                self.check_params(number, param_group)
-                by_row = self.rule_for(param_group).by_row or self.semantics == "dense"
+                self._check_params(number, param_group)
+                by_row = self._rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":
-                    self.groups.read(self, number, param_group)  # refuses what has no such form
+                    self._groups.read(self, number, param_group)  # refuses what has no such form
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
                 raise
 
-    def check_params(self, group: int, options: dict[str, Any]) -> None:
+    def _check_params(self, group: int, options: dict[str, Any]) -> None:
         """Refuse parameters that the optimizer cannot work with."""
         name, params = type(self).__name__, options["params"]
         sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
@@ -123,7 +123,7 @@ class RuleOptimizer(CatchesUp):
             contract = f"{name} requires dense parameter tensors"
             raise InputError(f"Sparse params at indices {sparse}: {contract}")
         imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
-        if imaginary and not self.supports_complex:
+        if imaginary and not self._supports_complex:
             contract = f"{name} does not support complex parameters"
             raise InputError(f"Complex params at indices {imaginary}: {contract}")
         if imaginary and options.get("state_dtype") is not None:
@@ -165,7 +165,7 @@ class RuleOptimizer(CatchesUp):
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
-        self.rounds += 1
+        self._rounds += 1
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -191,9 +191,9 @@ class RuleOptimizer(CatchesUp):
     # step itself, so it is used only where somebody would notice.
     _observed_step = Optimizer.profile_hook_step(_step)
 
-    def settings_of(self, number: int, group: dict[str, Any]) -> Settings:
+    def _settings_of(self, number: int, group: dict[str, Any]) -> Settings:
         """What a param group says about its updates, now."""
-        return self.groups.settings_of(self, number, group)
+        return self._groups.settings_of(self, number, group)
 
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
@@ -229,7 +229,7 @@ class RuleOptimizer(CatchesUp):
         if torch.compiler.is_compiling():
             _uncompiled_zero_grad(self, set_to_none)
             return
-        self.rounds += 1
+        self._rounds += 1
         super().zero_grad(set_to_none)
 
     # Checkpoints and pickles
@@ -247,7 +247,7 @@ class RuleOptimizer(CatchesUp):
             checkpoint.read(self, given, ())  # says what is wrong with it
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
-            names = self._option_names + self.extras
+            names = self._option_names + self._extras
             self._loading = checkpoint.read(self, after_hooks, names)
 
         handle = self.register_load_state_dict_pre_hook(look)
@@ -278,13 +278,13 @@ class RuleOptimizer(CatchesUp):
 
     def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
         """Put what a checkpoint says into the state that torch has read from it."""
-        for param in self.all_params():
+        for param in self._all_params():
             # The parameters are no part of it, so what they have missed is made up for. But where
             # another hand has written them since, they have been loaded already, and stand.
-            clock = self.clocks.get(id(param))
+            clock = self._clocks.get(id(param))
             if clock is not None and not clock.was_written(param):
-                self.catch_up_rows(param, None)
-        self.clocks.clear()
+                self._catch_up_rows(param, None)
+        self._clocks.clear()
         for group, missing in zip(state["param_groups"], loading.missing, strict=True):
             for name, value in missing.items():
                 group.setdefault(name, value)

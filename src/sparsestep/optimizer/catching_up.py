@@ -43,7 +43,7 @@ class CatchesUp(StateKeeper):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        known = list(self.all_params())
+        known = list(self._all_params())
         if param is not None:
             if not any(param is each for each in known):
                 contract = "a parameter that is brought up to date must be one of this optimizer's"
@@ -52,23 +52,23 @@ class CatchesUp(StateKeeper):
                 raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
             known = [param]
         for each in known:
-            clock = self.clocks.get(id(each))
+            clock = self._clocks.get(id(each))
             if clock is None:
                 continue
             if rows is not None:
                 with speaking(type(self).__name__):
                     rows = _row_numbers(rows, clock.rows)
-            self.catch_up_rows(each, rows)
+            self._catch_up_rows(each, rows)
             clock.announced = True
 
-    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+    def _catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
         """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
 
         Args:
             param: whose rows.
             rows: int64 or int32, of one dim; ``None`` for all.
         """
-        clock = self.clocks.get(id(param))
+        clock = self._clocks.get(id(param))
         if clock is None or clock.owner is not param or not clock.is_behind:
             return
         state = clock.state_in(self.state.get(param))

@@ -69,7 +69,7 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
             except InputError as error:
                 raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
             if kept.get("step") is not None:
-                kept["step"] = optimizer.new_count(known, param, int(kept["step"]))
+                kept["step"] = optimizer._new_count(known, param, int(kept["step"]))
             found.state.append((param, kept))
     return found
 
@@ -98,12 +98,12 @@ def _rule_of(optimizer: StateKeeper, number: int, group: Group) -> Rule:
     """The rule that a group selects; raises where its options are none that it could be made of."""
     with usable("its options must be such as the optimizer could be made with"):
         check_switches(optimizer, group)
-        optimizer.check_options(group)
+        optimizer._check_options(group)
         options.check(group)
-        rule = optimizer.rule_for(group)
+        rule = optimizer._rule_for(group)
         by_row = rule.by_row or optimizer.semantics == "dense"
         if optimizer.semantics == "dense":
-            optimizer.groups.read(optimizer, number, dict(group))  # refuses what has no such form
+            optimizer._groups.read(optimizer, number, dict(group))  # refuses what has no such form
         masks.checked(group.get("mask"), group["params"], by_row=by_row)
     return rule
 

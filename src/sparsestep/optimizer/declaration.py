@@ -31,54 +31,54 @@ class Declaration(_Base):
     _option_names: tuple[str, ...]
 
     # Whether torch has a kernel for dense gradients under the same formula.
-    has_torch_kernel: ClassVar[bool] = False
+    _has_torch_kernel: ClassVar[bool] = False
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
-    counts_in_tensor: ClassVar[bool] = True
+    _counts_in_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.
-    extras: ClassVar[tuple[str, ...]] = (
+    _extras: ClassVar[tuple[str, ...]] = (
         *("mask", "state_dtype", "stochastic_rounding", "rounding_seed"),
     )
     # Options of other optimizers, and what values of them ask for nothing.
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
-    supports_complex: ClassVar[bool] = True
-    always_decoupled: ClassVar[bool] = False
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
+    _supports_complex: ClassVar[bool] = True
+    _always_decoupled: ClassVar[bool] = False
     # Options that a user's formula takes itself, though they usually are everybody's.
-    own_options: ClassVar[frozenset[str]] = frozenset()
+    _own_options: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def option_names(self) -> frozenset[str]:
+    def _required_options(self) -> frozenset[str]:
         """The keys that every param group has."""
-        return frozenset(self._option_names) - frozenset(self.extras)
+        return frozenset(self._option_names) - frozenset(self._extras)
 
     @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
+    def _check_options(options: dict[str, Any]) -> None:
         """Refuse values that the rule cannot work with."""
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         raise NotImplementedError
 
     @classmethod
-    def uses_torch(cls, group: dict[str, Any]) -> bool:
+    def _uses_torch(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel computes what the group asks for."""
         return (
-            cls.has_torch_kernel
+            cls._has_torch_kernel
             and not options.read(group, "stochastic_rounding")
             and options.read(group, "bias_correction") == "global"
             and (
-                "decoupled_weight_decay" not in cls.extras
+                "decoupled_weight_decay" not in cls._extras
                 or not options.read(group, "decoupled_weight_decay")
             )
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         raise NotImplementedError
 
     @classmethod
-    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+    def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
         """Whether state that was made in advance does as well as none at the first step."""
         return True
 

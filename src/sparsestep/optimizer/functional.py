@@ -163,8 +163,8 @@ class FunctionalOptimizer:
                 del params[index:]
                 if names is not None:
                     del names[index:]
-                self._optimizer.known.pop(id(param), None)
-                self._optimizer.clocks.pop(id(param), None)
+                self._optimizer._known.pop(id(param), None)
+                self._optimizer._clocks.pop(id(param), None)
                 raise
             return True
 
@@ -173,7 +173,7 @@ class FunctionalOptimizer:
             if group.get("mask") is not None:
                 contract = "with a mask, all parameters must be known from the start"
                 raise InputError(sentence(contract, "a new one", "Pass it to the constructor"))
-            self._optimizer.check_params(0, {**group, "params": [param]})
+            self._optimizer._check_params(0, {**group, "params": [param]})
         except InputError as error:
             raise InputError(f"{type(self).__name__}: {error}") from None
 

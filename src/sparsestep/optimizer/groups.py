@@ -96,19 +96,19 @@ class Groups:
 
 
 def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
-    if optimizer.has_torch_kernel:
+    if optimizer._has_torch_kernel:
         checks.torch_kernel(group)
-    missing = optimizer.option_names - group.keys()
+    missing = optimizer._required_options - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
     check_switches(optimizer, group)
     # They may have been changed since the optimizer was made. As with torch, lr may then be any
     # number: schedules go below zero.
-    optimizer.check_options({**group, "lr": 0.0} if "lr" in group else group)
+    optimizer._check_options({**group, "lr": 0.0} if "lr" in group else group)
     options.check(group)
-    rule = optimizer.rule_for(group)
+    rule = optimizer._rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
-    own = optimizer.own_options
+    own = optimizer._own_options
     hyper = {
         name: group[name] if name in own else options.plain(group[name])
         for name in rule.hyperparameters
@@ -118,11 +118,11 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
         lr = lr + 0.0  # neither text nor a pair
     if "lr" in hyper:
         hyper["lr"] = lr
-    decay = 0.0 if "weight_decay" in optimizer.own_options else group.get("weight_decay", 0.0)
+    decay = 0.0 if "weight_decay" in optimizer._own_options else group.get("weight_decay", 0.0)
     if decay:
         decay = options.number(decay)
     decoupled = decay and (
-        optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
+        optimizer._always_decoupled or options.read(group, "decoupled_weight_decay")
     )
     if optimizer.semantics == "dense":
         _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
@@ -134,20 +134,20 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     return Settings(
         rule,
         hyper,
-        -1.0 if group.get("maximize") and "maximize" not in optimizer.own_options else 1.0,
+        -1.0 if group.get("maximize") and "maximize" not in optimizer._own_options else 1.0,
         0.0 if decoupled else float(decay),
         float(1 - lr * decay) if decoupled else 1.0,
         group.get("state_dtype"),
         options.seed_of(group),
         partial(name_of, type(optimizer).__name__, group, number),
-        optimizer.uses_torch(group),
+        optimizer._uses_torch(group),
     )
 
 
 def check_switches(optimizer: Declaration, group: Group) -> None:
     """Refuse what is neither true nor false; a formula's own options may be anything."""
     for name in SWITCHES:
-        if name in optimizer.own_options:
+        if name in optimizer._own_options:
             continue
         if not hasattr(group.get(name, False), "__bool__"):
             raise InputError(sentence(f"{name} must be True or False", repr(group[name])))

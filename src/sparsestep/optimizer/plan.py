@@ -42,7 +42,7 @@ class Plan:
         self._torch: TorchKernels | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":
-            self._catch_ups = PendingCatchUps(optimizer.clocks, optimizer.engine)
+            self._catch_ups = PendingCatchUps(optimizer._clocks, optimizer.engine)
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
@@ -65,10 +65,10 @@ class Plan:
         """
         optimizer, params = self._optimizer, group["params"]
         try:
-            settings = optimizer.groups.settings_of(optimizer, number, group)
+            settings = optimizer._groups.settings_of(optimizer, number, group)
             selections = None
             if group.get("mask") is not None:
-                selections = optimizer.groups.selections_of(optimizer, group, settings)
+                selections = optimizer._groups.selections_of(optimizer, group, settings)
         except InputError as error:
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
         first = 0 if only is None else only
@@ -97,7 +97,7 @@ class Plan:
             self._catch_ups.add(update, selection)
         if selection is None and update.settings.uses_torch:
             if self._torch is None:
-                kernel = self._optimizer.torch_kernel
+                kernel = self._optimizer._torch_kernel
                 self._torch = TorchKernels(kernel, self._first_record, _state_dtype)
             if self._torch.claim(update):
                 return
@@ -124,7 +124,7 @@ class Plan:
                 return numbers
             chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
         declined = native.try_claim(
-            settings, params, optimizer.state, optimizer.known, self._seen, chosen, grads, first
+            settings, params, optimizer.state, optimizer._known, self._seen, chosen, grads, first
         )
         if self._catch_ups is not None:
             given = [param.grad for param in params] if grads is None else grads
@@ -156,7 +156,7 @@ class Plan:
                 self._native.commit()  # one call of the core, which counts the steps as well
             return
         self._engines = SparseEngines(
-            self._optimizer.engine, self._native, self._optimizer.all_params
+            self._optimizer.engine, self._native, self._optimizer._all_params
         )
         try:
             self._prepare()
@@ -199,7 +199,7 @@ class Plan:
         group, rule = update.group, update.settings.rule
         dtype = update.settings.state_dtype
         update.state = states.new(rule, update.param, group, dtype, update.touched)
-        return self._optimizer.new_record(group, rule, update.owner, update.state)
+        return self._optimizer._new_record(group, rule, update.owner, update.state)
 
     def _count(self, update: ParamUpdate) -> None:
         """Count the step; with the first, the parameter gets its state."""
@@ -207,7 +207,7 @@ class Plan:
         if record is None:
             assert update.state is not None
             rule = update.settings.rule
-            record = optimizer.new_record(group, rule, update.owner, update.state)
+            record = optimizer._new_record(group, rule, update.owner, update.state)
             if record:  # as with torch's SGD, nothing may show that the parameter is known
                 optimizer.state[update.owner] = record
         count = record.get("step")
@@ -217,7 +217,7 @@ class Plan:
         elif count is not None:
             record["step"] = update.step
         elif update.seed is not None:  # a state that came without a count
-            record["step"] = optimizer.new_count(group, update.param, update.step)
+            record["step"] = optimizer._new_count(group, update.param, update.step)
 
 
 _ANY = State("any")

@@ -32,17 +32,17 @@ class StateKeeper(Declaration):
     """
 
     state: defaultdict[Tensor, Any]
-    groups: Groups
-    clocks: dict[int, RowClock]
-    known: dict[int, tuple[Any, ...]]
-    rounds: int
+    _groups: Groups
+    _clocks: dict[int, RowClock]
+    _known: dict[int, tuple[Any, ...]]
+    _rounds: int
 
-    def all_params(self) -> Iterator[Tensor]:
+    def _all_params(self) -> Iterator[Tensor]:
         """Every parameter."""
         for group in self.param_groups:
             yield from group["params"]
 
-    def look_at(
+    def _look_at(
         self,
         param: Tensor,
         memory: Tensor,
@@ -59,7 +59,7 @@ class StateKeeper(Declaration):
         """
         tensors = (memory, *(state or ()))
         addresses = tuple(map(parameters.address, tensors))
-        known = self.known.get(id(param))
+        known = self._known.get(id(param))
         before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
         # Whether it is a negative view shows at no address.
         if before == addresses and not any(map(_is_turned, tensors)):
@@ -71,25 +71,25 @@ class StateKeeper(Declaration):
             return  # what is an inference tensor may be written at some times only
         if known is None:
             states.settle(memory, state, gradient)
-            if len(self.known) > sum(len(group["params"]) for group in self.param_groups):
-                self.known.clear()  # parameters were taken out of the groups
-        self.known[id(param)] = (param, *addresses)
+            if len(self._known) > sum(len(group["params"]) for group in self.param_groups):
+                self._known.clear()  # parameters were taken out of the groups
+        self._known[id(param)] = (param, *addresses)
 
-    def new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
+    def _new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
         """A step count as torch's class keeps it."""
-        if not self.counts_in_tensor:
+        if not self._counts_in_tensor:
             return value
         fused, capturable = group.get("fused"), group.get("capturable")
         device = param.device if fused or capturable else torch.device("cpu")
         return torch.full((), float(value), dtype=scalar_dtype(is_fused=fused), device=device)
 
-    def new_record(
+    def _new_record(
         self, group: dict[str, Any], rule: Rule, param: Tensor, tensors: list[Any]
     ) -> dict[str, Any]:
         """A parameter's first state, with a step count of zero; empty where nothing is kept."""
         record: dict[str, Any] = {}
         if rule.counts or group.get("stochastic_rounding"):
-            record["step"] = self.new_count(group, param)
+            record["step"] = self._new_count(group, param)
         for spec, tensor in zip(rule.state, tensors, strict=True):
             record[spec.name] = parameters.laid_out_like(param, tensor)
         return record
@@ -112,13 +112,13 @@ class StateKeeper(Declaration):
 
     def _materialize(self, chosen: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
-            rule = self.rule_for(group)
+            rule = self._rule_for(group)
             for param in group["params"]:
-                if self.state.get(param) or not self.begins_with_zeros(group) or not chosen(param):
+                if self.state.get(param) or not self._begins_with_zeros(group) or not chosen(param):
                     continue
                 memory = parameters.memory_of(param)
                 made = states.new(rule, memory, group, group.get("state_dtype"), None)
-                record = self.new_record(group, rule, param, made)
+                record = self._new_record(group, rule, param, made)
                 if record:
                     self.state[param] = record
 
@@ -154,7 +154,7 @@ class StateKeeper(Declaration):
                 raise InputError(sentence(contract, "'dense'"))
             self.materialize_state()
             for group in self.param_groups:
-                if self.rule_for(group).state and not all(map(self.state.get, group["params"])):
+                if self._rule_for(group).state and not all(map(self.state.get, group["params"])):
                     contract = "with dampening a first step makes the state, before it is shared"
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
         tensors = (value for kept in self.state.values() for value in kept.values())

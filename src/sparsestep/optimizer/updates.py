@@ -55,7 +55,7 @@ def examined(
     """
     rule, dense = settings.rule, optimizer.semantics == "dense"
     memory, grad = local(param, grad, by_row=rule.by_row or dense)
-    optimizer.look_at(param, memory)
+    optimizer._look_at(param, memory)
     gradient = touched(memory, grad, by_row=rule.by_row or dense)
     if dense:
         gradient = gradient._replace(held=None)  # what is not held is zero, and counts
@@ -65,7 +65,7 @@ def examined(
     else:
         states.check_count(rule, record)
         tensors = states.checked(rule, memory, record)
-    optimizer.look_at(param, memory, tensors, gradient)
+    optimizer._look_at(param, memory, tensors, gradient)
     return ParamUpdate(settings, group, index, param, memory, grad, gradient, record, tensors)
 
 

@@ -81,8 +81,8 @@ class Adagrad(RuleOptimizer, Optimizer):
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
 
-    has_torch_kernel = True
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         self.materialize_state()
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
         torch_adagrad(
@@ -139,7 +139,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.at_least_zero("epsilon", group["eps"])
@@ -148,6 +148,6 @@ class Adagrad(RuleOptimizer, Optimizer):
         checks.implementation(group)
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE

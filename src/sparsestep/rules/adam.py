@@ -92,8 +92,8 @@ _KERNEL_OPTIONS = (
 class Family(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
-    has_torch_kernel = True
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "bias_correction")
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Family(RuleOptimizer):
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         group = batch.group
         beta1, beta2 = group["betas"]
@@ -157,7 +157,7 @@ class Family(RuleOptimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"], group)
         checks.at_least_zero("epsilon", group["eps"])
@@ -166,7 +166,7 @@ class Family(RuleOptimizer):
         checks.implementation(group)
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bool(group["amsgrad"])][bias.is_per_row(group)]
 

@@ -141,13 +141,13 @@ class Ftrl(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         for name in ("beta", "l1", "l2", "initial_accumulator_value"):
             checks.at_least_zero(name, group[name])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE

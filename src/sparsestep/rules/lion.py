@@ -72,8 +72,8 @@ class Lion(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/2302.06675>`_, 2023.
     """
 
-    always_decoupled = True
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    _always_decoupled = True
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **options.NEUTRAL,
         "decoupled_weight_decay": (True,),
     }
@@ -101,13 +101,13 @@ class Lion(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.betas(group["betas"])
         checks.at_least_zero("weight_decay", group["weight_decay"])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE

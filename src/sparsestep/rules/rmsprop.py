@@ -186,8 +186,8 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    has_torch_kernel = True
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = (
             *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
@@ -249,7 +249,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.at_least_zero("epsilon", group["eps"])
@@ -257,6 +257,6 @@ class RMSprop(RuleOptimizer, Optimizer):
             checks.at_least_zero(name, group[name])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bool(group["centered"]), group["momentum"] > 0]

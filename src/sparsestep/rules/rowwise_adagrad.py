@@ -72,7 +72,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
     """
 
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.at_least_zero("epsilon", group["eps"])
@@ -114,6 +114,6 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             checks.at_least_zero(name, group[name])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE

@@ -96,8 +96,8 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    extras: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.extras,
+    _extras: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer._extras,
         *("bias_correction", "decoupled_weight_decay"),
     )
 
@@ -135,7 +135,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.at_least_zero("epsilon", group["eps"])
@@ -143,6 +143,6 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         checks.at_least_zero("weight_decay", group["weight_decay"])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]

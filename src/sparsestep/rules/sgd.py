@@ -113,8 +113,8 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    has_torch_kernel = True
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "decoupled_weight_decay")
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class SGD(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
         # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
@@ -171,7 +171,7 @@ class SGD(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(group: dict[str, Any]) -> None:
+    def _check_options(group: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(group["lr"])
         checks.at_least_zero("momentum", group["momentum"])
@@ -181,12 +181,12 @@ class SGD(RuleOptimizer, Optimizer):
         checks.implementation(group)
 
     @classmethod
-    def begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+    def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
         """Not with dampening, which leaves out the first gradient of a parameter."""
         counted = bool(group.get("stochastic_rounding"))
         return counted or not group["momentum"] or not group["dampening"]
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return MOMENTUM if group["momentum"] != 0 else RULE

@@ -102,9 +102,9 @@ class SparseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    counts_in_tensor = False
-    extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer.extras, "bias_correction")
-    supports_complex = False
+    _counts_in_tensor = False
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
+    _supports_complex = False
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class SparseAdam(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
+    def _check_options(options: dict[str, Any]) -> None:
         """Refuse values that the formula cannot work with."""
         checks.learning_rate(options["lr"])
         checks.at_least_zero("epsilon", options["eps"], but_not_zero=True)  # 0 / 0, as in torch
         checks.betas(options["betas"])
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]

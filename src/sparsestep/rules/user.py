@@ -63,14 +63,14 @@ class UserOptimizer(RuleOptimizer):
         super().__init__(params, defaults, **extras, **options)
 
     @classmethod
-    def check_options(cls, group: dict[str, Any]) -> None:
+    def _check_options(cls, group: dict[str, Any]) -> None:
         """Refuse what the engines cannot work with; the formula's own options are its own."""
         if "weight_decay" not in cls._options:
             checks.at_least_zero("weight_decay", group["weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which has to have every option without a default."""
-        known = self._options
+        _known = self._options
         if isinstance(param_group, dict):
             known = {**self.defaults, **param_group}
         missing = [name for name in self._required if name not in known]
@@ -82,7 +82,7 @@ class UserOptimizer(RuleOptimizer):
         super().add_param_group(param_group)
 
     @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The formula."""
         return cls._rule
 
@@ -277,8 +277,8 @@ def _optimizer_class(
 
     class Made(UserOptimizer, Optimizer):
         __doc__ = function.__doc__
-        extras = (*RuleOptimizer.extras, *decays, *required)
-        own_options = frozenset(options)
+        _extras = (*RuleOptimizer._extras, *decays, *required)
+        _own_options = frozenset(options)
         _rule = made
         _options: ClassVar[Mapping[str, Any]] = {n: each.default for n, each in options.items()}
         _required = required

@@ -28,12 +28,12 @@ def making(chance: Chance, say: Say) -> None:
     kind = chance.pick(["option", "option", "group option", "near miss", "params", "keyword"])
     must = False
     if kind == "option":
-        names = ["lr", "engine", "semantics", "mask", *options, *cls.extras]
+        names = ["lr", "engine", "semantics", "mask", *options, *cls._extras]
         name = chance.pick(names)
         options[name] = chance.pick(VALUES)
         text = f"{name} = {options[name]!r}"
     elif kind == "group option":
-        name = chance.pick(["lr", *options, *cls.extras, "params"])
+        name = chance.pick(["lr", *options, *cls._extras, "params"])
         value = chance.pick(VALUES)
         params = [{"params": params, name: value}]
         text = f"group with {name} = {value!r}"
@@ -41,7 +41,7 @@ def making(chance: Chance, say: Say) -> None:
         name = chance.pick(_NEAR_MISSES)
         near = {"weight_deacy": "weight_decay"}.get(name)
         must = near is None or near in cls([torch.zeros(1)]).param_groups[0]
-        must = must and (name != "bias_corection" or "bias_correction" in cls.extras)
+        must = must and (name != "bias_corection" or "bias_correction" in cls._extras)
         params = [{"params": params, name: chance.pick([True, 0.5, torch.ones(2) > 0])}]
         text = f"group with {name}"
     elif kind == "params":

@@ -124,7 +124,7 @@ def rule_of(optimizer: Factory, **options: Any) -> Rule:
         'sparse_adam_per_row'
     """
     made = optimizer([torch.zeros(1, 1)], **options)
-    return made.rule_for(made.param_groups[0])
+    return made._rule_for(made.param_groups[0])
 
 
 def element_states(rule: Rule) -> int:
