@@ -189,7 +189,7 @@ def test_a_bad_call_into_the_core_is_refused():
         core.core.Jobs(999)
     jobs = core.core.Jobs(0)
     one = torch.zeros(1, 1)
-    numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1)
+    numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1)
     whole = Touched(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
         jobs.add(999, (), 1, whole, one, [], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ class Plan:
         if selection is None and update.settings.uses_torch:
             if self._torch is None:
                 kernel = self._optimizer._torch_kernel
-                self._torch = TorchKernels(kernel, self._first_record, _state_dtype)
+                new_record = partial(_first_record, self._optimizer)  # no circle with the plan
+                self._torch = TorchKernels(kernel, new_record, _state_dtype)
             if self._torch.claim(update):
                 return
         complete(update, selection, self._params_before + update.index)
@@ -195,12 +197,6 @@ class Plan:
         if self._catch_ups is not None:
             self._catch_ups.commit()
 
-    def _first_record(self, update: ParamUpdate) -> dict[str, Any]:
-        group, rule = update.group, update.settings.rule
-        dtype = update.settings.state_dtype
-        update.state = states.new(rule, update.param, group, dtype, update.touched)
-        return self._optimizer._new_record(group, rule, update.owner, update.state)
-
     def _count(self, update: ParamUpdate) -> None:
         """Count the step; with the first, the parameter gets its state."""
         optimizer, record, group = self._optimizer, update.record, update.group
@@ -218,6 +214,14 @@ class Plan:
             record["step"] = update.step
         elif update.seed is not None:  # a state that came without a count
             record["step"] = optimizer._new_count(group, update.param, update.step)
+
+
+def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]:
+    """The state of a parameter whose first step this is."""
+    group, rule = update.group, update.settings.rule
+    dtype = update.settings.state_dtype
+    update.state = states.new(rule, update.param, group, dtype, update.touched)
+    return optimizer._new_record(group, rule, update.owner, update.state)
 
 
 _ANY = State("any")
