@@ -86,12 +86,9 @@ NB_MODULE(_native, module) {
         .def("add", &Jobs::add, nb::arg("rule"), nb::arg("numbers"), nb::arg("step"),
              nb::arg("touched"), nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
              "Add a job; false, and nothing added, where the core has no way to run it.")
-        .def("take",
-             nb::overload_cast<nb::tuple, nb::sequence, nb::dict, nb::dict, nb::handle, nb::handle,
-                               nb::handle, int64_t>(&Jobs::take),
-             nb::arg("group"), nb::arg("params"), nb::arg("state"), nb::arg("known"),
-             nb::arg("seen"), nb::arg("selections").none(), nb::arg("grads").none(),
-             nb::arg("first"),
+        .def("try_claim", &Jobs::try_claim, nb::arg("group"), nb::arg("params"), nb::arg("state"),
+             nb::arg("known"), nb::arg("seen"), nb::arg("selections").none(),
+             nb::arg("grads").none(), nb::arg("first"),
              "Add jobs for the parameters in the usual form; the numbers of the others.")
         .def("prepare", &Jobs::prepare, nb::arg("threads"),
              "Do all that may fail and write nothing. Where a position is no slot, return (tag of "

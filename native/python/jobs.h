@@ -87,18 +87,18 @@ public:
         return true;
     }
 
-    // Takes every parameter of a group that is in the usual form: a row-sparse gradient on the CPU,
-    // or a dense one of which `selections` has the rows or elements; state that fits; everything
-    // contiguous. Whatever is unusual in any way is left, untouched, to Python's side: it has all
-    // cases and all messages. Gradients are those of the parameters unless there are others; the
-    // first parameter has the number `first` in its group. `known` tells where the memory of a
-    // parameter and its state was when Python's side looked at it. Returns the numbers of the
-    // parameters that are left; those without a gradient are not among them.
-    nb::list take(nb::tuple common, nb::sequence given, nb::dict state, nb::dict known,
-                  nb::handle seen, nb::handle selections, nb::handle grads, int64_t first) {
+    // Claims every parameter of a group that is in the usual form: a row-sparse gradient on the
+    // CPU, or a dense one of which `selections` has the rows or elements; state that fits;
+    // everything contiguous. Whatever is unusual in any way is left, untouched, to Python's side:
+    // it has all cases and all messages. Gradients are those of the parameters unless there are
+    // others; the first parameter has the number `first` in its group. `known` tells where the
+    // memory of a parameter and its state was when Python's side looked at it. Returns the numbers
+    // of the parameters that are declined; those without a gradient are not among them.
+    nb::list try_claim(nb::tuple common, nb::sequence given, nb::dict state, nb::dict known,
+                       nb::handle seen, nb::handle selections, nb::handle grads, int64_t first) {
         const Group group(common);
         if (group.rule < 0 || group.rule >= kernels_.count) throw nb::value_error("no such rule");
-        nb::list left;
+        nb::list declined;
         const nb::tuple params(given);  // whatever happens to the list meanwhile
         const size_t count = nb::len(params);
         if ((!selections.is_none() && nb::len(selections) != count) ||
@@ -117,13 +117,13 @@ public:
             PyObject* const memory = find(known, id);
             // Seen already: a parameter that is given twice.
             if (!able || !memory || contains(seen, id) ||
-                !take(group, param, grad, state, memory, selection, first + int64_t(i))) {
-                left.append(first + int64_t(i));
+                !claim(group, param, grad, state, memory, selection, first + int64_t(i))) {
+                declined.append(first + int64_t(i));
             } else if (PySet_Add(seen.ptr(), id.ptr())) {
                 throw nb::python_error();
             }
         }
-        return left;
+        return declined;
     }
 
     nb::object prepare(int threads) {
@@ -161,8 +161,8 @@ private:
         int64_t tag, index;
     };
 
-    bool take(const Group& group, nb::handle param, nb::handle grad, nb::dict state,
-              nb::handle memory, nb::handle selection, int64_t index) {
+    bool claim(const Group& group, nb::handle param, nb::handle grad, nb::dict state,
+               nb::handle memory, nb::handle selection, int64_t index) {
         const Names& name = names();
         const RuleKernels& rule = kernels_.rules[group.rule];
         Plain own;

@@ -73,7 +73,7 @@ def test_what_it_stands_for(some: list[Touched]):
     assert torch.allclose(dense([joined]), dense(some))
     rows = sum(part.values.numel() for part in some)
     assert joined.values.numel() == rows  # nothing was written out
-    assert not grad.is_settled
+    assert not grad.is_materialized
 
 
 @given(first=several, second=several)
@@ -200,7 +200,7 @@ def test_attributes_do_not_settle_it():
     assert not grad.is_inference()
     assert "nnz=3" in repr(grad)
     assert "nnz=3" in f"{grad}"
-    assert not grad.is_settled
+    assert not grad.is_materialized
 
 
 def test_values_are_changed_in_place():
@@ -242,7 +242,7 @@ def test_other_changes_in_place():
     assert same(target.copy_(example()), example().to_dense())
 
 
-def test_what_is_settled_is_not_the_memory_of_autograd():
+def test_what_is_materialized_is_not_the_memory_of_autograd():
     grad = example()
     (part,) = grad._parts
     held = compact([part._replace(positions=part.positions[:2], source=None, scale=None)],
@@ -256,10 +256,10 @@ def test_what_is_settled_is_not_the_memory_of_autograd():
 
 
 @loads_sparse_tensors
-@pytest.mark.parametrize("settled", [False, True])
-def test_copies(settled: bool):
+@pytest.mark.parametrize("materialized", [False, True])
+def test_copies(materialized: bool):
     grad, wanted = example(), example().to_dense()
-    if settled:
+    if materialized:
         grad.to_dense()
     file = io.BytesIO()
     torch.save(grad, file)
@@ -383,7 +383,7 @@ def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
     weights[0].grad, weights[1].grad = grad, plain(grad)
     totals = [sparsestep.clip_grad_norm_([weight], 0.5, norm_type) for weight in weights]
     assert torch.allclose(*totals)
-    assert not grad.is_settled
+    assert not grad.is_materialized
     assert torch.allclose(weights[0].grad.to_dense(), weights[1].grad.to_dense())
     for weight in weights:
         sparsestep.clip_grad_value_([weight], 0.1)

@@ -58,7 +58,7 @@ def assert_same_gradients(ours: Model, theirs: Model) -> None:
 def assert_compact(model: Model) -> None:
     for table in (model.rows, model.means, model.largest):
         assert isinstance(table.weight.grad, Compact)
-        assert not table.weight.grad.is_settled
+        assert not table.weight.grad.is_materialized
 
 
 def ids_of(listed: Ids) -> Tensor:
@@ -105,12 +105,12 @@ def test_in_two_steps(foreach: bool | None):
     assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("materialized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_dtypes_and_gradients_that_were_written_out(dtype: torch.dtype, settled: bool):
+def test_dtypes_and_gradients_that_were_written_out(dtype: torch.dtype, materialized: bool):
     model, other = (after_backward(kinds, dtype=dtype) for kinds in (sparsestep.nn, nn))
     grad, wanted = model.rows.weight.grad, other.rows.weight.grad
-    if settled:
+    if materialized:
         grad._values()
     near = {"rtol": 2e-2, "atol": 2e-2}
     norm = torch.linalg.vector_norm(grad)
@@ -144,7 +144,7 @@ def test_lists_of_gradients(name: str):
         grads = [model.means.weight.grad, model.out.weight.grad]
         LISTS[name](grads)
         if kinds is sparsestep.nn:
-            assert not grads[0].is_settled
+            assert not grads[0].is_materialized
         results.append([grad.to_dense() for grad in grads])
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other)
@@ -157,7 +157,7 @@ def test_lists_that_are_made_anew():
     for made in (torch._foreach_mul(grads, 2.0), torch._foreach_clamp_max(grads, 0.1)):
         assert isinstance(made[0], Compact)
         assert type(made[1]) is Tensor
-    assert not grads[0].is_settled
+    assert not grads[0].is_materialized
     assert all(map(same, [grad.to_dense() for grad in grads], dense))
 
 
@@ -178,7 +178,7 @@ def test_bounds_that_would_move_what_is_not_held():
     for bounds in ((0.1, None), (None, -0.1), (math.nan, 1.0)):
         with pytest.raises(sparsestep.InputError, match="0 must be within the bounds"):
             grad.clamp_(*bounds)
-    assert not grad.is_settled
+    assert not grad.is_materialized
 
 
 def test_no_second_derivative():

@@ -109,8 +109,8 @@ def row_calls(draw: st.DrawFn, freq: bool = True, single: bool = True) -> Call:
 def plain(grad: Tensor) -> Tensor:
     """The ordinary gradient that a compact one stands for."""
     assert type(grad) is Compact
-    assert not grad.is_settled
-    return grad.clone().ordinary()
+    assert not grad.is_materialized
+    return grad.clone().materialize_()
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

@@ -139,7 +139,7 @@ def test_updates_are_those_of_torchs_module_to_the_bit(name: str, call: Call):
             call.backward(table)
             optimizer.step()
         assert isinstance(tables[0].weight.grad, Compact)
-    assert not tables[0].weight.grad.is_settled
+    assert not tables[0].weight.grad.is_materialized
     assert same_run(ours, theirs)
 
 

@@ -215,7 +215,7 @@ def test_the_gradient_stays_compact(loop: Loop):
     for name, param in model.named_parameters():
         if not name.startswith("out"):
             assert isinstance(param.grad, Compact)
-            assert not param.grad.is_settled
+            assert not param.grad.is_materialized
 
 
 @each_optimizer

@@ -102,7 +102,7 @@ class Rule:
         counted = {"step": step} if self.takes_step else {}
         new = self.update(old[0], grad, *old[1:], **counted, **hyper)
         given = [new] if isinstance(new, Tensor) else list(new)
-        names = ["param", *(kept.name for kept in self.state)]
+        names = ["param", *(spec.name for spec in self.state)]
         if len(given) != len(old):
             contract = f"rule {self.name!r} must return {len(old)} values: {', '.join(names)}"
             raise InputError(sentence(contract, len(given)))
@@ -116,4 +116,4 @@ class Rule:
     @cached_property
     def by_row(self) -> bool:
         """Whether it has to see whole rows."""
-        return any(kept.per_row for kept in self.state)
+        return any(spec.per_row for spec in self.state)

@@ -20,7 +20,7 @@ class _Jobs:
         states: list[Tensor],
         seed: int | None,
     ) -> bool: ...
-    def take(
+    def try_claim(
         self,
         group: tuple[int, tuple[str, ...], bool, tuple[float, ...], int],
         params: list[Tensor],

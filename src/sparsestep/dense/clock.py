@@ -92,16 +92,16 @@ class RowClock:
             self._latest = settings if self.constants == constants(settings) else None
         return self._latest is not None
 
-    def state_in(self, kept: Mapping[str, Any] | None) -> list[Tensor] | None:
+    def state_in(self, record: Mapping[str, Any] | None) -> list[Tensor] | None:
         """The state of the rule under which rows are behind.
 
         Args:
-            kept: what the optimizer keeps for the parameter.
+            record: what the optimizer keeps for the parameter.
 
         Returns:
             ``None`` where it is gone: whoever clears it wants the parameter to begin anew.
         """
-        found = [kept.get(spec.name) if kept else None for spec in self.rule.state]
+        found = [record.get(spec.name) if record else None for spec in self.rule.state]
         tensors = [memory_of(tensor) for tensor in found if tensor is not None]
         return tensors if len(tensors) == len(found) else None
 
@@ -219,7 +219,7 @@ class RowClock:
     def check(self, param: Tensor, state: list[Tensor]) -> None:
         """Refuse what is not of the shape that the rows were counted in."""
         shape = param.shape
-        wanted = [shape[:1] if kept.per_row else shape for kept in self.rule.state]
+        wanted = [shape[:1] if spec.per_row else shape for spec in self.rule.state]
         if shape[0] != self.rows or [tensor.shape for tensor in state] != wanted:
             contract = (
                 f"a parameter with rows that are behind must keep its shape, {self.rows} rows"

@@ -135,10 +135,10 @@ class PendingCatchUp:
         return clock
 
     def _anew(self) -> RowClock:
-        kept = self._update.record
-        done = int(kept.get("step", 0)) if kept else 0
+        record = self._update.record
+        done = int(record.get("step", 0)) if record else 0
         # State that was made in advance has seen no gradient either.
-        new = kept is None or (self._update.settings.rule.counts and not done)
+        new = record is None or (self._update.settings.rule.counts and not done)
         clock = RowClock(self._update.settings, self.rows, done, new=new)
         clock.owner = self._update.owner
         clock.among = self._among

@@ -69,11 +69,11 @@ class Native:
         tag = len(self._settings)
         group = settings.core.get(tag)
         if group is None:
-            names = tuple(kept.name for kept in settings.rule.state)
+            names = tuple(spec.name for spec in settings.rule.state)
             group = (twin[0], names, settings.rule.counts, _numbers(settings), tag)
             settings.core[tag] = group
         self._settings.append(settings)
-        declined: list[int] = self._jobs.take(
+        declined: list[int] = self._jobs.try_claim(
             group, params, state, known, seen, selections, grads, first
         )
         return declined

@@ -110,15 +110,15 @@ def _check_param(param: Tensor) -> None:
 
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
-    names = [kept.name for kept in rule.state]
+    names = [spec.name for spec in rule.state]
     if len(state) != len(names):
         contract = f"these options need the state {', '.join(names)}"
         raise InputError(sentence(contract, f"{len(state)} tensors"))
     tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
-    for kept, tensor in zip(rule.state, tensors, strict=True):
-        wanted = states.dtype_for(kept, param)
+    for spec, tensor in zip(rule.state, tensors, strict=True):
+        wanted = states.dtype_for(spec, param)
         if tensor.is_complex() != wanted.is_complex:
-            contract = f"the state {kept.name!r} of a {param.dtype} parameter must be {wanted}"
+            contract = f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted}"
             raise InputError(sentence(contract, tensor.dtype))
-        check_writable(f"the state {kept.name!r}", tensor)
+        check_writable(f"the state {spec.name!r}", tensor)
     return tensors

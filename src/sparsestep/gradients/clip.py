@@ -210,7 +210,7 @@ def _is_dense(grad: Tensor) -> bool:
 
 
 def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
-    return isinstance(grad, Compact) and not grad.is_settled
+    return isinstance(grad, Compact) and not grad.is_materialized
 
 
 def _check(grad: Tensor) -> None:

@@ -41,8 +41,9 @@ from sparsestep.torch_internals import (
 class Compact(Tensor):
     """A gradient that was never written out, in parts, each of which is a Touched.
 
-    Asking for its values, or anything else that only an ordinary tensor has, *settles* it: from
-    then on it is that tensor, so that what is done to the values in place is done to the gradient.
+    Asking for its values, or anything else that only an ordinary tensor has, *materializes* it:
+    from then on it is that tensor, so that what is done to the values in place is done to the
+    gradient.
 
     Example:
         >>> import sparsestep
@@ -56,49 +57,52 @@ class Compact(Tensor):
     """
 
     _parts: tuple[Touched, ...]
-    _ordinary: Tensor | None
+    _materialized: Tensor | None
 
     @property
-    def is_settled(self) -> bool:
+    def is_materialized(self) -> bool:
         """Whether it has become an ordinary tensor."""
-        return self._ordinary is not None
+        return self._materialized is not None
 
     # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
         """Whether it is sparse: it is, unless something dense was added."""
-        return self._ordinary is None or self._ordinary.is_sparse
+        return self._materialized is None or self._materialized.is_sparse
 
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]
         """The layout of the ordinary gradient."""
-        return torch.sparse_coo if self._ordinary is None else self._ordinary.layout
+        return torch.sparse_coo if self._materialized is None else self._materialized.layout
 
     def touched(self) -> Touched:
-        """The gradient in canonical form; no row is written out. Not once it is settled."""
-        assert self._ordinary is None
+        """The gradient in canonical form; no row is written out. Not once it is materialized."""
+        assert self._materialized is None
         if len(self._parts) == 1:
             return self._parts[0]
         return _joined(self._parts) if self._parts else _nothing(self)
 
-    def ordinary(self) -> Tensor:
+    def materialize_(self) -> Tensor:
         """The ordinary gradient that it is from now on."""
-        if self._ordinary is None:
-            self._ordinary = _written_out(self)
+        if self._materialized is None:
+            self._materialized = _written_out(self)
             self._parts = ()
-        return self._ordinary
+        return self._materialized
 
-    def become(self, other: Tensor) -> None:
+    def assign_(self, other: Tensor) -> None:
         """Take the values of another gradient."""
-        if isinstance(other, Compact) and not other.is_settled:
-            self._parts, self._ordinary = other._parts, None
+        if isinstance(other, Compact) and not other.is_materialized:
+            self._parts, self._materialized = other._parts, None
         else:
-            self._parts, self._ordinary = (), ordinary(other).detach().to(self.dtype, copy=True)
+            self._parts, self._materialized = (
+                (),
+                materialized(other).detach().to(self.dtype, copy=True),
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Looking at a gradient does not change what it is.
-        return repr(_written_out(self) if self._ordinary is None else self._ordinary)
+        return repr(_written_out(self) if self._materialized is None else self._materialized)
 
     @classmethod
     def __torch_function__(
@@ -108,8 +112,8 @@ class Compact(Tensor):
             tree_map_only(Compact, _check_not_recorded, (args, kwargs))
         elif func not in UNCHANGED and not isinstance(func, OPERATORS):
             if func == SET_DATA and isinstance(args[0], Compact):
-                return args[0].become(args[1])
-            return _on_ordinary(func, args, kwargs or {})
+                return args[0].assign_(args[1])
+            return _on_materialized(func, args, kwargs or {})
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -122,7 +126,7 @@ class Compact(Tensor):
             result = answer(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return _on_ordinary(func, args, kwargs or {})
+        return _on_materialized(func, args, kwargs or {})
 
 
 if core is not None:
@@ -149,11 +153,11 @@ def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compac
         Compact, shape, dtype=like.dtype, device=like.device
     )
     made._parts = tuple(parts)
-    made._ordinary = None
+    made._materialized = None
     return made
 
 
-# What torch may ask without settling it, and who answers. An answer may be NotImplemented.
+# What torch may ask without materializing it, and who answers. An answer may be NotImplemented.
 ANSWERS: dict[Any, Callable[..., Any]] = {}
 
 
@@ -161,7 +165,7 @@ def like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = Non
     """Another gradient of the same parameter."""
     with without_torch_function():  # shape, dtype and device are torch's business
         made = compact(parts, grad.shape, grad)
-    made._ordinary = ordinary
+    made._materialized = ordinary
     return made
 
 
@@ -252,9 +256,9 @@ def _written_out(grad: Compact) -> Tensor:
 def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
     if isinstance(grad, Compact):
-        if not grad.is_settled:
+        if not grad.is_materialized:
             return grad._parts
-        grad = grad.ordinary()
+        grad = grad.materialize_()
     if not grad.is_sparse:
         return None
     shape, leading = grad.shape, grad.sparse_dim()
@@ -268,24 +272,24 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     return (Touched(positions, values, slots, shape[leading:].numel()),)
 
 
-def ordinary(tensor: Any) -> Any:
+def materialized(tensor: Any) -> Any:
     """A compact gradient as the ordinary one that it is from now on; anything else as it is."""
-    return tensor.ordinary() if isinstance(tensor, Compact) else tensor
+    return tensor.materialize_() if isinstance(tensor, Compact) else tensor
 
 
 # What is done to an ordinary gradient
 
 
-def _on_ordinary(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _on_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked: dict[int, Compact] = {}
 
-    def settled(grad: Compact) -> Tensor:
+    def written_out(grad: Compact) -> Tensor:
         _check_not_recorded(grad)
-        found = grad.ordinary()
+        found = grad.materialize_()
         asked[id(found)] = grad
         return found
 
-    args, kwargs = tree_map_only(Compact, settled, (tuple(args), kwargs))
+    args, kwargs = tree_map_only(Compact, written_out, (tuple(args), kwargs))
     result = func(*args, **kwargs)
     # What changes a tensor returns it: the gradient, not what is inside.
     if is_in_place(func) and id(result) in asked:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.gradients.compact import ANSWERS, Compact, like, ordinary, parts_of
+from sparsestep.gradients.compact import ANSWERS, Compact, like, materialized, parts_of
 from sparsestep.gradients.compact_tensor import answer_lists, in_place, one_by_one
 from sparsestep.gradients.merge import sums
 from sparsestep.gradients.norms import elements
@@ -41,7 +41,7 @@ def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
     """The gradient with its sums between bounds, a row of its own for each slot.
 
     Args:
-        grad: not settled.
+        grad: not materialized.
         low: at most 0, for what the gradient does not hold is 0; ``None`` for no bound.
         high: at least 0; ``None`` for no bound.
 
@@ -84,13 +84,13 @@ def _clamp_in_place(grad: Any, low: Any = None, high: Any = None) -> Any:
     found = _clamp(grad, low, high)
     if found is NotImplemented:
         return NotImplemented
-    grad.become(found)
+    grad.assign_(found)
     return grad
 
 
 def _unscale(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """What GradScaler does to all gradients: it looks at every value, so these are written out."""
-    strided = [coo_values(grad) if grad.is_sparse else ordinary(grad) for grad in tensors]
+    strided = [coo_values(grad) if grad.is_sparse else materialized(grad) for grad in tensors]
     foreach_unscale_(strided, found_inf, inverse_scale)
 
 

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.gradients.compact import ANSWERS, Compact, like, ordinary, parts_of
+from sparsestep.gradients.compact import ANSWERS, Compact, like, materialized, parts_of
 
 _aten = torch.ops.aten
 
 
 def _detach(grad: Compact) -> Compact:
-    if grad._ordinary is not None:
-        return like(grad, (), grad._ordinary.detach())
+    if grad._materialized is not None:
+        return like(grad, (), grad._materialized.detach())
     return like(grad, grad._parts)
 
 
 def _clone(grad: Compact, *, memory_format: object = None) -> Compact:
-    if grad._ordinary is not None:
-        return like(grad, (), grad._ordinary.clone())
+    if grad._materialized is not None:
+        return like(grad, (), grad._materialized.clone())
     return like(grad, grad._parts)
 
 
@@ -38,17 +38,17 @@ def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> An
 
 def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, Compact):
-        to.become(grad)
+        to.assign_(grad)
         return to
-    grad = ordinary(grad)
+    grad = materialized(grad)
     return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
 
 
 def _zero(grad: Compact) -> Compact:
     if grad.is_sparse:
-        grad._parts, grad._ordinary = (), None  # sparse zeros are no entries at all
+        grad._parts, grad._materialized = (), None  # sparse zeros are no entries at all
     else:
-        grad.ordinary().zero_()
+        grad.materialize_().zero_()
     return grad
 
 
@@ -66,7 +66,7 @@ def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[...,
             if in_place or not _is_number(grad) or operation is not torch.mul:
                 return NotImplemented
             grad, factors = factors[0], (grad,)
-        if grad.is_settled or not all(map(_is_number, factors)):
+        if grad.is_materialized or not all(map(_is_number, factors)):
             return NotImplemented
         parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad._parts)
         if any(part.values.dtype != grad.dtype for part in parts):
@@ -87,7 +87,7 @@ def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
         ours, theirs = parts_of(first), parts_of(second)
         if ours is not None and theirs is not None:
             return like(first, ours + theirs)
-    first, second = ordinary(first), ordinary(second)
+    first, second = materialized(first), materialized(second)
     return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
 
 
@@ -102,9 +102,9 @@ def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
     if total is NotImplemented:
         return NotImplemented
     if isinstance(total, Compact):
-        first._parts, first._ordinary = total._parts, None
+        first._parts, first._materialized = total._parts, None
     else:
-        first._parts, first._ordinary = (), total
+        first._parts, first._materialized = (), total
     return first
 
 

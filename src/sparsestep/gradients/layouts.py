@@ -52,8 +52,8 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
 
 
 def _from_compact(param: Tensor, grad: Compact) -> Touched:
-    if grad.is_settled:
-        return _from_tensor(param, grad.ordinary())
+    if grad.is_materialized:
+        return _from_tensor(param, grad.materialize_())
     _check_fits(param, grad)
     return grad.touched()
 

@@ -33,8 +33,8 @@ def elements(grad: Tensor, order: float) -> Tensor:
         values, mask = held_by(grad)
         found = values[mask].to(torch.promote_types(grad.dtype, torch.float32))
         return _with_the_rest(found, found.numel(), grad, order)
-    if isinstance(grad, Compact) and grad.is_settled:
-        grad = grad.ordinary()
+    if isinstance(grad, Compact) and grad.is_materialized:
+        grad = grad.materialize_()
     if not grad.is_sparse:
         return grad
     rows = _row_norms(grad, order)

@@ -26,4 +26,4 @@ def write_out_for_ddp(weight: Tensor) -> None:
 def _write_out(weight: Tensor) -> None:
     grad = weight.grad
     if isinstance(grad, Compact):
-        weight.grad = grad.ordinary()
+        weight.grad = grad.materialize_()

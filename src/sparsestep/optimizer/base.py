@@ -259,12 +259,12 @@ class RuleOptimizer(CatchesUp):
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
-        kept = {
+        own = {
             "engine": self.engine,
             "semantics": self.semantics,
             "_option_names": self._option_names,
         }
-        return {**super().__getstate__(), **kept}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Torch calls this at the end of load_state_dict too, with state and groups alone.

@@ -65,12 +65,12 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
             if key not in saved["state"]:
                 continue
             try:
-                kept = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
+                record = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
             except InputError as error:
                 raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
-            if kept.get("step") is not None:
-                kept["step"] = optimizer._new_count(known, param, int(kept["step"]))
-            found.state.append((param, kept))
+            if record.get("step") is not None:
+                record["step"] = optimizer._new_count(known, param, int(record["step"]))
+            found.state.append((param, record))
     return found
 
 

@@ -70,7 +70,7 @@ class StateKeeper(Declaration):
         if gradient is None or any(tensor.is_inference() for tensor in tensors):
             return  # what is an inference tensor may be written at some times only
         if known is None:
-            states.settle(memory, state, gradient)
+            states.use_huge_pages(memory, state, gradient)
             if len(self._known) > sum(len(group["params"]) for group in self.param_groups):
                 self._known.clear()  # parameters were taken out of the groups
         self._known[id(param)] = (param, *addresses)
@@ -157,7 +157,7 @@ class StateKeeper(Declaration):
                 if self._rule_for(group).state and not all(map(self.state.get, group["params"])):
                     contract = "with dampening a first step makes the state, before it is shared"
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
-        tensors = (value for kept in self.state.values() for value in kept.values())
+        tensors = (value for record in self.state.values() for value in record.values())
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 tensor.share_memory_()

@@ -27,7 +27,7 @@ class Records(defaultdict[Tensor, Any]):
 
     Args:
         records: what there is.
-        complete: makes what is missing; a method, which is not kept alive.
+        complete: makes what is missing; a method, which is not spec alive.
     """
 
     def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
@@ -49,21 +49,21 @@ class Records(defaultdict[Tensor, Any]):
     copy = __copy__
 
 
-def shape_for(kept: State, param: Tensor) -> torch.Size:
+def shape_for(spec: State, param: Tensor) -> torch.Size:
     """The shape of a state tensor: the parameter's, or its first dim alone."""
-    return param.shape[:1] if kept.per_row else param.shape
+    return param.shape[:1] if spec.per_row else param.shape
 
 
-def dtype_for(kept: State, param: Tensor, state_dtype: torch.dtype | None = None) -> torch.dtype:
+def dtype_for(spec: State, param: Tensor, state_dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype of a state tensor: what was asked for, else the parameter's, at least float32.
 
     Running averages in half precision stall: an average of 0.25 in bfloat16 no longer moves when a
     thousandth of the new value is added to it.
     """
-    if kept.dtype is not None:
-        return kept.dtype
+    if spec.dtype is not None:
+        return spec.dtype
     if param.dtype in COMPLEX:
-        return param.real.dtype if kept.per_row else param.dtype
+        return param.real.dtype if spec.per_row else param.dtype
     if state_dtype is not None:
         return state_dtype
     return torch.float64 if param.dtype == torch.float64 else torch.float32
@@ -78,10 +78,10 @@ def new(
 ) -> list[Tensor]:
     """State for a parameter's first step, which is with this gradient (``None``: not known yet)."""
     touches = _touches(param, touched) if touched is not None else 0
-    return [_made(kept, param, options, state_dtype, touches) for kept in rule.state]
+    return [_made(spec, param, options, state_dtype, touches) for spec in rule.state]
 
 
-def settle(param: Tensor, tensors: list[Tensor] | None, touched: Touched) -> None:
+def use_huge_pages(param: Tensor, tensors: list[Tensor] | None, touched: Touched) -> None:
     """Ask for huge pages where they pay, for what was allocated before its use was known."""
     touches = _touches(param, touched)
     pages.gather_into_huge_pages(param, touches)
@@ -94,18 +94,18 @@ def _touches(param: Tensor, touched: Touched) -> int:
 
 
 def _made(
-    kept: State,
+    spec: State,
     param: Tensor,
     options: Mapping[str, Any],
     state_dtype: torch.dtype | None,
     touches: int,
 ) -> Tensor:
-    dtype = dtype_for(kept, param, state_dtype)
-    value = options[kept.initial] if isinstance(kept.initial, str) else kept.initial
-    if not kept.per_row and not param.is_contiguous():
+    dtype = dtype_for(spec, param, state_dtype)
+    value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
+    if not spec.per_row and not param.is_contiguous():
         # Elements in the parameter's own order, as torch does it.
         return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
-    return pages.full(shape_for(kept, param), _in(dtype, value), dtype, param.device, touches)
+    return pages.full(shape_for(spec, param), _in(dtype, value), dtype, param.device, touches)
 
 
 def _in(dtype: torch.dtype, value: float) -> complex:
@@ -117,28 +117,28 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
     """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
     tensors = []
     shape, on_cpu = param.shape, param.is_cpu
-    for kept in rule.state:
-        tensor = state.get(kept.name)
+    for spec in rule.state:
+        tensor = state.get(spec.name)
         if not isinstance(tensor, Tensor):
-            contract = f"the state must hold a tensor {kept.name!r}"
+            contract = f"the state must hold a tensor {spec.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
-        wanted = shape[:1] if kept.per_row else shape
+        wanted = shape[:1] if spec.per_row else shape
         if tensor.shape != wanted or not same_device:
             raise InputError(
                 sentence(
-                    f"the state {kept.name!r} must have shape {tuple(wanted)} and be on "
+                    f"the state {spec.name!r} must have shape {tuple(wanted)} and be on "
                     f"{param.device}, like the parameter",
                     f"{tuple(tensor.shape)} on {tensor.device}",
                     "Was the parameter replaced? Make a new optimizer for it",
                 )
             )
         if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
-            contract = f"the state {kept.name!r} must be of a real float dtype"
+            contract = f"the state {spec.name!r} must be of a real float dtype"
             raise InputError(sentence(contract, tensor.dtype))
         if tensor.layout is not torch.strided:
-            contract = f"the state {kept.name!r} must be a strided tensor"
+            contract = f"the state {spec.name!r} must be a strided tensor"
             raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
@@ -169,7 +169,7 @@ def loaded(
     Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
     moments. The tensors are copies: the checkpoint stays as it is while training goes on.
     """
-    known = {kept.name: kept for kept in rule.state}
+    known = {spec.name: spec for spec in rule.state}
     result = dict(saved)
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):

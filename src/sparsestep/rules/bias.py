@@ -73,19 +73,19 @@ def rules(
     """
 
     def with_steps(
-        param: Tensor, grad: Tensor, *kept: Tensor, step: int, lr: float, betas: Pair, eps: float
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Pair, eps: float
     ) -> tuple[Tensor, ...]:
         correction = by_step(step, lr, betas)
         new: tuple[Tensor, ...] = update(
-            param, grad, *kept, correction=correction, betas=betas, eps=eps
+            param, grad, *state, correction=correction, betas=betas, eps=eps
         )
         return new
 
     def with_rows(
-        param: Tensor, grad: Tensor, *kept: Tensor, step: int, lr: float, betas: Pair, eps: float
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Pair, eps: float
     ) -> tuple[Tensor, ...]:
-        correction, row_step = by_row(kept[-1], lr, betas)
-        new = update(param, grad, *kept[:-1], correction=correction, betas=betas, eps=eps)
+        correction, row_step = by_row(state[-1], lr, betas)
+        new = update(param, grad, *state[:-1], correction=correction, betas=betas, eps=eps)
         return *new, row_step
 
     return {

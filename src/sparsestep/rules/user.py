@@ -143,9 +143,9 @@ def rule(
     """
     if function is None:
         return lambda function: rule(function, state=state, row_state=row_state, compile=compile)
-    kept = (*_kept("state", state), *_kept("row_state", row_state, per_row=True))
-    signature = _checked_signature(function, kept)
-    made = Rule(function.__name__, _guarded(function, signature, compile), kept)
+    specs = (*_specs("state", state), *_specs("row_state", row_state, per_row=True))
+    signature = _checked_signature(function, specs)
+    made = Rule(function.__name__, _guarded(function, signature, compile), specs)
     return _optimizer_class(function, made, signature)
 
 
@@ -161,11 +161,11 @@ _RESERVED = frozenset(
 )
 
 
-def _kept(argument: str, given: Any, per_row: bool = False) -> list[State]:
+def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
     contract = f"{argument} must map names to first values, as in {argument}={{'sum': 0.0}}"
     if not isinstance(given, Mapping | None):
         raise InputError(sentence(contract, repr(given)))
-    kept = []
+    specs = []
     for name, first in (given or {}).items():
         if not isinstance(name, str) or not isinstance(first, int | float):
             raise InputError(sentence(contract, repr(given)))
@@ -173,11 +173,11 @@ def _kept(argument: str, given: Any, per_row: bool = False) -> list[State]:
             contract = f"{argument} must not have the name of the step count"
             remedy = "To get the count, take step as a keyword-only argument"
             raise InputError(sentence(contract, repr(name), remedy))
-        kept.append(State(name, float(first), per_row=per_row))
-    return kept
+        specs.append(State(name, float(first), per_row=per_row))
+    return specs
 
 
-def _checked_signature(function: Formula, kept: tuple[State, ...]) -> inspect.Signature:
+def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.Signature:
     """The function must take what it will be called with."""
     if not callable(function) or not hasattr(function, "__name__"):
         remedy = "Its state goes into state= or row_state="
@@ -191,7 +191,7 @@ def _checked_signature(function: Formula, kept: tuple[State, ...]) -> inspect.Si
     arguments = signature.parameters.values()
     places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     others = [a for a in arguments if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-    wanted = ["param", "grad", *(spec.name for spec in kept)]
+    wanted = ["param", "grad", *(spec.name for spec in specs)]
     if len(places) != len(wanted) or places[2:] != wanted[2:] or others:
         remedy = "Its state is named in state= or row_state=; its options come after a *"
         contract = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"

@@ -134,12 +134,12 @@ def element_states(rule: Rule) -> int:
         >>> element_states(rule_of(SparseAdam))
         2
     """
-    return sum(not kept.per_row for kept in rule.state)
+    return sum(not spec.per_row for spec in rule.state)
 
 
 def tensors(rule: Rule, optimizer: Optimizer, params: list[Parameter]) -> list[list[Tensor]]:
     """The state of each parameter, in the order in which the rule takes it."""
-    return [[optimizer.state[param][kept.name] for kept in rule.state] for param in params]
+    return [[optimizer.state[param][spec.name] for spec in rule.state] for param in params]
 
 
 class Native(OptimizerContestant):
@@ -179,7 +179,7 @@ class Reference(OptimizerContestant):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         rule = sparse_adam.RULES[False]
-        names = [kept.name for kept in rule.state]
+        names = [spec.name for spec in rule.state]
         shared = workload.states.get(rule.name)
         if shared is not None:
             for param, state in zip(self.params, shared, strict=True):
