@@ -229,8 +229,8 @@ void test_recompute() {
         CatchUpWork work = work_on(after, history, true);
         work.buffer = work.square = -1;
         work.powers[0] = work.powers[1] = nullptr;
-        const double coefficients[] = {rate, beta, l1, l2};
-        std::copy_n(coefficients, 4, work.coefficients);
+        const double options[] = {1 / rate, beta, l1, l2};
+        std::copy_n(options, 4, work.options);
         const MotionKernels& kernels = kernels_of("ftrl", set);
         (sizeof(T) == 4 ? kernels.catch_up_float : kernels.catch_up_double)(work, {0, rows, 0, 1});
         check(after.buffer == before.buffer && after.square == before.square, "ftrl: state");
