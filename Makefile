@@ -11,13 +11,17 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test lint format fuzz fuzz-properties sanitize sanitize-module bench clean
+.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto
+
+# With every instruction set in every test, and what takes long.
+test-all: $(INSTALLED)
+	SPARSESTEP_TESTS=all $(BIN)/python -m pytest --numprocesses auto
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -42,11 +46,10 @@ fuzz-properties: $(INSTALLED)
 	while SPARSESTEP_HYPOTHESIS=fuzz $(BIN)/python -m pytest tests/properties/test_properties.py tests/properties/test_parity.py -x; do :; done
 
 # The core's own tests under AddressSanitizer and UndefinedBehaviourSanitizer and under
-# ThreadSanitizer, both at once, since most of it is one file each for the compiler; then the
-# extension as Python uses it, under the first two.
+# ThreadSanitizer, both at once, since most of it is one file each for the compiler. The extension as
+# Python uses it, under the first two, is `make sanitize-module`.
 sanitize:
 	+$(MAKE) --jobs 2 --output-sync=target sanitize-address,undefined sanitize-thread
-	+$(MAKE) sanitize-module
 
 sanitize-%:
 	cmake -S . -B build/sanitize-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \

@@ -21,6 +21,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests to ``make test-all``."""
+    if os.environ.get("SPARSESTEP_TESTS") == "all":
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_said_before():
     """What is said once is said in every test that gives the reason."""

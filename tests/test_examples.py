@@ -38,7 +38,11 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.parametrize("options", [[], ["--float32"]], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["--float32"], marks=pytest.mark.slow)],
+    ids=["float64", "float32"],
+)
 def test_one_optimizer_trains_like_two(options: list[str]):
     done = run("one_optimizer.py", "--steps", "40", *options)
     assert done.returncode == 0, done.stderr
@@ -51,6 +55,7 @@ def test_one_optimizer_trains_like_two(options: list[str]):
     assert float(ours) < 0.67  # it has learned something: tossing a coin has 0.69
 
 
+@pytest.mark.slow
 def test_one_optimizer_says_what_is_wrong_with_an_option():
     done = run("one_optimizer.py", "--steps", "0")
     assert done.returncode == 2
@@ -78,12 +83,14 @@ def test_the_recommender_learns_and_agrees_with_plain_torch():
     assert speeds is not None
 
 
+@pytest.mark.slow
 def test_the_recommender_with_single_ids_says_so():
     done = run("recommender.py", "--quick", "--single", "--steps", "1", "--held-out", "512")
     assert done.returncode == 0, done.stderr
     assert "26 ids per example" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--steps", "--batch"])
 def test_the_recommender_says_what_is_wrong_with_an_option(option: str):
     done = run("recommender.py", option, "0")

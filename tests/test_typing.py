@@ -65,6 +65,7 @@ def test_a_users_script_has_no_errors(tmp_path: Path):
     assert strictly("user_script.py", tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_mistakes_are_found(tmp_path: Path):
     lines = (SCRIPTS / "wrong_script.py").read_text().splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}

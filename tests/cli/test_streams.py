@@ -87,6 +87,7 @@ def test_a_full_disk_is_said_in_one_line(
     assert "No space left on device" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["info"], ["--help"]])
 @pytest.mark.parametrize("where", [broken_pipe, full_disk])
 def test_a_whole_process(where, arguments: list[str]) -> None:

@@ -360,7 +360,7 @@ def catch_up_each(clock: RowClock, runs: list[Any]) -> None:
     for one, param, state, engine, _ in runs:
         one.history = clock.history
         with running_on(engine) as name:
-            one._catch_up_rows(param, state, None, engine=name)
+            one.catch_up_rows(param, state, None, engine=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep import core
 from sparsestep.gradients.touched import Touched
-from tests.table import VARIANTS, same_bits
+from tests.table import ENGINES, VARIANTS, same_bits
 
 NATIVE = Path(__file__).parents[2] / "native"
 
@@ -37,12 +37,13 @@ def test_the_plainest_instruction_set_is_everywhere():
     assert core.instruction_sets()["baseline"]
 
 
-@pytest.mark.parametrize("name", [n for n, here in core.instruction_sets().items() if here])
+@pytest.mark.parametrize("name", ENGINES[1:])
 def test_the_environment_forces_an_instruction_set(name: str):
     code = "from sparsestep import core; print(core.instruction_set())"
     assert run_python(code, SPARSESTEP_ISA=name).stdout.strip() == name
 
 
+@pytest.mark.slow
 def test_an_unknown_instruction_set_is_refused():
     code = "from sparsestep import core; core.instruction_set()"
     done = run_python(code, SPARSESTEP_ISA="mmx")
@@ -82,6 +83,7 @@ def test_a_catch_up_that_makes_no_sense_is_refused():
         work.run(threads=1, instruction_set=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "table"), [("kernels/kernels.cpp", "kernels"), ("bench/limit.cpp", "limits")]
 )

@@ -70,7 +70,7 @@ print(caught)
     ("semantics", "engine", "kind"),
     [
         ("masked", "auto", "adagrad"),
-        ("masked", "reference", "adagrad"),
+        pytest.param("masked", "reference", "adagrad", marks=pytest.mark.slow),
         ("dense", "auto", "sgd"),
     ],
 )

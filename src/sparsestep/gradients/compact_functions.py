@@ -20,7 +20,7 @@ def is_in_place(func: Any) -> bool:
 
 # What modes that watch torch's operators call: these come to __torch_dispatch__ next.
 OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # These have to do with the values, the other attributes of a tensor only with the tensor.
 _OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
@@ -59,8 +59,10 @@ def _named(names: Iterable[str]) -> Iterator[Any]:
                 yield getattr(owner, name)
 
 
-OF_ALL_VALUES = frozenset([*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm])
-UNCHANGED = frozenset(
+OF_ALL_VALUES: frozenset[Any] = frozenset(
+    [*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm]
+)
+UNCHANGED: frozenset[Any] = frozenset(
     [
         *(attribute.__get__ for attribute in _ATTRIBUTES),
         *(attribute.__set__ for attribute in _ATTRIBUTES),
