@@ -9,9 +9,12 @@ import torch
 
 from sparsestep import core, errors
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("all", derandomize=True, deadline=None, max_examples=100)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("SPARSESTEP_HYPOTHESIS", "ci"))
+everything = os.environ.get("SPARSESTEP_TESTS") == "all"
+profile = os.environ.get("SPARSESTEP_HYPOTHESIS", "all" if everything else "ci")
+hypothesis.settings.load_profile(profile)
 
 # Tests make broken tensors on purpose; torch asks to be told so explicitly.
 torch.sparse.check_sparse_tensor_invariants.disable()
@@ -23,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests to ``make test-all``."""
-    if os.environ.get("SPARSESTEP_TESTS") == "all":
+    if everything:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     if slow:
