@@ -2,5 +2,5 @@
 
 ``clock`` knows how far each row is, ``history`` what the steps since have been, ``reference`` and
 ``kernel`` do what was missed; ``tracking``, ``guard`` and ``watching`` see who reads a row. May
-import ``contract`` and what lies below; optimizers are passed in.
+import ``engines`` and what lies below; optimizers are passed in.
 """

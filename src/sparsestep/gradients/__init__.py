@@ -1,6 +1,6 @@
 """Gradients of every layout, and the one form that they become: ``touched.Touched``.
 
-``layouts`` turns a gradient into it and ``masks`` makes it smaller; ``compact`` is an embedding's
-gradient as it comes, ``compact_tensor`` and ``compact_clip`` how torch sees it; ``merge`` sums
-duplicates; ``norms`` and ``clip`` are for clipping. May import ``memory``, ``core`` and ``errors``.
+``layouts`` and ``compressed`` turn a gradient into it, ``masks`` makes it smaller, ``merge`` sums
+duplicates. ``compact`` is an embedding's gradient as it comes; the other ``compact_*`` modules are
+how torch sees it. ``norms`` and ``clip`` are for clipping. May import ``memory`` and what lies below.
 """

@@ -298,12 +298,14 @@ def _multiply(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> No
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, some in by_device.items():
         # Torch's kernel for lists does not write conjugate or negative views.
-        one_by_one = [t for t in some if foreach is False or t.is_conj() or t.is_neg()]
-        for tensor in one_by_one:
-            tensor.mul_(factor.to(device))
-        if len(one_by_one) < len(some):
-            left = [tensor for tensor in some if not any(tensor is one for one in one_by_one)]
-            foreach_mul_(left, factor.to(device))
+        listed = []
+        for tensor in some:
+            if foreach is False or tensor.is_conj() or tensor.is_neg():
+                tensor.mul_(factor.to(device))
+            else:
+                listed.append(tensor)
+        if listed:
+            foreach_mul_(listed, factor.to(device))
 
 
 def _values(grad: Tensor) -> Tensor:
