@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract.motion import Motion, Quotient
+from sparsestep.surroundings import stack
 
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18
@@ -95,7 +96,7 @@ class History:
         powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
         self._terms = len(ratios)
         if ratios:
-            self._ratios = torch.stack(powers)
+            self._ratios = stack(powers)
             self._weight = array("d", [0.0]) * self._terms
             self._weights = _shared(self._weight).unsqueeze(1)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsestep.dense.clock import RowClock
 from sparsestep.engines.protocol import ParamUpdate
-from sparsestep.errors import StaleWarning, warn_once
+from sparsestep.errors import InputError, StaleWarning, warn_once
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import check_positions
 
@@ -135,8 +135,12 @@ class PendingCatchUp:
         return clock
 
     def _anew(self) -> RowClock:
-        record = self._update.record
-        done = int(record.get("step", 0)) if record else 0
+        record, done = self._update.record, 0
+        if record and "step" in record:
+            try:
+                done = self._update.steps_taken()
+            except InputError as error:
+                raise self._update.refuse(error) from None
         # State that was made in advance has seen no gradient either.
         new = record is None or (self._update.settings.rule.counts and not done)
         clock = RowClock(self._update.settings, self.rows, done, new=new)

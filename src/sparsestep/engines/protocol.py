@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract.rule import Rule
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import Touched
 
@@ -80,6 +80,17 @@ class ParamUpdate:
     written: list[Tensor] = field(default_factory=list)
     step: int = 1
     seed: int | None = None
+
+    def steps_taken(self) -> int:
+        """How many steps its record says were taken; 1 where a record does not count them."""
+        if self.record is None:
+            return 0
+        contract = "the state's 'step' must say how many steps were taken"
+        with usable(contract):
+            taken = int(self.record.get("step", 1))
+        if taken < 0:
+            raise InputError(sentence(contract, taken))
+        return taken
 
     def refuse(self, why: object) -> InputError:
         """The error that names the parameter."""

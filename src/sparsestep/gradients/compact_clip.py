@@ -18,6 +18,7 @@ from sparsestep.gradients.compact_tensor import answer_lists, in_place, one_by_o
 from sparsestep.gradients.merge import sums
 from sparsestep.gradients.norms import elements
 from sparsestep.gradients.touched import Touched
+from sparsestep.surroundings import cat
 from sparsestep.torch_internals import coo_values, foreach_unscale_
 
 _aten = torch.ops.aten
@@ -67,8 +68,8 @@ def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
     found = [(slots, total.clamp(low, high).to(grad.dtype)) for slots, total in sums(touched)]
     if not found:
         return like(grad, ())
-    positions = torch.cat([slots for slots, _ in found])
-    values = torch.cat([total for _, total in found])
+    positions = cat([slots for slots, _ in found])
+    values = cat([total for _, total in found])
     return like(grad, (Touched(positions, values, touched.slots, touched.block),))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsestep.contract.rule import Rule
 from sparsestep.engines import rounding
 from sparsestep.engines.protocol import ParamUpdate, Settings
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
@@ -101,12 +101,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
             masks.checked(selection.mask, [param], by_row=rule.by_row)
         gradient = masks.select(gradient, selection, param.numel())
     update.written, update.touched = in_real_numbers(param, update.state, gradient)
-    if update.record is not None:
-        contract = "the state's 'step' must say how many steps were taken"
-        with usable(contract):
-            update.step = int(update.record.get("step", 1)) + 1
-        if update.step < 1:
-            raise InputError(sentence(contract, update.step - 1))
+    update.step = update.steps_taken() + 1
     if settings.seed is not None:
         update.seed = rounding.seed_for(settings.seed, place, update.step)
 

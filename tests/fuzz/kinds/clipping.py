@@ -63,7 +63,8 @@ def clipping(chance: Chance, say: Say) -> None:
         for shadow, (_, d) in zip(shadows, held, strict=True):
             shadow.grad = d.clone()
         exact = nn.utils.clip_grad_norm_(shadows, bound, order)
-        _close("norm", norm, exact, params[0].dtype)
+        # In torch's dtype: what float16 cannot hold is infinite there.
+        _close("norm", norm, exact.to(norm.dtype), params[0].dtype)
         wanted = [shadow.grad for shadow in shadows]
     for (param, _), want in zip(held, wanted, strict=True):
         _close("gradient", gradients.as_dense(param.grad), want, param.dtype, _of_entries(param))
