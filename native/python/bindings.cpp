@@ -9,6 +9,7 @@
 #include "core/compressed.h"
 #include "core/dispatch.h"
 #include "core/team.h"
+#include "python/again.h"
 #include "python/catch_up.h"
 #include "python/jobs.h"
 
@@ -79,20 +80,30 @@ nb::list instruction_set_names() {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    // Optimizers may live until the interpreter ends, and Groups with them.
+    nb::set_leak_warnings(false);
     watch_forks();
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
+    nb::class_<Group>(module, "Group", "What a param group says about its updates.")
+        .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple>(), nb::arg("rule"),
+             nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"), nb::arg("shrink"),
+             nb::arg("options"));
+    module.def("step_again", &step_again, nb::arg("instruction_set"), nb::arg("groups"),
+               nb::arg("before"), nb::arg("state"), nb::arg("known"), nb::arg("threads"),
+               "Do a step whose groups say what they said; false, and nothing done, otherwise.");
     nb::class_<Jobs>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
-        .def("add", &Jobs::add, nb::arg("rule"), nb::arg("numbers"), nb::arg("step"),
-             nb::arg("touched"), nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
+        .def("add", &Jobs::add, nb::arg("group"), nb::arg("step"), nb::arg("touched"),
+             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("owner"),
+             nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")
-        .def("try_claim", &Jobs::try_claim, nb::arg("group"), nb::arg("params"), nb::arg("state"),
-             nb::arg("known"), nb::arg("seen"), nb::arg("selections").none(),
+        .def("try_claim", &Jobs::try_claim, nb::arg("group"), nb::arg("owner"), nb::arg("params"),
+             nb::arg("state"), nb::arg("known"), nb::arg("seen"), nb::arg("selections").none(),
              nb::arg("grads").none(), nb::arg("first"),
              "Add jobs for the parameters in the usual form; the numbers of the others.")
         .def("prepare", &Jobs::prepare, nb::arg("threads"),
-             "Do all that may fail and write nothing. Where a position is no slot, return (tag of "
-             "its group or -1, number in the group or among those added, slots, position).")
+             "Do all that may fail and write nothing. Where a position is no slot, return (owner, "
+             "number in the group, slots, position).")
         .def("commit", &Jobs::commit,
              "Apply what was prepared and count the steps of what was taken. Nothing can fail, and "
              "no signal handler of Python's comes between.");

@@ -1,8 +1,11 @@
-// What param groups and step counts are to the core. Included by jobs.h alone.
+// What param groups and step counts are to the core. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <vector>
+
+#include "core/dispatch.h"
 #include "python/tensors.h"
 
 namespace sparsestep {
@@ -28,21 +31,47 @@ bool is_address(nb::handle number, const void* data) {
     return found == data;
 }
 
-// What the parameters of one group have in common.
+// What a param group says about its updates: made once, when Python's side has read the group.
 struct Group {
     int rule;
-    nb::tuple names;    // of the rule's state: first per element, then per row
-    bool counts;        // whether a parameter's state has a step count
-    nb::tuple numbers;  // sign of the gradient, l2, shrink, options of the rule
-    int tag;            // returned with a bad entry
+    nb::tuple names;  // of the rule's state: first per element, then per row
+    bool counts;      // whether a parameter's state has a step count
+    bool negate;      // to maximize
+    double l2, shrink;
+    std::vector<double> options;  // of the rule
 
-    explicit Group(nb::tuple read)
-        : rule(nb::cast<int>(read[0])),
-          names(nb::cast<nb::tuple>(read[1])),
-          counts(nb::cast<bool>(read[2])),
-          numbers(nb::cast<nb::tuple>(read[3])),
-          tag(nb::cast<int>(read[4])) {}
+    Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
+          nb::tuple options)
+        : rule(rule), names(names), counts(counts), negate(sign < 0), l2(l2), shrink(shrink) {
+        const KernelTable table = instruction_sets()[0].kernels;
+        if (rule < 0 || rule >= table.count) throw nb::value_error("no such rule");
+        const RuleKernels& of = table.rules[rule];
+        if (nb::len(names) != size_t(of.states + of.slot_states) ||
+            nb::len(options) != size_t(of.options)) {
+            throw nb::value_error("a rule was given the wrong number of states or options");
+        }
+        for (nb::handle option : options) this->options.push_back(nb::cast<double>(option));
+    }
+
+    void write_to(Job& job, int64_t step) const {
+        job.negate = negate;
+        job.l2 = l2;
+        job.shrink = shrink;
+        for (size_t i = 0; i < options.size(); ++i) job.options[i] = options[i];
+        job.step = double(step);
+    }
 };
+
+// Whether a dict has these very objects as its values, in this order.
+bool has_values(nb::handle dict, nb::handle values) {
+    if (!PyDict_Check(dict.ptr()) || nb::len(dict) != nb::len(values)) return false;
+    PyObject *key, *value;
+    Py_ssize_t next = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(dict.ptr(), &next, &key, &value); ++i) {
+        if (PyTuple_GET_ITEM(values.ptr(), i) != value) return false;
+    }
+    return true;
+}
 
 // A step count: a Python number, or the one element of a tensor. Owns what it points to.
 struct Count {

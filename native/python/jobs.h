@@ -12,6 +12,7 @@
 #include "core/step.h"
 #include "python/groups.h"
 #include "python/tensors.h"
+#include "python/usual.h"
 
 namespace sparsestep {
 namespace {
@@ -53,17 +54,16 @@ public:
     explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
 
     // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
-    // says it is; `numbers` are (sign of the gradient, l2, shrink, options of the rule).
-    bool add(int rule_index, nb::tuple numbers, int64_t step, nb::tuple touched, nb::object param,
-             nb::list states, std::optional<uint64_t> seed) {
-        if (rule_index < 0 || rule_index >= kernels_.count) throw nb::value_error("no such rule");
-        const RuleKernels& rule = kernels_.rules[rule_index];
-        if (nb::len(states) != size_t(rule.states + rule.slot_states) ||
-            nb::len(numbers) != size_t(3 + rule.options) || nb::len(touched) != 7) {
-            throw nb::value_error("a rule was given the wrong number of states or options");
+    // says it is. Whoever answers for the group, and the parameter's number there, are returned
+    // with a bad entry.
+    bool add(const Group& group, int64_t step, nb::tuple touched, nb::object param, nb::list states,
+             std::optional<uint64_t> seed, nb::object owner, int64_t index) {
+        const RuleKernels& rule = kernels_.rules[group.rule];
+        if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
+            throw nb::value_error("a rule was given the wrong number of states");
         }
         Job job{};
-        set_numbers(job, rule, numbers, step);
+        group.write_to(job, step);
         if (!read_gradient(touched, job)) return false;
         if (!touched[6].is_none()) {
             if (numel(touched[6]) != job.rows * job.block) throw nb::value_error("no such mask");
@@ -79,7 +79,7 @@ public:
             nb::handle state = states[size_t(rule.states + s)];
             if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
         }
-        finish(job, rule, {-1, added_++});
+        finish(job, rule, {std::move(owner), index});
         alive_.push_back(std::move(touched));
         written_.append(param);
         alive_.push_back(std::move(param));
@@ -94,10 +94,9 @@ public:
     // others; the first parameter has the number `first` in its group. `known` tells where the
     // memory of a parameter and its state was when Python's side looked at it. Returns the numbers
     // of the parameters that are declined; those without a gradient are not among them.
-    nb::list try_claim(nb::tuple common, nb::sequence given, nb::dict state, nb::dict known,
-                       nb::handle seen, nb::handle selections, nb::handle grads, int64_t first) {
-        const Group group(common);
-        if (group.rule < 0 || group.rule >= kernels_.count) throw nb::value_error("no such rule");
+    nb::list try_claim(const Group& group, nb::object owner, nb::sequence given, nb::dict state,
+                       nb::dict known, nb::set seen, nb::handle selections, nb::handle grads,
+                       int64_t first) {
         nb::list declined;
         const nb::tuple params(given);  // whatever happens to the list meanwhile
         const size_t count = nb::len(params);
@@ -105,25 +104,32 @@ public:
             (!grads.is_none() && nb::len(grads) != count)) {
             throw nb::value_error("there must be as many selections and gradients as parameters");
         }
-        const bool able = names().exchange != nullptr;
         for (size_t i = 0; i < count; ++i) {
             const nb::object param = params[i];
             const nb::object grad =
                 grads.is_none() ? get(param, names().grad) : nb::object(grads[i]);
             if (grad.is_none()) continue;
-            const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
             nb::object selection = nb::none();
             if (!selections.is_none()) selection = selections[i];
-            PyObject* const memory = find(known, id);
-            // Seen already: a parameter that is given twice.
-            if (!able || !memory || contains(seen, id) ||
-                !claim(group, param, grad, state, memory, selection, first + int64_t(i))) {
-                declined.append(first + int64_t(i));
-            } else if (PySet_Add(seen.ptr(), id.ptr())) {
-                throw nb::python_error();
+            const int64_t index = first + int64_t(i);
+            if (!claim(group, {owner, index}, param, grad, state, known, seen, selection)) {
+                declined.append(index);
             }
         }
         return declined;
+    }
+
+    // Claims all gradients of a group, or tells that it cannot.
+    bool claim_all(const Group& group, nb::handle given, nb::dict state, nb::dict known,
+                   nb::set seen) {
+        const nb::tuple params = nb::tuple(given);
+        for (nb::handle param : params) {
+            const nb::object grad = get(param, names().grad);
+            if (!grad.is_none() && !claim(group, {}, param, grad, state, known, seen, nb::none())) {
+                return false;
+            }
+        }
+        return true;
     }
 
     nb::object prepare(int threads) {
@@ -136,7 +142,7 @@ public:
         if (!bad) return nb::none();
         step_.reset();
         const Owner& owner = owners_[size_t(bad->job)];
-        return nb::make_tuple(owner.tag, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
+        return nb::make_tuple(owner.who, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
     }
 
     void commit() {
@@ -155,110 +161,36 @@ public:
     }
 
 private:
-    // Whose job it is: the tag of its group and its number there; or -1 and the number among those
-    // that were added one by one.
     struct Owner {
-        int64_t tag, index;
+        nb::object who;
+        int64_t index = 0;
     };
 
-    bool claim(const Group& group, nb::handle param, nb::handle grad, nb::dict state,
-               nb::handle memory, nb::handle selection, int64_t index) {
-        const Names& name = names();
-        const RuleKernels& rule = kernels_.rules[group.rule];
+    bool claim(const Group& group, Owner owner, nb::handle param, nb::handle grad, nb::dict state,
+               nb::dict known, nb::set seen, nb::handle selection) {
+        const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
+        PyObject* const memory = find(known, id);
         Plain own;
-        if (!own.read(param) || own.dl.dims == 0 || own.numel() == 0) return false;
-        if (nb::len(memory) < 2 || memory[0].ptr() != param.ptr() ||
-            !is_address(memory[1], own.data()) || is_true(param, name.is_neg)) {
+        // Seen already: a parameter that is given twice.
+        if (!names().exchange || !memory || contains(seen, id) || !own.read(param) ||
+            own.dl.dims == 0 || own.numel() == 0 || nb::len(memory) < 2 ||
+            nb::handle(memory)[0].ptr() != param.ptr() ||
+            !is_address(nb::handle(memory)[1], own.data()) || is_true(param, names().is_neg)) {
             return false;
         }
         Job job{};
-        const bool chosen = !selection.is_none(), compact = is_compact(grad);
-        nb::object positions, values, part;
-        if (chosen) {
-            if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.strided ||
-                !has_shape(selection[2], own)) {
-                return false;
-            }
-            positions = selection[0];
-            values = nb::borrow(grad);
-        } else if (compact) {
-            part = only_part(grad);
-            if (part.is_none()) return false;
-            positions = part[0];
-            values = part[1];
-        } else {
-            if (!is_plain_tensor(grad) || get(grad, name.layout).ptr() != name.sparse_coo ||
-                !has_shape(get(grad, name.shape), own)) {
-                return false;
-            }
-            positions = call(grad, name.indices);
-            values = call(grad, name.values);
-        }
-        Plain where, what;
-        if (!where.read(positions) || !where.is_int64() || !what.read(values)) return false;
-        job.entries = where.numel();
-        job.positions = static_cast<const int64_t*>(where.data());
-        job.slots = own.dl.shape[0];
-        job.rows = job.entries;
-        if (chosen) {
-            job.rows = job.slots = nb::cast<int64_t>(selection[1]);
-            job.source = job.positions;
-            if (!what.has_shape_of(own, own.dl.dims)) return false;
-        } else if (compact) {
-            if (nb::cast<int64_t>(part[2]) != job.slots || !read_factors(part, job)) return false;
-            if (job.source) job.rows = what.dl.dims ? what.dl.shape[0] : 0;
-        } else if (where.dl.dims != 2 || where.dl.shape[0] != 1) {
-            return false;
-        }
-        job.block = own.numel() / job.slots;
-        const auto value_view = what.view(job.block), param_view = own.view(job.block);
-        if (!value_view || !param_view || what.numel() != job.rows * job.block ||
-            is_true(values, name.is_neg)) {
-            return false;
-        }
-        job.values = *value_view;
-        job.param = *param_view;
+        if (!read_usual(own, grad, selection, job, alive_)) return false;
+        const auto view = own.view(job.block);
+        if (!view) return false;
+        job.param = *view;
         Count count;
         if (!read_state(group, param, own, state, memory, job, count)) return false;
         if (count.value < 0) return false;
-        set_numbers(job, rule, group.numbers, count.value + 1);
-        finish(job, rule, {group.tag, index});
+        group.write_to(job, count.value + 1);
+        finish(job, kernels_.rules[group.rule], std::move(owner));
         if (group.counts) counts_.push_back(std::move(count));
         written_.append(param);
-        alive_.push_back(std::move(positions));
-        alive_.push_back(std::move(values));
-        if (compact) alive_.push_back(std::move(part));
-        return true;
-    }
-
-    // The Touched that a compact gradient consists of, or None if there are several, or none.
-    static nb::object only_part(nb::handle grad) {
-        const nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
-        return nb::len(parts) == 1 ? nb::object(parts[0]) : nb::none();
-    }
-
-    static bool read_factors(nb::handle part, Job& job) {
-        const nb::object source = part[4], scale = part[5], held = part[6];
-        Plain rows, factors;
-        if (!held.is_none()) return false;
-        if (!source.is_none()) {
-            if (!rows.read(source) || !rows.is_int64() || rows.numel() != job.entries) return false;
-            job.source = static_cast<const int64_t*>(rows.data());
-        }
-        if (!scale.is_none()) {
-            if (!factors.read(scale) || factors.numel() != job.entries) return false;
-            const auto view = factors.view(1);
-            if (!view || is_true(scale, names().is_neg)) return false;
-            job.scale = *view;
-        }
-        return true;
-    }
-
-    static bool has_shape(nb::handle shape, const Plain& param) {
-        if (nb::len(shape) != size_t(param.dl.dims)) return false;
-        for (int32_t i = 0; i < param.dl.dims; ++i) {
-            if (nb::cast<int64_t>(shape[size_t(i)]) != param.dl.shape[i]) return false;
-        }
+        if (PySet_Add(seen.ptr(), id.ptr())) throw nb::python_error();
         return true;
     }
 
@@ -286,15 +218,6 @@ private:
         return true;
     }
 
-    static void set_numbers(Job& job, const RuleKernels& rule, nb::tuple numbers, int64_t step) {
-        const auto number = [&](int i) { return nb::cast<double>(numbers[size_t(i)]); };
-        job.negate = number(0) < 0;
-        job.l2 = number(1);
-        job.shrink = number(2);
-        for (int i = 0; i < rule.options; ++i) job.options[i] = number(3 + i);
-        job.step = double(step);
-    }
-
     void finish(Job& job, const RuleKernels& rule, Owner owner) {
         bool wide = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
         for (int s = 0; s < rule.states; ++s) wide |= job.state[s].dtype == Dtype::float64;
@@ -304,7 +227,7 @@ private:
         job.apply = wide ? rule.apply_double : rule.apply_float;
         job.by_slot = rule.slot_states > 0;
         jobs_.push_back(job);
-        owners_.push_back(owner);
+        owners_.push_back(std::move(owner));
     }
 
     KernelTable kernels_;
@@ -314,7 +237,6 @@ private:
     std::unique_ptr<Step> step_;  // once it is prepared
     nb::list written_;            // parameters
     std::vector<nb::object> alive_;
-    int64_t added_ = 0;
 };
 
 }  // namespace

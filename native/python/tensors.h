@@ -49,6 +49,7 @@ struct Names {
     PyObject* is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* layout = PyUnicode_InternFromString("layout");
     PyObject* numel = PyUnicode_InternFromString("numel");
+    PyObject* params = PyUnicode_InternFromString("params");
     PyObject* parts = PyUnicode_InternFromString("_parts");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* step = PyUnicode_InternFromString("step");

@@ -191,20 +191,24 @@ def test_a_bad_call_into_the_core_is_refused():
         core.core.Jobs(999)
     jobs = core.core.Jobs(0)
     one = torch.zeros(1, 1)
-    numbers = (1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1)
+    options = (0.1, 0.1, 0.1, 0.1)
+    names = ("exp_avg", "exp_avg_sq")
     whole = Touched(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
-        jobs.add(999, (), 1, whole, one, [], None)
+        core.core.Group(999, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(0, numbers, 1, whole, one, [one], None)
+        core.core.Group(0, names[:1], True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(0, numbers[:-1], 1, whole, one, [one, one], None)
+        core.core.Group(0, names, True, 1.0, 0.0, 1.0, options[:-1])
+    group = core.core.Group(0, names, True, 1.0, 0.0, 1.0, options)
+    with pytest.raises(ValueError, match="wrong number"):
+        jobs.add(group, 1, whole, one, [one], None, "who", 0)
     with pytest.raises(TypeError):
-        jobs.add(0, numbers, 1, whole, one, one, None)
+        jobs.add(group, 1, whole, one, one, None, "who", 0)
     integers = torch.zeros(1, 1, dtype=torch.int64)
-    assert not jobs.add(0, numbers, 1, whole, integers, [one, one], None)
+    assert not jobs.add(group, 1, whole, integers, [one, one], None, "who", 0)
     elsewhere = Touched(None, one.to("meta"), 1, 1)
-    assert not jobs.add(0, numbers, 1, elsewhere, one, [one, one], None)
+    assert not jobs.add(group, 1, elsewhere, one, [one, one], None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
 
 

@@ -98,6 +98,12 @@ def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float
     for index, value in enumerate(inputs):
         moved = new(*inputs[:index], value * (1 + roundings), *inputs[index + 1 :])
         slack = [s + (m - e).abs() for s, m, e in zip(slack, moved, exact, strict=True)]
+    # A state that has become much smaller was computed as a difference of larger numbers, which
+    # counts for the update that comes from it.
+    update = (exact[0] - before[0]).abs()
+    for old, e in zip(before[1:], exact[1:], strict=True):
+        lost = torch.where(old.abs() > e.abs(), old.abs() / e.abs(), 0.0).nan_to_num(posinf=0.0)
+        slack[0] = slack[0] + roundings * lost * update
     return slack
 
 

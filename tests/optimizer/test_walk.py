@@ -38,11 +38,11 @@ def functions_called(work: Callable[[], object]) -> list[str]:
 
 
 def warm(module: torch.nn.Module, **options: Any) -> Callable[[], None]:
-    """The third step of an optimizer."""
+    """A step of an optimizer that has seen steps like it."""
     optimizer = sparsestep.Adam(module.parameters(), lr=0.1, **options)
     if options:
         optimizer.track(module)
-    for _ in range(2):
+    for _ in range(3):
         module(IDS).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -52,14 +52,14 @@ def warm(module: torch.nn.Module, **options: Any) -> Callable[[], None]:
 
 def test_the_walk_of_a_coo_gradient():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True)))
-    assert len(found) <= 10, found
+    assert len(found) <= 3, found
     assert found[0] == "optimizer/base.py:step"
-    assert found[-1] == "engines/native.py:prepare"
+    assert found[-1] == "engines/native.py:step_again"
 
 
 def test_the_walk_of_a_compact_gradient():
     found = functions_called(warm(sparsestep.nn.Embedding(10, 4)))
-    assert len(found) <= 10, found
+    assert len(found) <= 3, found
 
 
 def test_the_walk_of_dense_semantics():

@@ -8,21 +8,35 @@ from torch import Tensor
 
 from sparsestep.gradients.touched import Touched
 
+class _Group:
+    def __init__(
+        self,
+        rule: int,
+        names: tuple[str, ...],
+        counts: bool,
+        sign: float,
+        l2: float,
+        shrink: float,
+        options: tuple[float, ...],
+    ) -> None: ...
+
 class _Jobs:
     def __init__(self, instruction_set: int) -> None: ...
     def add(
         self,
-        rule: int,
-        numbers: tuple[float, ...],
+        group: _Group,
         step: int,
         touched: Touched,
         param: Tensor,
         states: list[Tensor],
         seed: int | None,
+        owner: object,
+        index: int,
     ) -> bool: ...
     def try_claim(
         self,
-        group: tuple[int, tuple[str, ...], bool, tuple[float, ...], int],
+        group: _Group,
+        owner: object,
         params: list[Tensor],
         state: dict[Tensor, Any],
         known: dict[int, tuple[Any, ...]],
@@ -31,7 +45,7 @@ class _Jobs:
         grads: Sequence[Tensor | Touched | None] | None,
         first: int,
     ) -> list[int]: ...
-    def prepare(self, threads: int) -> tuple[int, int, int, int] | None: ...
+    def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
     def commit(self) -> None: ...
 
 class CatchUp:
@@ -64,7 +78,17 @@ class CatchUp:
 class Core(Protocol):
     """The module, as others see it; at run time there is no such class."""
 
+    Group: type[_Group]
     Jobs: type[_Jobs]
+    def step_again(
+        self,
+        instruction_set: int,
+        groups: list[dict[str, Any]],
+        before: list[tuple[tuple[Any, ...], _Group]],
+        state: dict[Tensor, Any],
+        known: dict[int, tuple[Any, ...]],
+        threads: int,
+    ) -> bool: ...
     def set_compact_class(self, type: type) -> None: ...
     CatchUp: type[CatchUp]
     def slots_of(

@@ -7,7 +7,7 @@ checks the positions before it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import bad_index
+
+if TYPE_CHECKING:
+    from sparsestep.core._native import _Group as Group
 
 _RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
@@ -29,8 +32,6 @@ class Native:
         self._jobs = core.Jobs(isa.index)
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
-        self._updates: list[ParamUpdate] = []
-        self._settings: list[Settings] = []
 
     def try_claim(
         self,
@@ -62,55 +63,74 @@ class Native:
         Returns:
             The numbers of the parameters that the core declines, of those that have a gradient.
         """
-        assert core is not None
-        twin = _RULES.get(settings.rule.name)
-        if twin is None or not settings.rule.is_native or settings.seed is not None:
+        group = group_of(settings)
+        if group is None or settings.seed is not None:
             return range(first, first + len(params))
-        tag = len(self._settings)
-        group = settings.core.get(tag)
-        if group is None:
-            names = tuple(spec.name for spec in settings.rule.state)
-            group = (twin[0], names, settings.rule.counts, _numbers(settings), tag)
-            settings.core[tag] = group
-        self._settings.append(settings)
-        declined: list[int] = self._jobs.try_claim(
-            group, params, state, known, seen, selections, grads, first
+        return self._jobs.try_claim(
+            group, settings, params, state, known, seen, selections, grads, first
         )
-        return declined
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take an update; false where the core has no way to run it."""
-        rule = update.settings.rule
-        twin = _RULES.get(rule.name)
-        if twin is None or not rule.is_native:
+        settings = update.settings
+        group = group_of(settings)
+        if group is None:
             return False
         touched = update.touched
         if not touched.values.is_contiguous():
             touched = touched.in_rows()
         param, *state = update.written
-        numbers = _numbers(update.settings)
-        claimed: bool = self._jobs.add(
-            twin[0], numbers, update.step, touched, param, state, update.seed
+        return self._jobs.add(
+            group, update.step, touched, param, state, update.seed, settings, update.index
         )
-        if claimed:
-            self._updates.append(update)
-        return claimed
 
     def prepare(self) -> None:
         """Do all that may fail; raises if any position is no slot."""
         bad = self._jobs.prepare(torch.get_num_threads())
         if bad is not None:
-            tag, index, slots, position = bad
+            settings, index, slots, position = bad
             why = bad_index(0, slots, position)
-            if tag < 0:
-                raise self._updates[index].refuse(why)
-            raise InputError(f"{self._settings[tag].who(index)}: {why}")
+            raise InputError(f"{settings.who(index)}: {why}")
 
 
-def _numbers(settings: Settings) -> tuple[float, ...]:
-    """What the core is told of a group: sign of the gradient, decay, and the rule's options."""
-    found: tuple[float, ...] | None = settings.core.get("numbers")
+def group_of(settings: Settings) -> Group | None:
+    """What the core is told of a param group; ``None`` where it does not know the rule."""
+    rule = settings.rule
+    twin = _RULES.get(rule.name)
+    if core is None or twin is None or not rule.is_native:
+        return None
+    found: Group | None = settings.core.get("group")
     if found is None:
-        options = settings.rule.numbers(settings.hyper)
-        found = settings.core["numbers"] = (settings.sign, settings.l2, settings.shrink, *options)
+        found = settings.core["group"] = core.Group(
+            twin[0],
+            tuple(spec.name for spec in rule.state),
+            rule.counts,
+            settings.sign,
+            settings.l2,
+            settings.shrink,
+            rule.numbers(settings.hyper),
+        )
     return found
+
+
+def step_again(
+    groups: list[dict[str, Any]],
+    before: list[tuple[tuple[Any, ...], Group]],
+    state: dict[Tensor, Any],
+    known: dict[int, tuple[Any, ...]],
+) -> bool:
+    """Do a whole step in one call of the core, where it is like one before.
+
+    Args:
+        groups: the param groups.
+        before: the values of each when it was read, and what the core was told of it.
+        state: of the optimizer.
+        known: where the memory of each parameter and its state was when it was looked at.
+
+    Returns:
+        Whether it was done. If not, nothing was: a group says something else now, or a gradient is
+        not in the usual form.
+    """
+    assert core is not None
+    threads = torch.get_num_threads()
+    return core.step_again(isa.index, groups, before, state, known, threads)

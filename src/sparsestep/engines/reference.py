@@ -106,7 +106,7 @@ def compute(update: ParamUpdate) -> Result:
         grad = -grad
     blocks = [touched.block, *(1 if k.per_row else touched.block for k in settings.rule.state)]
     old = [
-        _gather(tensor, slots, touched.slots, block).to(dtype)
+        _gather(tensor, slots, touched.slots, block, dtype)
         for tensor, block in zip(tensors, blocks, strict=True)
     ]
     param, *state = old
@@ -128,10 +128,13 @@ def compute(update: ParamUpdate) -> Result:
     return Result(update, slots, new)
 
 
-def _gather(tensor: Tensor, slots: Tensor | None, count: int, block: int) -> Tensor:
+def _gather(
+    tensor: Tensor, slots: Tensor | None, count: int, block: int, dtype: torch.dtype
+) -> Tensor:
+    """A copy in any case: a formula may work in place, or return what it was given."""
     if slots is None:
-        return tensor.reshape(count, block)
-    return tensor[_index(tensor, slots, block)].reshape(len(slots), block)
+        return tensor.reshape(count, block).to(dtype, copy=True)
+    return tensor[_index(tensor, slots, block)].reshape(len(slots), block).to(dtype)
 
 
 def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> None:

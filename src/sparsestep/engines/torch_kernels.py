@@ -137,8 +137,10 @@ class TorchKernels:
         if dtypes != {param.dtype} or grad.dtype != param.dtype:
             return False
         counts, record = update.settings.rule.counts, update.record
-        if counts and record and not isinstance(record["step"], Tensor):
-            return False  # its kernels count in tensors
+        if counts and record:  # its kernels count in tensors, and not in any dtype
+            step = record["step"]
+            if not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64):
+                return False
         if group.get("fused"):
             # Torch's fused kernels take for granted that all elements lie in the same order,
             # without gaps.

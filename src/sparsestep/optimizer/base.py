@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from sparsestep import engines
 from sparsestep.contract import options
 from sparsestep.dense.clock import RowClock
+from sparsestep.engines.native import step_again
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
@@ -85,6 +86,7 @@ class RuleOptimizer(CatchesUp):
         self._groups: Groups = Groups()
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
+        self._before: list[Any] | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls
 
     # Param groups
@@ -170,14 +172,22 @@ class RuleOptimizer(CatchesUp):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            plan = Plan(self)
-            for number, group in enumerate(self.param_groups):
-                plan.add_group(number, group)
-            if plan.repeats:
-                uninterrupted(lambda: self._run_with_repeats(plan))
-            else:
-                plan.run()
+            before = self._before if self.engine != "reference" else None
+            if before is None or not step_again(self.param_groups, before, self.state, self._known):
+                self._plan_step()
         return loss
+
+    def _plan_step(self) -> None:
+        self._before = None
+        plan = Plan(self)
+        for number, group in enumerate(self.param_groups):
+            plan.add_group(number, group)
+        if plan.repeats:
+            uninterrupted(lambda: self._run_with_repeats(plan))
+            return
+        plan.run()
+        if plan.is_all_claimed and self.semantics == "masked":
+            self._before = self._groups.as_they_were(len(self.param_groups))
 
     def _run_with_repeats(self, plan: Plan) -> None:
         plan.run()

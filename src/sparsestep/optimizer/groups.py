@@ -57,6 +57,24 @@ class Groups:
             self._settings[number] = (values, settings)
         return settings
 
+    def as_they_were(self, count: int) -> list[tuple[tuple[Any, ...], Any]] | None:
+        """What ``step_again`` is told: values and meaning of each group; ``None`` if it cannot be.
+
+        Args:
+            count: how many groups there are.
+        """
+        found = [self._settings.get(number) for number in range(count)]
+        before = []
+        for known in found:
+            group = None if known is None else known[1].core.get("group")
+            # Masks and random bits are looked after in every step.
+            if known is None or group is None or "selections" in known[1].core:
+                return None
+            if known[1].seed is not None:
+                return None
+            before.append((known[0], group))
+        return before
+
     @staticmethod
     def read(optimizer: Declaration, number: int, group: Group) -> Settings:
         """Read it, whatever is known already.

@@ -150,6 +150,12 @@ class Plan:
         gradient = touched(param, grad)
         return ParamUpdate(settings, group, index, param, param, grad, gradient, record, state)
 
+    @property
+    def is_all_claimed(self) -> bool:
+        """Whether the core has read every gradient itself, and nothing else is to be done."""
+        others = self._updates or self._torch or self._catch_ups or self.repeats
+        return self._native is not None and not others
+
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
         if not self._updates and not self._torch and not self._catch_ups:
