@@ -27,7 +27,7 @@ bool step_again(int instruction_set, nb::list groups, nb::list before, nb::dict 
         const Group& says = nb::cast<const Group&>(was[1]);
         if (!jobs.claim_all(says, params, state, known, seen)) return false;
     }
-    if (!jobs.prepare(threads).is_none()) return false;
+    if (jobs.try_prepare(threads)) return false;
     jobs.commit();
     return true;
 }

@@ -132,15 +132,18 @@ public:
         return true;
     }
 
+    // Does all that may fail; returns the first bad entry, if there is one.
+    std::optional<BadEntry> try_prepare(int threads) {
+        nb::gil_scoped_release release;
+        step_ = std::make_unique<Step>(jobs_.data(), int64_t(jobs_.size()), threads);
+        const std::optional<BadEntry> bad = step_->prepare();
+        if (bad) step_.reset();
+        return bad;
+    }
+
     nb::object prepare(int threads) {
-        std::optional<BadEntry> bad;
-        {
-            nb::gil_scoped_release release;
-            step_ = std::make_unique<Step>(jobs_.data(), int64_t(jobs_.size()), threads);
-            bad = step_->prepare();
-        }
+        const std::optional<BadEntry> bad = try_prepare(threads);
         if (!bad) return nb::none();
-        step_.reset();
         const Owner& owner = owners_[size_t(bad->job)];
         return nb::make_tuple(owner.who, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
     }
