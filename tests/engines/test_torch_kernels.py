@@ -24,3 +24,16 @@ def test_a_count_of_any_dtype(cls: type, way: str, dtype: torch.dtype):
             optimizer.state[params[0]]["step"] = torch.tensor(1, dtype=dtype)
     assert int(optimizer.state[params[0]]["step"]) == 2
     torch.testing.assert_close(params[0], params[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [(), "x", None, [0.1]], ids=repr)
+def test_an_option_that_the_formula_does_not_look_at_must_be_a_number(value: object, fused: bool):
+    """Without momentum SGD has no dampening, but torch's kernel is given it."""
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = sparsestep.SGD([param], lr=0.1, fused=fused)
+    optimizer.param_groups[0]["dampening"] = value
+    param.grad = torch.ones(3, 2)
+    with pytest.raises(sparsestep.InputError, match="dampening must be a number"):
+        optimizer.step()
+    assert bool((param == 1).all())

@@ -17,7 +17,7 @@ from sparsestep.contract import checks, options
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.clock import refusal
 from sparsestep.engines.protocol import Settings
-from sparsestep.engines.torch_kernels import SWITCHES
+from sparsestep.engines.torch_kernels import NUMBERS, SWITCHES
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.optimizer.declaration import Declaration
@@ -116,6 +116,7 @@ class Groups:
 def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     if optimizer._has_torch_kernel:
         checks.torch_kernel(group)
+        _check_numbers(group)
     missing = optimizer._required_options - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
@@ -160,6 +161,14 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
         partial(name_of, type(optimizer).__name__, group, number),
         optimizer._uses_torch(group),
     )
+
+
+def _check_numbers(group: Group) -> None:
+    """Refuse what is no number; a formula may not look at an option that torch's kernel takes."""
+    for name in NUMBERS:
+        if name in group:
+            with usable(f"{name} must be a number"):
+                options.number(group[name]) + 0.0
 
 
 def check_switches(optimizer: Declaration, group: Group) -> None:
