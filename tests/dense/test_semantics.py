@@ -28,12 +28,10 @@ from sparsestep.dense.history import History
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
+from tests.cases import Case, cases, each_case
 from tests.table import (
     INSTRUCTION_SETS,
-    Case,
     Variant,
-    cases,
-    each_case,
     each_engine,
     on_each_engine,
     running_on,

@@ -17,7 +17,8 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.gradients import clip, norms
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
-from tests.table import DTYPES, Gradient, gradients, same_bits, shapes
+from tests.cases import Gradient, gradients, shapes
+from tests.table import DTYPES, same_bits
 
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
 FOREACH = (None, True, False)

@@ -23,11 +23,11 @@ from sparsestep.gradients.layouts import touched
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
 from sparsestep.rules.functional import FUNCTIONAL
+from tests.cases import Gradient
 from tests.properties.test_properties import close, oracle_step
 from tests.table import (
     ENGINES,
     EVERY,
-    Gradient,
     Variant,
     dtypes,
     each_optimizer,

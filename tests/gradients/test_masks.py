@@ -18,9 +18,9 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
+from tests.cases import Gradient
 from tests.table import (
     ENGINES,
-    Gradient,
     each_engine,
     each_optimizer,
     running_on,
