@@ -40,6 +40,12 @@ def _nothing_said_before():
     errors._said.clear()
 
 
+@pytest.fixture
+def one_thread(_unchanged_settings):
+    """For small tensors: waking a thread costs more than a step."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _unchanged_settings():
     """Give back the thread count and the instruction set that a test found."""

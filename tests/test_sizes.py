@@ -11,7 +11,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 
 def sources() -> list[Path]:
-    found = [*(ROOT / "src").rglob("*.py")]
+    found = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     return [*found, *(ROOT / "native").rglob("*.h"), *(ROOT / "native").rglob("*.cpp")]
 
 

@@ -1,4 +1,4 @@
-"""Options: what a param group may hold, what re-creates an optimizer, tensors that change."""
+"""Options: what constructors and param groups take, and what re-creates an optimizer."""
 
 import inspect
 import re
@@ -6,32 +6,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor
 
 import sparsestep
 from sparsestep.contract import options
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules.functional import FUNCTIONAL
-from tests.table import VARIANTS, Variant, each_optimizer, each_variant, same_bits
-
-
-def table(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.linspace(-1, 1, 24).reshape(6, 4).to(dtype).requires_grad_()
-
-
-def rows(*numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = torch.linspace(0.5, 1, 4 * len(numbers)).reshape(-1, 4).to(dtype)
-    return torch.sparse_coo_tensor(torch.tensor([numbers]), values, (6, 4), check_invariants=True)
-
-
-def train(opt: RuleOptimizer, param: Tensor, steps: int = 4) -> Tensor:
-    for step in range(steps):
-        param.grad = rows(step, 5, dtype=param.dtype)
-        opt.step()
-    opt.catch_up()
-    return param.detach()
-
+from tests.contract.tables import rows, table, train
+from tests.table import Variant, each_optimizer, each_variant, same_bits
 
 # What the constructors take
 
@@ -251,121 +233,3 @@ def test_no_seed_is_torchs():
             group["params"][0].grad = torch.zeros_like(group["params"][0])
         opt.step()
         assert [group["rounding_seed"] for group in opt.param_groups] == [7, 7, 7]
-
-
-# Tensors as options
-
-WITH_BETAS = [v for v in VARIANTS if "betas" in v([table()]).defaults]
-
-
-@pytest.mark.parametrize("grad", [rows(1, 5), torch.linspace(-1, 1, 24).reshape(6, 4)])
-@pytest.mark.parametrize("variant", WITH_BETAS, ids=str)
-def test_betas_may_be_changed_in_place(variant: Variant, grad: Tensor):
-    param, other = table(), table()
-    betas = (torch.tensor(0.5), torch.tensor(0.75))
-    opt, plain = variant([param], betas=betas), variant([other], betas=(0.5, 0.75))
-    for step in range(4):
-        if step == 2:
-            betas[0].fill_(0.25)
-            betas[1].fill_(0.5)
-            plain.param_groups[0]["betas"] = (0.25, 0.5)
-        param.grad, other.grad = grad, grad
-        opt.step()
-        plain.step()
-    assert opt.param_groups[0]["betas"] is betas
-    assert torch.allclose(param, other, rtol=1e-6), "torch's kernel rounds tensors otherwise"
-
-
-@pytest.mark.parametrize("fused", [None, True])
-def test_tensor_betas_have_torchs_bits(fused: bool | None):
-    results = []
-    for cls in (sparsestep.Adam, torch.optim.Adam):
-        param, betas = table(), (torch.tensor(0.5), torch.tensor(0.75))
-        opt = cls([param], betas=betas, fused=fused)
-        for _ in range(3):
-            param.grad = torch.linspace(-1, 1, 24).reshape(6, 4)
-            opt.step()
-            betas[0].mul_(0.5)
-        results.append(param.detach())
-    assert same_bits(*results)
-
-
-def test_other_options_may_be_tensors_too():
-    param, other = table(), table()
-    opt = sparsestep.SGD([param], lr=torch.tensor(0.5), momentum=torch.tensor(0.5))
-    plain = sparsestep.SGD([other], lr=0.5, momentum=0.5)
-    assert same_bits(train(opt, param), train(plain, other))
-
-
-@pytest.mark.parametrize(("name", "value"), [("amsgrad", 1), ("maximize", 0), ("nesterov", 0)])
-def test_a_switch_may_be_written_as_a_number(name: str, value: int):
-    """Torch's fused kernels take True or False alone, and are called when others have written."""
-    cls = sparsestep.SGD if name == "nesterov" else sparsestep.Adam
-    runs = []
-    for given in (bool(value), value):
-        table, weight = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
-        opt = cls([table, weight], lr=0.1, fused=True)
-        opt.param_groups[0][name] = given
-        table.grad = torch.eye(4)[:, :2].to_sparse(1)
-        weight.grad = torch.ones(4, 2)
-        opt.step()
-        runs.append((table.detach(), weight.detach()))
-    assert all(map(same_bits, *runs))
-
-
-@pytest.mark.parametrize("semantics", ["masked", "dense"])
-@pytest.mark.parametrize(
-    ("cls", "name", "value", "message"),
-    [
-        (sparsestep.Adam, "betas", (0.9, 0.99, 0.999), "betas must be a pair"),
-        (sparsestep.SGD, "momentum", float("nan"), "Invalid momentum value: nan"),
-    ],
-)
-def test_what_it_could_not_be_made_with_is_refused_later_too(
-    cls: type[RuleOptimizer], name: str, value: Any, message: str, semantics: str
-):
-    param = torch.nn.Parameter(torch.ones(4, 2))
-    opt = cls([param], lr=0.1, semantics=semantics)
-    opt.param_groups[0][name] = value
-    param.grad = torch.eye(4)[:, :2].to_sparse(1)
-    with pytest.raises(InputError, match=message):
-        opt.step()
-    assert bool((param == 1).all())
-
-
-def test_a_schedule_may_go_below_zero():
-    """As with torch, whose schedulers end where they end."""
-    param = torch.nn.Parameter(torch.ones(4, 2))
-    opt = sparsestep.SGD([param], lr=0.1)
-    opt.param_groups[0]["lr"] = -0.5
-    param.grad = torch.ones(4, 2).to_sparse(1)
-    opt.step()
-    assert bool((param == 1.5).all())
-
-
-@pytest.mark.parametrize("name", ["weight_decay", "momentum", "dampening"])
-def test_a_number_may_be_written_as_a_switch(name: str):
-    """Torch's kernels take no True for 1, and are called when others have written."""
-    runs = []
-    for given in (1, True):
-        table, weight = (torch.nn.Parameter(torch.ones(4, 2)) for _ in range(2))
-        opt = sparsestep.SGD([table, weight], lr=0.1, momentum=0.5)
-        opt.param_groups[0][name] = given
-        for _ in range(2):
-            table.grad = torch.eye(4)[:, :2].to_sparse(1)
-            weight.grad = torch.ones(4, 2)
-            opt.step()
-        runs.append((table.detach(), weight.detach()))
-    assert all(map(same_bits, *runs))
-
-
-@pytest.mark.parametrize("name", ["lr", "dampening"])
-@pytest.mark.parametrize("value", [(0.9, 1.0), [], "0.5", None], ids=repr)
-def test_what_is_no_number_is_refused(name: str, value: Any):
-    param = torch.nn.Parameter(torch.ones(4, 2))
-    opt = sparsestep.SGD([param], lr=0.1, momentum=0.5)
-    opt.param_groups[0][name] = value
-    param.grad = torch.eye(4)[:, :2].to_sparse(1)
-    with pytest.raises(InputError, match="the options of param group 0 must be such as"):
-        opt.step()
-    assert bool((param == 1).all())

@@ -1,4 +1,4 @@
-"""Whoever reads or writes a table directly under dense semantics: right, or told so.
+"""Whoever reads a table directly under dense semantics: right, or told so.
 
 Each case reads the table beside the look-ups of a tracked model. The oracle is the same program
 with dense gradients and torch's AdamW.
@@ -14,68 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsestep
-from tests.table import each_engine, running_on, same_bits
-from tests.torch_versions import compiles_generators
+from tests.dense.tied_model import Model, close, ids_of, made, train
+from tests.table import each_engine, running_on
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)  # the tensors are small
-
-
-def ids_of(t: int) -> Tensor:
-    generator = torch.Generator().manual_seed(t)
-    return (18 * torch.rand(4, generator=generator) ** 2).long()
-
-
-class Model(nn.Module):
-    """A table, and a head of the same weight that is used in some batches."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 3, sparse=sparse)
-        self.layer = nn.Linear(3, 3)
-        self.head = nn.Linear(3, 20, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, t: int, with_head: bool = False) -> Tensor:
-        hidden = self.layer(self.table(ids_of(t)))
-        loss = hidden.sin().sum()
-        if with_head:
-            loss = loss + 0.1 * self.head(hidden).cos().sum()
-        return loss
-
-
-def made(sparse: bool, **options: Any) -> tuple[Model, Any]:
-    torch.manual_seed(0)
-    model = Model(sparse).double()
-    if not sparse:
-        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-    return model, sparsestep.AdamW(model.parameters(), lr=0.05, semantics="dense", **options)
-
-
-def train(model: Any, opt: Any, steps: range, **how: Any) -> list[float]:
-    losses = []
-    for t in steps:
-        opt.zero_grad()
-        loss = model(t, **how)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def close(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Tensor):
-        return torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
-    return ours == pytest.approx(theirs, rel=1e-11)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # What tracking alone makes right. Each takes model and optimizer, and gives numbers to compare.
@@ -321,199 +270,8 @@ def test_without_the_guard_they_are_not(case: Any):
     assert not close(*results(case, False))
 
 
-# The guard itself
-
-
-def test_a_guard_reads_no_more_rows_than_are_asked_for():
-    model, opt = made(True)
-    opt.track(model, guard=True)
-    train(model, opt, range(10))
-    clock = opt._clocks[id(model.table.weight)]
-    weight = model.table.weight
-    behind = (clock.last.abs() < 9).nonzero().squeeze(1)
-    assert behind.numel() > 4
-    for read, rows in (
-        (lambda: functional.embedding(behind[:1], weight), behind[:1]),
-        (lambda: weight[behind[1:2]], behind[1:2]),
-        (lambda: weight.index_select(0, behind[2:3]), behind[2:3]),
-        (
-            lambda: (weight.shape, weight.grad, weight.detach().T, weight.is_contiguous()),
-            behind[:0],
-        ),
-    ):
-        before = clock.last.clone()
-        read()
-        assert (clock.last != before).nonzero().squeeze(1).tolist() == rows.tolist()
-    weight.sum()
-    assert not clock.is_behind
-
-
-def test_a_guard_that_is_removed_leaves_an_ordinary_parameter():
-    model, opt = made(True)
-    weight = model.table.weight
-    handle = opt.track(model, guard=True)
-    assert isinstance(weight, nn.Parameter)
-    alias = weight.detach()
-    train(model, opt, range(5))
-    handle.remove()
-    assert type(weight) is nn.Parameter
-    assert not vars(weight)
-    before = weight.clone()
-    assert same_bits(alias.clone(), before)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_optimizers_may_guard_one_table(first: int):
-    model, opt = made(True)
-    other = sparsestep.AdamW([model.table.weight], lr=0.01, semantics="dense")
-    handles = [opt.track(model, guard=True), other.track(model, guard=True)]
-    handles[first].remove()
-    one = other if first == 0 else opt
-    train(model, one, range(5))
-    model.table.weight.sum()
-    assert not one._clocks[id(model.table.weight)].is_behind
-    handles[1 - first].remove()
-    assert type(model.table.weight) is nn.Parameter
-
-
-# What is said where tracking cannot make it right
-
-
-def test_two_optimizers_of_one_table_are_said():
-    model, opt = made(True)
-    other = sparsestep.AdamW([model.table.weight], lr=0.01, semantics="dense")
-    opt.track(model)
-    other.track(model)
-
-    def step(t: int) -> None:
-        opt.zero_grad()
-        model(t).backward()
-        opt.step()
-        other.step()
-
-    step(0)
-    with pytest.warns(sparsestep.StaleWarning, match="by another optimizer or by hand"):
-        step(1)
-    for t in range(2, 6):  # once
-        step(t)
-
-
-@pytest.mark.parametrize("how", ["in place", "other memory"])
-def test_a_table_that_was_written_while_rows_were_behind_is_said(how: str):
-    model, opt = made(True)
-    opt.track(model)
-    train(model, opt, range(5))
-    weight = model.table.weight
-    with torch.no_grad():
-        if how == "in place":
-            weight /= weight.norm(dim=1, keepdim=True)
-        else:
-            weight.data = functional.normalize(weight.data)
-    with pytest.warns(sparsestep.StaleWarning, match=r"optimizer.catch_up\(\) before"):
-        train(model, opt, range(5, 6))
-
-
-def test_a_table_that_was_written_when_all_was_current_is_not():
-    model, opt = made(True)
-    opt.track(model)
-    for t in range(6):
-        train(model, opt, range(t, t + 1))
-        opt.catch_up()
-        with torch.no_grad():
-            model.table.weight.clamp_(-1, 1)
-
-
-def test_rows_that_were_caught_up_by_hand_may_be_written():
-    model, opt = made(True)
-    opt.track(model)
-    for t in range(6):
-        train(model, opt, range(t, t + 1))
-        opt.catch_up(model.table.weight, torch.tensor([1, 2]))
-        with torch.no_grad():
-            model.table.weight[1:3] = 0.1
-
-
 def test_a_model_that_is_not_tracked_is_said():
     """So its state dict, which is behind, does not come without a word."""
     model, opt = made(True)
     with pytest.warns(sparsestep.StaleWarning, match=r"Call optimizer.track\(model\) once"):
         train(model, opt, range(10))
-
-
-# Modules of one's own
-
-
-class Direct(nn.Module):
-    """Holds a table and looks rows up by itself."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(20, 3))
-        self.sparse = sparse
-
-    def forward(self, t: int) -> Tensor:
-        return functional.embedding(ids_of(t), self.weight, sparse=self.sparse).sin().sum()
-
-
-class Saying(Direct):
-    """And says which."""
-
-    def rows_read(self, t: int) -> Any:
-        yield self.weight, ids_of(t)
-
-
-@pytest.mark.parametrize("cls", [Direct, Saying], ids=lambda c: c.__name__)
-def test_a_module_that_holds_a_table_itself(cls: Any):
-    """Right in any case; where it does not say which rows it reads, all of them, and said so."""
-    losses = []
-    for sparse in (True, False):
-        torch.manual_seed(0)
-        model = cls(sparse).double()
-        if not sparse:
-            losses.append(train(model, torch.optim.AdamW(model.parameters(), lr=0.05), range(12)))
-            continue
-        opt = sparsestep.AdamW(model.parameters(), lr=0.05, semantics="dense")
-        opt.track(model)
-        if cls is Saying:
-            losses.append(train(model, opt, range(12)))
-            assert opt._clocks[id(model.weight)].is_behind
-        else:
-            with pytest.warns(sparsestep.SlowWarning, match="Direct .*20 rows.*method rows_read"):
-                losses.append(train(model, opt, range(12)))
-    assert close(*losses)
-
-
-def test_a_weight_that_is_computed_from_another():
-    losses = []
-    for sparse in (True, False):
-        torch.manual_seed(0)
-        table = nn.Embedding(20, 3).double()
-        nn.utils.parametrizations.weight_norm(table)
-        opt = (
-            sparsestep.AdamW(table.parameters(), lr=0.05, semantics="dense")
-            if sparse
-            else torch.optim.AdamW(table.parameters(), lr=0.05)
-        )
-        if sparse:
-            opt.track(table)
-        losses.append(train(lambda t, table=table: table(ids_of(t)).sin().sum(), opt, range(5)))
-    assert close(*losses)
-
-
-# Compiled models
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler itself
-@compiles_generators
-@pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
-def test_a_model_that_was_compiled_and_called_before_it_is_tracked(guard: bool):
-    losses = []
-    for sparse in (True, False):
-        model, opt = made(sparse)
-        run = torch.compile(model, backend="eager") if sparse else model
-        run(0)
-        if sparse:
-            opt.track(model, guard=guard)
-        losses.append(train(run, opt, range(10)))
-    torch.compiler.reset()
-    assert close(*losses)

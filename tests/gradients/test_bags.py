@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from sparsestep import InputError, Touched, core
 from sparsestep.engines.reference import summed
 from sparsestep.gradients.norms import slot_norms
-from tests.gradients.test_layouts import Run
-from tests.table import (
-    ENGINES,
-    EVERY,
-    Variant,
-    dtypes,
-    each_case,
-    on_each_engine,
-    running_on,
-    same_bits,
-)
+from tests.cases import each_case
+from tests.gradients.layout_runs import Run
+from tests.table import ENGINES, EVERY, Variant, dtypes, on_each_engine, running_on, same_bits
 
 
 @st.composite

@@ -10,18 +10,17 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.masked import masked_tensor
 from torch.nn import utils
 
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.gradients import clip, norms
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
-from tests.table import DTYPES, Gradient, gradients, same_bits, shapes
+from tests.cases import Gradient, gradients, shapes
+from tests.gradients.clipping import NORM_TYPES, assert_same_gradients, coo, form, with_grad
+from tests.table import DTYPES, same_bits
 
-NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
 FOREACH = (None, True, False)
-KEPT = torch.ones(4, 3)
 Mixture = list[tuple[Gradient | None, torch.dtype]]
 # Of one rounding of an element, of the norm, and of the factor.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-6}
@@ -44,45 +43,6 @@ def ours_and_theirs(mixture: Mixture) -> tuple[list[Tensor], list[Tensor]]:
             ours[-1].grad = gradient.tensor(dtype).clone()
             theirs[-1].grad = gradient.dense().to(dtype)
     return ours, theirs
-
-
-def with_grad(grad: Tensor) -> Tensor:
-    param = torch.zeros(1, dtype=grad.dtype).expand(grad.shape)
-    param.grad = grad
-    return param
-
-
-def coo(indices: list, values: Tensor | list, shape: tuple, dtype=torch.float32) -> Tensor:
-    values = torch.as_tensor(values, dtype=dtype)
-    return torch.sparse_coo_tensor(torch.tensor(indices).reshape(-1, len(values)), values, shape)
-
-
-def dense(grad: Tensor) -> Tensor:
-    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return wide.to_dense() if wide.is_sparse else wide
-
-
-def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
-    for our, their in zip(ours, theirs, strict=True):
-        if their.grad is None:
-            assert our.grad is None
-            continue
-        assert our.grad.dtype == their.grad.dtype
-        left, right = dense(our.grad), dense(their.grad)
-        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-
-
-def form(param: Tensor) -> object:
-    """What scaling leaves as it is."""
-    grad = param.grad
-    if grad is None or not grad.is_sparse:
-        return id(grad)
-    return id(grad), grad._indices().tolist(), grad.is_coalesced()
-
-
-def bits(params: list[Tensor]) -> list[Tensor]:
-    grads = [param.grad for param in params]
-    return [(grad._values() if grad.is_sparse else grad).clone() for grad in grads]
 
 
 # Against torch
@@ -184,185 +144,6 @@ def test_half_sums_do_not_overflow(values: list[float]):
     assert param.grad.to_dense().tolist() == [0.0, 49984.0, 0.0]  # the nearest that float16 has
 
 
-# Whose memory is written
-
-
-@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
-def test_values_are_written_in_place_where_nobody_else_has_them(function: Callable):
-    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
-    table(torch.tensor([3, 1])).pow(2).sum().backward()
-    coalesced = with_grad(table.weight.grad.coalesce().clone())
-    for param in (table.weight, coalesced):
-        where = param.grad._values().data_ptr()
-        before = param.grad._values().clone()
-        function(param, 0.1)
-        assert param.grad._values().data_ptr() == where
-        assert not torch.equal(param.grad._values(), before)
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        (lambda: torch.ones(1, 1).expand(4, 3), True),
-        (lambda: torch.ones(4, 6)[:, ::2], True),
-        (lambda: KEPT, True),
-        (lambda: torch.ones(4, 3), False),
-    ],
-    ids=["expanded", "sliced", "the caller's", "torch does not tell whose"],
-)
-def test_other_values_are_replaced(values: Callable[[], Tensor], told: bool, monkeypatch):
-    monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)
-    if not told:
-        monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    for function, bound in ((clip_grad_norm_, math.sqrt(3)), (clip_grad_value_, 0.5)):
-        param = with_grad(coo([[3, 0, 2, 1]], values(), (4, 3)))
-        before = form(param)
-        function(param, bound)
-        torch.testing.assert_close(param.grad._values(), torch.full((4, 3), 0.5))
-        assert form(param) == before
-        assert torch.equal(values(), torch.ones(4, 3))
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_gradients_that_share_memory_are_scaled_once(together: bool):
-    """Autograd gives the tables of a sum of rows the same values, each through its own gradient."""
-    tables = [torch.nn.Embedding(5, 2, sparse=True) for _ in range(2)]
-    params = [table.weight for table in tables]
-    ids = torch.tensor([1, 2, 1])
-    (tables[0](ids) + tables[1](ids + 1)).pow(2).sum().mul(10).backward()
-    assert len({param.grad._values().data_ptr() for param in params}) == 1
-    theirs = [with_grad(param.grad.to_dense()) for param in params]
-    for part, max_norm in [(slice(2), 0.1)] if together else [(slice(1), 0.1), (slice(1, 2), 0.7)]:
-        clip_grad_norm_(params[part], max_norm)
-        utils.clip_grad_norm_(theirs[part], max_norm)
-    assert_same_gradients(params, theirs, 1e-6)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_param_given_twice_is_scaled_twice_like_torch(own: bool):
-    values = torch.full((2, 3), 2.0)
-    ours = with_grad(coo([[1, 2]], values.clone() if own else values, (4, 3)))
-    theirs = with_grad(ours.grad.to_dense())
-    ours_total = clip_grad_norm_([ours, ours], 1.0)
-    torch.testing.assert_close(ours_total, utils.clip_grad_norm_([theirs, theirs], 1.0))
-    assert_same_gradients([ours], [theirs], 1e-6)
-
-
-def test_gradients_that_carry_a_graph():
-    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
-    loss = table(torch.tensor([1, 1])).pow(3).sum()
-    (table.weight.grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
-    assert clip_grad_norm_(table.parameters(), 0.5).requires_grad is False
-    assert float(table.weight.grad.detach().to_dense().norm()) == pytest.approx(0.5, rel=1e-4)
-
-
-# All or nothing
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_non_finite_norm_is_an_error_if_asked_for(bad: float, norm_type: float):
-    params = [with_grad(coo([[0, 0]], [1.0, bad], (3,))), with_grad(torch.ones(2))]
-    before = bits(params)
-    with pytest.raises(RuntimeError) as theirs:
-        utils.clip_grad_norm_(with_grad(torch.tensor([bad])), 1.0, norm_type, True)
-    with pytest.raises(RuntimeError) as ours:
-        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
-    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
-    assert all(map(same_bits, bits(params), before))
-    total = clip_grad_norm_(params, 1.0, norm_type)
-    assert math.isnan(total) if math.isnan(bad) else math.isinf(total)
-
-
-BAD = {
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), "Got layout torch.sparse_csr"),
-    "masked integer": (
-        lambda: masked_tensor(torch.eye(3).long(), torch.eye(3) > 0),
-        "Got torch.int64",
-    ),
-    "integer": (lambda: torch.eye(3).long().to_sparse(), "Got torch.int64"),
-    "beyond": (lambda: coo([[0, 1], [1, 3]], [1.0, 1.0], (3, 3)), r"dim 1 .* Got 3\. Check"),
-    "below": (lambda: coo([[0, -1]], torch.ones(2, 3), (3, 3)), r"dim 0 .* Got -1\. Check"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_gradients_are_refused_before_anything_is_changed(function: Callable, kind: str):
-    make, message = BAD[kind]
-    bad = make() if kind == "csr" else torch.zeros(3, 3).to(make().dtype)
-    bad.grad = make()
-    params = [with_grad(coo([[0, 0]], [2.0, 3.0], (3,))), with_grad(torch.ones(2))]
-    before = bits(params)
-    with pytest.raises(InputError, match=f"{function.__name__}: param 3: .*{message}"):
-        function([*params, torch.zeros(1), bad], 0.1)
-    assert all(map(same_bits, bits(params), before))
-
-
-@pytest.mark.parametrize("clip_value", [-1.0, math.nan])
-def test_what_is_not_held_cannot_be_moved(clip_value: float):
-    with pytest.raises(InputError, match=f"clip_value must be at least 0.* Got {clip_value}"):
-        clip_grad_value_(with_grad(coo([[0]], [1.0], (3,))), clip_value)
-
-
-# Masked tensors
-
-
-def masked_eye(layout: torch.layout) -> tuple[Tensor, Tensor]:
-    """A masked gradient, and the dense one that it stands for; one of its two values is held."""
-    data = torch.tensor([[3.0, 0.0], [4.0, 0.0]])
-    mask = torch.tensor([[True, False], [False, False]])
-    if layout is not torch.strided:
-        data = torch.tensor([[3.0, 0.0], [4.0, 0.0]]).to_sparse(layout=layout)
-        held = torch.tensor([True, False])
-        if layout is torch.sparse_coo:
-            mask = torch.sparse_coo_tensor(data.indices(), held, data.shape)
-        else:
-            mask = torch.sparse_csr_tensor(
-                data.crow_indices(), data.col_indices(), held, data.shape
-            )
-    return masked_tensor(data, mask), torch.tensor([[3.0, 0.0], [0.0, 0.0]])
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr], ids=str)
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_what_a_masked_tensor_holds_is_clipped(layout: torch.layout, norm_type: float):
-    """Together with others; and the norm of what it holds decides, for it is not more."""
-    for function, args in ((clip_grad_norm_, (0.5, norm_type)), (clip_grad_value_, (0.25,))):
-        grad, dense = masked_eye(layout)
-        ours, theirs = torch.zeros(2, 2), torch.zeros(2, 2)
-        if layout is torch.sparse_csr:  # torch takes such a gradient for such a parameter alone
-            ours = ours.to_sparse_csr()
-        ours.grad, theirs.grad = grad, dense
-        both = [[each, with_grad(torch.tensor([2.0, -1.0]))] for each in (ours, theirs)]
-        found = function(both[0], *args)
-        expected = getattr(utils, function.__name__)(both[1], *args)
-        if expected is not None:
-            torch.testing.assert_close(found, expected)
-        assert ours.grad is grad
-        torch.testing.assert_close(
-            float(grad.get_data().to_dense()[0, 0]), float(theirs.grad[0, 0])
-        )
-        assert same_bits(both[0][1].grad, both[1][1].grad)
-    with pytest.raises(InputError, match="param 0: clip_value must be at least 0"):
-        clip_grad_value_(both[0], -1.0)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR) tensor support is in beta state")
-@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
-@pytest.mark.parametrize("convert", [Tensor.to_sparse_csr, lambda t: t.to_sparse_bsr((2, 2))])
-def test_the_remedy_for_other_layouts_works(function: Callable, convert: Callable):
-    param = convert(torch.eye(4))
-    param.grad = convert(torch.eye(4))
-    with pytest.raises(InputError, match=r"Convert it with \.to_sparse_coo\(\)"):
-        function(param, 0.5)
-    function(with_grad(param.grad.to_sparse_coo()), 0.5)
-
-
 # Where tensors are made
 
 
@@ -398,9 +179,9 @@ def test_no_gradients():
 
 @pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
 def test_a_tensor_an_iterable_or_a_generator(function: Callable):
-    for form in (lambda p: p, lambda p: [p], lambda p: {p}, lambda p: (q for q in [p])):
+    for wrapped in (lambda p: p, lambda p: [p], lambda p: {p}, lambda p: (q for q in [p])):
         param = with_grad(coo([[1, 1]], [3.0, 4.0], (3,)))
-        function(form(param), 0.5)
+        function(wrapped(param), 0.5)
         assert float(param.grad.to_dense()[1]) == pytest.approx(0.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": lambda params: sparsestep.Adagrad(params, lr=0.1),
     "RowwiseAdagrad": lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
 }
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 @dataclass

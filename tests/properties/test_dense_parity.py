@@ -14,19 +14,11 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from tests.properties.counterparts import COUNTERPARTS, each_counterpart
 from tests.table import each_engine, running_on, same_bits, snapshot, unchanged
 
 STEPS = 20
-# Torch's SparseAdam takes no dense gradients.
-COUNTERPARTS = [
-    (ours, getattr(torch.optim, ours.__name__))
-    for ours in OPTIMIZERS
-    if hasattr(torch.optim, ours.__name__) and ours is not sparsestep.SparseAdam
-]
-each_counterpart = pytest.mark.parametrize(
-    ("ours", "theirs"), COUNTERPARTS, ids=[ours.__name__ for ours, _ in COUNTERPARTS]
-)
+
 SHAPES = [(), (1,), (7,), (3, 4), (2, 3, 5), (0,), (3, 0), (33, 17)]
 ARRANGEMENTS = ["contiguous", "transposed", "sliced"]
 HALVES = [torch.bfloat16, torch.float16]
@@ -209,40 +201,6 @@ def test_a_step_that_torchs_kernel_refuses_changes_nothing():
         assert unchanged(opt, before)
     else:
         assert same_bits(new.detach(), table.detach())
-
-
-@each_counterpart
-def test_gradients_flow_through_a_differentiable_step(
-    ours: type[RuleOptimizer], theirs: type[torch.optim.Optimizer]
-):
-    """Learning to learn: the derivative of what two steps give by start and gradients."""
-    derivatives = []
-    for cls in (ours, theirs):
-        start, *grads = (
-            torch.randn(3, 2, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-            for seed in range(3)
-        )
-        param = start.clone()
-        opt = cls([param], lr=0.1, weight_decay=0.1, differentiable=True)
-        for grad in grads:
-            param.grad = grad
-            opt.step()
-        param.square().sum().backward()
-        derivatives.append([param.detach(), *(leaf.grad for leaf in (start, *grads))])
-    for our, their in zip(*derivatives, strict=True):
-        assert bool((their != 0).all())
-        assert same_bits(our, their)
-
-
-@each_counterpart
-def test_a_differentiable_step_refuses_a_sparse_gradient(
-    ours: type[RuleOptimizer], theirs: type[torch.optim.Optimizer]
-):
-    param = torch.nn.Parameter(torch.ones(3, 2))
-    opt = ours([param], differentiable=True)
-    param.grad = torch.ones(3, 2).to_sparse(1)
-    with pytest.raises(sparsestep.InputError, match="differentiable=True needs dense gradients"):
-        opt.step()
 
 
 def options_of(cls: type[RuleOptimizer]) -> dict[str, Any]:

@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import sparsestep
-from tests.table import (
-    Case,
-    cases,
-    each_dtype,
-    each_engine,
-    running_on,
-    same_bits,
-    take_step,
-)
+from tests.cases import Case, cases, take_step
+from tests.table import each_dtype, each_engine, running_on, same_bits
 
 
 def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:

@@ -16,22 +16,19 @@ import torch
 from hypothesis import strategies as st
 
 from sparsestep.optimizer.base import RuleOptimizer
+from tests.cases import Case, cases, each_case, take_step
 from tests.table import (
     EVERY,
     INSTRUCTION_SETS,
     PLAIN,
-    Case,
     Variant,
-    cases,
     dtypes,
-    each_case,
     each_variant,
     on_each_engine,
     running_on,
     same_bits,
     snapshot,
     state_tensors,
-    take_step,
     unchanged,
 )
 

@@ -12,42 +12,17 @@ import torch
 
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
+from tests.rules.gradients import (
+    COLUMNS,
+    ROWS,
+    STEPS,
+    Gradients,
+    Table,
+    Touched,
+    row_gradient,
+    start,
+)
 from tests.table import each_engine, running_on, same_bits
-
-ROWS, COLUMNS = 7, 5
-STEPS = 8
-Table = np.ndarray
-Touched = dict[int, Table]  # the sum of its entries for each row that the gradient holds
-
-
-class Gradients:
-    """The same gradients as tensors and as sums: rows come several times, others not at all."""
-
-    def __init__(self, *, dense: bool) -> None:
-        generator = np.random.default_rng(0)
-        self.dense = dense
-        self.entries: list[list[tuple[int, Table]]] = []
-        for _ in range(STEPS):
-            rows = range(ROWS) if dense else generator.integers(0, ROWS, 6)
-            self.entries.append([(int(r), generator.normal(size=COLUMNS)) for r in rows])
-
-    def tensor(self, step: int) -> torch.Tensor:
-        rows, values = zip(*self.entries[step], strict=True)
-        stacked = torch.from_numpy(np.stack(values))
-        if self.dense:
-            return stacked
-        return torch.sparse_coo_tensor(torch.tensor([rows]), stacked, (ROWS, COLUMNS))
-
-    def summed(self, step: int) -> Touched:
-        sums: Touched = {}
-        for row, values in self.entries[step]:
-            sums[row] = sums.get(row, 0.0) + values
-        return sums
-
-
-def start() -> Table:
-    return np.random.default_rng(1).normal(size=(ROWS, COLUMNS))
-
 
 Formula = Callable[..., tuple[Table, dict[str, Table]]]
 
@@ -296,102 +271,6 @@ def test_steps_are_what_was_published(
     assert opt.state[param].keys() - {"step"} == kept.keys()
 
 
-# Bias correction row by row
-
-PER_ROW = [
-    (sparsestep.SparseAdam, {}),
-    (sparsestep.Adam, {}),
-    (sparsestep.Adam, {"amsgrad": True}),
-    (sparsestep.AdamW, {"weight_decay": 0.1}),
-    (sparsestep.RowwiseAdam, {"weight_decay": 0.1}),
-]
-each_per_row = pytest.mark.parametrize(
-    ("optimizer", "options"), PER_ROW, ids=["SparseAdam", "Adam", "AMSGrad", "AdamW", "RowwiseAdam"]
-)
-
-
-def row_gradient(row: int, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([[row]]), values[None], shape)
-
-
-@each_per_row
-@pytest.mark.parametrize("correction", ["per_row", "global"])
-def test_a_row_first_seen_at_step_2001_moves_like_a_row_at_step_1(
-    optimizer: type[RuleOptimizer], options: dict[str, Any], correction: str
-):
-    """Counted with the table, it would move three times as far."""
-    param = torch.nn.Parameter(torch.ones(3, 4))
-    values = torch.tensor([0.5, -1.0, 2.0, 0.25])
-    opt = optimizer([param], lr=0.1, bias_correction=correction, **options)
-    param.grad = row_gradient(0, values, param.shape)
-    opt.step()
-    first = param.detach()[0].clone()
-    for _ in range(1999):
-        opt.step()
-    param.grad = row_gradient(2, values, param.shape)
-    opt.step()
-    assert int(opt.state[param]["step"]) == 2001
-    late = param.detach()[2]
-    assert same_bits(late, first) == (correction == "per_row")
-    if correction == "global":
-        assert bool(((late - 1).abs() > 2.5 * (first - 1).abs()).all())
-    assert torch.equal(param.detach()[1], torch.ones(4))
-
-
-@each_engine
-@each_per_row
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=str
-)
-def test_rows_counted_on_their_own_are_optimizers_on_their_own(
-    optimizer: type[RuleOptimizer],
-    options: dict[str, Any],
-    engine: str,
-    dtype: torch.dtype,
-    precision: float,
-):
-    gradients = Gradients(dense=False)
-    table = torch.nn.Parameter(torch.from_numpy(start()).to(dtype))
-    rows = [torch.nn.Parameter(row[None].clone()) for row in table.detach()]
-    counts = torch.zeros(ROWS)
-    with running_on(engine) as name:
-        options = {"lr": 0.1, "engine": name, **options}
-        opt = optimizer([table], bias_correction="per_row", **options)
-        of_rows = [optimizer([row], **options) for row in rows]
-        for step in range(STEPS):
-            table.grad = gradients.tensor(step).to(dtype)
-            opt.step()
-            for number, sums in gradients.summed(step).items():
-                rows[number].grad = torch.from_numpy(sums[None]).to(dtype).to_sparse(1)
-                of_rows[number].step()
-                counts[number] += 1
-    together = torch.cat([row.detach() for row in rows])
-    assert torch.allclose(table.detach(), together, rtol=precision, atol=precision)
-    assert torch.equal(opt.state[table]["row_step"], counts)
-
-
-@each_engine
-@each_per_row
-def test_rows_are_counted_alike_for_dense_gradients(
-    optimizer: type[RuleOptimizer], options: dict[str, Any], engine: str
-):
-    """Every row has been updated in every step, so that both counts are one."""
-    results = []
-    for correction in ("per_row", "global"):
-        gradients = Gradients(dense=True)
-        param = torch.nn.Parameter(torch.from_numpy(start()))
-        with running_on(engine) as name:
-            opt = optimizer([param], lr=0.1, engine=name, bias_correction=correction, **options)
-            for step in range(STEPS):
-                param.grad = gradients.tensor(step)
-                opt.step()
-        results.append(param.detach())
-    assert torch.allclose(*results, rtol=1e-13, atol=1e-13)
-
-
-# Single steps
-
-
 @each_engine
 def test_sgd_takes_its_first_gradient_whole(engine: str):
     """A row that the first gradient does not hold has no first step of its own, as in torch."""
@@ -450,57 +329,3 @@ def test_amsgrads_maximum_is_of_the_average_that_is_kept(engine: str, correction
             assert same_bits(kept["max_exp_avg_sq"], highest)
     assert bool((kept["max_exp_avg_sq"][1] > kept["exp_avg_sq"][1]).all())
     assert torch.equal(kept["max_exp_avg_sq"][[0, 2]], torch.zeros(2, 2))
-
-
-# Weight decay
-
-COUPLED = [
-    sparsestep.Adam,
-    sparsestep.Adagrad,
-    sparsestep.RowwiseAdagrad,
-    sparsestep.RowwiseAdam,
-    sparsestep.SGD,
-    sparsestep.RMSprop,
-]
-DECOUPLED = [*COUPLED, sparsestep.AdamW, sparsestep.Lion]
-TOUCHED, RESTING = [1, 4], [0, 2, 3, 5]
-
-
-def decayed(
-    optimizer: type[RuleOptimizer], values: torch.Tensor, engine: str, **options: Any
-) -> torch.Tensor:
-    param = torch.nn.Parameter(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)))
-    with running_on(engine) as name:
-        opt = optimizer([param], lr=0.5, engine=name, **options)
-        param.grad = torch.sparse_coo_tensor(torch.tensor([TOUCHED]), values, param.shape)
-        opt.step()
-    return param.detach()
-
-
-BEGIN = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-VALUES = torch.tensor([[1.0, -2.0, 0.5], [0.25, 4.0, -1.0]])
-
-
-@each_engine
-@pytest.mark.parametrize("optimizer", COUPLED, ids=lambda o: o.__name__)
-def test_coupled_decay_is_a_part_of_the_gradient_of_what_was_touched(
-    optimizer: type[RuleOptimizer], engine: str
-):
-    with_decay = decayed(optimizer, VALUES, engine, weight_decay=0.125)
-    by_hand = decayed(optimizer, VALUES + 0.125 * BEGIN[TOUCHED], engine)
-    assert same_bits(with_decay, by_hand)
-    assert same_bits(with_decay[RESTING], BEGIN[RESTING])
-
-
-@each_engine
-@pytest.mark.parametrize("optimizer", DECOUPLED, ids=lambda o: o.__name__)
-def test_decoupled_decay_shrinks_what_was_touched_and_nothing_else(
-    optimizer: type[RuleOptimizer], engine: str
-):
-    """A gradient of zeros moves nothing by itself, so that the decay alone is seen."""
-    options = {"weight_decay": 0.25}
-    if optimizer not in (sparsestep.AdamW, sparsestep.Lion):
-        options["decoupled_weight_decay"] = True
-    after = decayed(optimizer, torch.zeros(2, 3), engine, **options)
-    assert same_bits(after[TOUCHED], 0.875 * BEGIN[TOUCHED])
-    assert same_bits(after[RESTING], BEGIN[RESTING])

@@ -1,0 +1,207 @@
+"""The same entries of a gradient, stored in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.masked import masked_tensor
+
+from sparsestep import Touched
+from sparsestep.gradients.layouts import Gradient as AnyGradient
+from tests.cases import Gradient
+
+BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+
+
+@dataclass
+class Entries:
+    """What a gradient of a matrix holds: ``values`` where ``held`` is true.
+
+    Attributes:
+        values: numbers whose sums are exact; what is not held does not count.
+        held: which elements are touched, in whole blocks of ``unit``.
+        unit: how high and how wide these blocks are.
+    """
+
+    values: Tensor
+    held: Tensor
+    unit: tuple[int, int] = (1, 1)
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+
+    @classmethod
+    def random(
+        cls, shape: tuple[int, int], unit: tuple[int, int], share: float, seed: int
+    ) -> Entries:
+        generator = torch.Generator().manual_seed(seed)
+        grid = (shape[0] // unit[0], shape[1] // unit[1])
+        blocks = torch.rand(grid, generator=generator) < share
+        held = blocks.repeat_interleave(unit[0], 0).repeat_interleave(unit[1], 1)
+        values = torch.randint(-16, 17, shape, generator=generator) / 8
+        values[torch.rand(shape, generator=generator) < 0.1] = -0.0  # held, and keeps its sign
+        return cls(values, held, unit, generator)
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The rows that are touched, where they are touched as a whole."""
+        whole = self.unit[1] == self.held.shape[1]
+        return self.held[:, 0].nonzero().squeeze(1) if whole else None
+
+    def oracle(self) -> Gradient:
+        return Gradient(tuple(self.held.shape), self.held.nonzero().t(), self.values[self.held])
+
+    def scattered(self, places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """In any order, and some of it in parts that are to be summed."""
+        for _ in range(2):
+            # Not zeros: they have a sign, which a sum of parts would lose.
+            chosen = torch.rand(len(values), generator=self.generator) < 0.3
+            chosen &= (values != 0).unsqueeze(-1).flatten(1).all(1)
+            parts = torch.randint(-8, 9, values[chosen].shape, generator=self.generator) / 8
+            values = torch.cat([values, parts])
+            values[: len(chosen)][chosen] -= parts
+            places = torch.cat([places, places[chosen]])
+        order = torch.randperm(len(values), generator=self.generator)
+        return places[order], values[order]
+
+    def stored(self, dtype: torch.dtype, *, by_row: bool = False) -> dict[str, Stored]:
+        """Every way to store it that there is; ``by_row`` without masks of elements."""
+        found = {
+            "coo": (self.coo(dtype), None),
+            "coo unsorted": (self.unsorted_coo(dtype), None),
+            "csr": (self.compressed(torch.sparse_csr, dtype), None),
+            "csr int32": (self.compressed(torch.sparse_csr, dtype, indices=torch.int32), None),
+            "csr strides": (self.compressed(torch.sparse_csr, dtype, strides=True), None),
+            "csc": (self.compressed(torch.sparse_csc, dtype), None),
+            **{name: (grad, None) for name, grad in self._blocked(dtype)},
+            **{name: (grad, None) for name, grad in self._by_hand(dtype)},
+        }
+        if dtype in (torch.float16, torch.float32, torch.float64):  # what torch's class takes
+            found |= {name: (grad, None) for name, grad in self._masked(dtype)}
+        if not by_row:
+            found["strided, elements masked"] = (self._strided(dtype), self.held)
+        if self.rows is not None:
+            found["strided, rows masked"] = (self._strided(dtype), self.held[:, 0])
+            values = self.values[self.rows]
+            found["coo rows"] = (
+                coalesced(self.rows[None], values.to(dtype), self.held.shape),
+                None,
+            )
+            rows, values = self.scattered(self.rows, values)
+            unsorted = coalesced(rows[None], values.to(dtype), self.held.shape)
+            found["coo rows unsorted"] = (unsorted, None)
+            found["touched rows"] = (Touched(rows.int(), values.to(dtype)), None)
+        return found
+
+    def coo(self, dtype: torch.dtype) -> Tensor:
+        return coalesced(self.held.nonzero().t(), self.values[self.held].to(dtype), self.held.shape)
+
+    def unsorted_coo(self, dtype: torch.dtype) -> Tensor:
+        places, values = self.scattered(self.held.nonzero(), self.values[self.held])
+        return torch.sparse_coo_tensor(places.t(), values.to(dtype), self.held.shape)
+
+    def compressed(
+        self,
+        layout: torch.layout,
+        dtype: torch.dtype,
+        block: tuple[int, int] = (1, 1),
+        *,
+        indices: torch.dtype = torch.int64,
+        strides: bool = False,
+    ) -> Tensor:
+        starts, others, values = compress(self.values, self.held, layout, block)
+        values = values.to(dtype)
+        if strides:
+            values = values.repeat_interleave(2, 0)[::2]
+        return torch.sparse_compressed_tensor(
+            starts.to(indices), others.to(indices), values, self.held.shape, layout=layout
+        )
+
+    def _blocked(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        high, wide = self.unit
+        for block in {(high, wide), (high, 1), (1, wide)}:
+            for layout in BLOCKED:
+                yield f"{layout} {block}", self.compressed(layout, dtype, block)
+
+    def _strided(self, dtype: torch.dtype) -> Tensor:
+        """With something outside that must not get anywhere."""
+        return torch.where(self.held, self.values, torch.nan).to(dtype)
+
+    def _masked(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        data, shape = self._strided(dtype), self.held.shape
+        yield "masked", masked_tensor(data, self.held)
+        transposed = masked_tensor(data.t().contiguous().t(), self.held.t().contiguous().t())
+        yield "masked strides", transposed
+        # The layouts inside hold more than the mask lets through.
+        more = self.held | (torch.rand(shape, generator=self.generator) < 0.2)
+        places = more.nonzero().t()
+        yield (
+            "masked coo",
+            masked_tensor(
+                coalesced(places, data[more], shape), coalesced(places, self.held[more], shape)
+            ),
+        )
+        rows = more.any(1).nonzero().squeeze(1)
+        yield (
+            "masked coo rows",
+            masked_tensor(
+                coalesced(rows[None], data[rows], shape),
+                coalesced(rows[None], self.held[rows], shape),
+            ),
+        )
+        starts, columns, _ = compress(data, more, torch.sparse_csr)
+        yield (
+            "masked csr",
+            masked_tensor(
+                torch.sparse_csr_tensor(starts, columns, data[more], shape),
+                torch.sparse_csr_tensor(starts, columns, self.held[more], shape),
+            ),
+        )
+
+    def _by_hand(self, dtype: torch.dtype) -> Iterator[tuple[str, Touched]]:
+        flat, numel = self.held.reshape(-1), self.held.numel()
+        places, values = flat.nonzero().squeeze(1), self.values.reshape(-1)[flat]
+        yield "touched", Touched(places, values.to(dtype), numel, 1)
+        several, parts = self.scattered(places, values)
+        yield "touched unsorted", Touched(several, parts.to(dtype), numel, 1)
+        # The values in another order, and some that nobody asks for between them.
+        among = torch.randperm(len(places) + 3, generator=self.generator)[: len(places)]
+        pool = torch.full((len(places) + 3, 1), torch.nan, dtype=values.dtype)
+        pool[among, 0] = values
+        yield "touched source", Touched(places, pool.to(dtype), numel, 1, among)
+        # Values that have still to be multiplied, by factors for which nothing is rounded.
+        factors = torch.tensor([4.0, -0.5])[torch.arange(len(places)) % 2]
+        later = pool.clone()
+        later[among, 0] /= factors
+        yield "touched scale", Touched(places, later.to(dtype), numel, 1, among, factors)
+        # Runs as wide as the blocks, with strides.
+        wide = self.unit[1]
+        runs = self.held.reshape(-1, wide)[:, 0].nonzero().squeeze(1)
+        blocks = self.values.reshape(-1, wide)[runs].to(dtype)
+        blocks = blocks.repeat_interleave(2, 1)[:, ::2]
+        yield "touched runs", Touched(runs.int(), blocks, numel // wide, wide)
+
+
+Stored = tuple[AnyGradient, Tensor | None]  # with the mask that goes with it
+
+
+def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
+
+
+def compress(
+    values: Tensor, held: Tensor, layout: torch.layout, block: tuple[int, int] = (1, 1)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The two kinds of indices and the values: ``[entries, *dense]``, or with blocks between."""
+    (rows, columns), (high, wide), dense = held.shape, block, values.shape[2:]
+    grid = held.reshape(rows // high, high, columns // wide, wide)[:, 0, :, 0]
+    by_row = layout in BY_ROW
+    grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
+    starts = torch.zeros(grid.shape[0 if by_row else 1] + 1, dtype=torch.int64)
+    starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)
+    down, along = (grouped, others) if by_row else (others, grouped)
+    blocks = values.reshape(rows // high, high, columns // wide, wide, *dense).transpose(1, 2)
+    found = blocks[down, along]
+    return starts, others, found if layout in BLOCKED else found[:, 0, 0]
