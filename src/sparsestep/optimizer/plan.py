@@ -124,7 +124,7 @@ class Plan:
         if selections is not None:
             if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
                 return numbers
-            chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
+            chosen = [None if s is None else s.for_core for s in selections[first : numbers.stop]]
         declined = native.try_claim(
             settings, params, optimizer.state, optimizer._known, self._seen, chosen, grads, first
         )
