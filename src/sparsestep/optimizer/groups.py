@@ -97,7 +97,7 @@ class Groups:
 
 def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     if optimizer._has_torch_kernel:
-        checks.torch_kernel(group)
+        checks.torch_kernel(group, takes_tensors=optimizer._foreach_takes_tensors)
     missing = optimizer._required_options - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
