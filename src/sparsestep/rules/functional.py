@@ -146,17 +146,9 @@ class FunctionalFtrl(FunctionalOptimizer):
         super().__init__(*args, **options)
 
 
-FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = (
-    FunctionalSparseAdam,
-    FunctionalAdam,
-    FunctionalAdamW,
-    FunctionalAdagrad,
-    FunctionalRowwiseAdagrad,
-    FunctionalRowwiseAdam,
-    FunctionalSGD,
-    FunctionalRMSprop,
-    FunctionalLion,
-    FunctionalFtrl,
+# For each optimizer, in their order.
+FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = tuple(
+    globals()[f"Functional{each.__name__}"] for each in rules.OPTIMIZERS
 )
 
 for _each in FUNCTIONAL:  # for help() and Sphinx
