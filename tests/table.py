@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep import core
+from sparsestep import core, functional
 from sparsestep.contract.rule import Rule
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
@@ -91,6 +92,15 @@ class Variant:
 
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
+
+# The optimizers that have dense semantics.
+WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.motion is not None]
+
+# The function of each optimizer: sparse_adam_ for SparseAdam, adamw_ for AdamW.
+FUNCTIONS: dict[type[RuleOptimizer], Callable[..., None]] = {
+    cls: getattr(functional, re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", cls.__name__).lower() + "_")
+    for cls in OPTIMIZERS
+}
 
 STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]
 
