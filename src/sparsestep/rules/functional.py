@@ -46,6 +46,17 @@ class FunctionalAdamW(FunctionalAdam):
         super().__init__(*args, **options)
 
 
+class FunctionalRAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RAdam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = rules.RAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @takes(rules.RAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
 class FunctionalAdagrad(FunctionalOptimizer):
     """:class:`sparsestep.Adagrad` with gradients passed by hand."""
 
