@@ -66,6 +66,8 @@ MORE = [
     Function(F.adam_, sparsestep.Adam, {"weight_decay": 0.1}, {"amsgrad": True}),
     Function(F.adam_, sparsestep.Adam, DECOUPLED),
     Function(F.adamw_, sparsestep.AdamW, {"weight_decay": 0.25}, {"amsgrad": True}),
+    Function(F.radam_, sparsestep.RAdam, {"betas": (0.5, 0.99), "weight_decay": 0.1}),
+    Function(F.radam_, sparsestep.RAdam, DECOUPLED),
     Function(F.adagrad_, sparsestep.Adagrad, {"lr_decay": 0.5, "weight_decay": 0.1}),
     Function(F.adagrad_, sparsestep.Adagrad, DECOUPLED, {"initial_accumulator_value": 0.25}),
     Function(F.rowwise_adagrad_, sparsestep.RowwiseAdagrad, {"eps": 1e-3, "weight_decay": 0.1}),

@@ -170,6 +170,33 @@ def amsgrad(grads: list[Touched], *, lr, betas, eps) -> tuple[Table, dict[str, T
     return p, {"exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": top}
 
 
+def radam(
+    grads: list[Touched], *, lr, betas, eps, weight_decay=0.0, decoupled=False
+) -> tuple[Table, dict[str, Table]]:
+    """Liu et al., algorithm 2, as torch has it: with eps, and from a length of 5 on, not 4."""
+    b1, b2 = betas
+    p, m, v = start(), np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, COLUMNS))
+    longest = 2 / (1 - b2) - 1
+    for t, touched in enumerate(grads, start=1):
+        length = longest - 2 * t * b2**t / (1 - b2**t)
+        for row, g in touched.items():
+            if decoupled:
+                p[row] *= 1 - lr * weight_decay
+            else:
+                g = g + weight_decay * p[row]
+            m[row] = b1 * m[row] + (1 - b1) * g
+            v[row] = b2 * v[row] + (1 - b2) * g**2
+            m_hat = m[row] / (1 - b1**t)
+            if length <= 5:
+                p[row] -= lr * m_hat
+                continue
+            scale = math.sqrt(1 - b2**t) / (np.sqrt(v[row]) + eps)
+            above = (length - 4) * (length - 2) * longest
+            rect = math.sqrt(above / ((longest - 4) * (longest - 2) * length))
+            p[row] -= lr * rect * m_hat * scale
+    return p, {"exp_avg": m, "exp_avg_sq": v}
+
+
 B = (0.8, 0.95)
 ADAM = {"lr": 0.1, "betas": B, "eps": 1e-3}
 # The transcription, its numbers, our class, its options.
@@ -257,6 +284,24 @@ CASES: dict[str, tuple[Formula, dict[str, Any], type[RuleOptimizer], dict[str, A
         {"lr": 0.1, "mu": 0.9, "tau": 0.0, "nesterov": True},
         sparsestep.SGD,
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ),
+    "RAdam": (radam, ADAM, sparsestep.RAdam, ADAM),
+    "RAdam that is never rectified": (
+        radam,
+        {**ADAM, "betas": (0.8, 0.5), "weight_decay": 0.2},
+        sparsestep.RAdam,
+        {**ADAM, "betas": (0.8, 0.5), "weight_decay": 0.2},
+    ),
+    "RAdam with decoupled decay": (
+        radam,
+        {**ADAM, "betas": (0.9, 0.999), "weight_decay": 0.2, "decoupled": True},
+        sparsestep.RAdam,
+        {
+            **ADAM,
+            "betas": (0.9, 0.999),
+            "weight_decay": 0.2,
+            "decoupled_weight_decay": True,
+        },
     ),
     "AMSGrad": (amsgrad, ADAM, sparsestep.Adam, {**ADAM, "amsgrad": True}),
 }
@@ -456,6 +501,7 @@ def test_amsgrads_maximum_is_of_the_average_that_is_kept(engine: str, correction
 
 COUPLED = [
     sparsestep.Adam,
+    sparsestep.RAdam,
     sparsestep.Adagrad,
     sparsestep.RowwiseAdagrad,
     sparsestep.RowwiseAdam,

@@ -45,7 +45,7 @@ class Call:
         if self.param.dim() and chance.one_in(4):
             self.mask = tables.any_mask(chance, self.param, by_row=self.rule.by_row)
         self.state = {spec.name: self._state(spec) for spec in self.rule.state}
-        self.steps = 0
+        self.steps = chance.pick([0, 0, 9])  # RAdam begins with a formula of its own
         self.over = False
 
     def _state(self, spec: Any) -> Tensor:
