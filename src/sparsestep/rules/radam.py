@@ -122,11 +122,12 @@ class RAdam(RuleOptimizer, Optimizer):
         The first step goes by the gradient, not by its sign as Adam's does.
 
         >>> import torch, sparsestep
-        >>> table = torch.nn.Embedding(4, 2, sparse=True, _weight=torch.tensor([[1.0, 4.0]] * 4))
+        >>> weight = torch.tensor([[1.0, 4.0]] * 4)
+        >>> table = torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
         >>> optimizer = sparsestep.RAdam(table.parameters(), lr=0.25)
         >>> table(torch.tensor([1, 3])).square().sum().backward()
         >>> optimizer.step()
-        >>> table.weight.tolist()
+        >>> weight.tolist()
         [[1.0, 4.0], [0.5, 2.0], [1.0, 4.0], [0.5, 2.0]]
 
     References:
