@@ -95,8 +95,8 @@ class RAdam(RuleOptimizer, Optimizer):
 
     So the first steps (five, with the usual betas) are momentum alone: a warm-up that needs no
     schedule. :math:`t` is the parameter's number of steps; a row that is first seen late has no
-    warm-up of its own. For a dense gradient torch's own kernel computes the step, and the numbers
-    are torch's, bit for bit.
+    warm-up of its own. Of the semantics it has ``"masked"``; ``"dense"`` is refused. For a dense
+    gradient torch's own kernel computes the step, and the numbers are torch's, bit for bit.
 
     The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``; checkpoints go back and forth.
 
@@ -112,7 +112,7 @@ class RAdam(RuleOptimizer, Optimizer):
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
-        semantics: ``"masked"``: what a gradient does not hold is left alone. It has no other.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
         mask: a bool for each row or element; what is outside keeps its bits. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
