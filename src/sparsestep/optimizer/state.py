@@ -134,10 +134,15 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
                     "Was the parameter replaced? Make a new optimizer for it",
                 )
             )
-        wanted_dtypes = {param.dtype} if param.is_complex() and not spec.per_row else FLOATS
-        if tensor.dtype not in wanted_dtypes:
-            kind = f"{param.dtype}" if param.is_complex() else "a real float dtype"
-            contract = f"the state {spec.name!r} must be of {kind}"
+        if param.is_complex() and tensor.is_complex() == spec.per_row:
+            # Real state would be half as large as what is written.
+            wanted_dtype = dtype_for(spec, param)
+            contract = (
+                f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted_dtype}"
+            )
+            raise InputError(sentence(contract, tensor.dtype))
+        if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
+            contract = f"the state {spec.name!r} must be of a real float dtype"
             raise InputError(sentence(contract, tensor.dtype))
         if tensor.layout is not torch.strided:
             contract = f"the state {spec.name!r} must be a strided tensor"
