@@ -226,7 +226,7 @@ def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]
     """The state of a parameter whose first step this is."""
     group, rule = update.group, update.settings.rule
     dtype = update.settings.state_dtype
-    update.state = states.new(rule, update.param, group, dtype, update.touched)
+    update.state = states.new(rule, update.param, group, dtype)
     return optimizer._new_record(group, rule, update.owner, update.state)
 
 
