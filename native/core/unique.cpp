@@ -76,9 +76,12 @@ Unique::Unique(const Job& job)
       slots_(job.slots),
       chunk_size_(std::max(min_chunk_size, (job.entries + max_chunks - 1) / max_chunks)),
       chunks_(job.whole ? 0 : (job.entries + chunk_size_ - 1) / chunk_size_),
+      keys_count_(job.entries),
+      marks_slots_(chunks_ == 1 && job.slots <= most_slots_per_entry * job.entries),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
-      bucket_bits_(std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
+      bucket_bits_(marks_slots_ ? 0
+                                : std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
       inspections_(size_t(chunks_)) {
     if (!job.whole && (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64)) {
         throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
@@ -123,7 +126,7 @@ bool Unique::ascending() const {
 
 int64_t Unique::scratch_words() const {
     const int64_t counts = is_dealt() ? chunks_ * buckets() : 0;
-    return 2 * entries_ + counts + (entries_ + 1) / 2;
+    return 2 * entries_ + counts + (entries_ + 1) / 2 + 2 * words_of_bits();
 }
 
 void Unique::use_scratch(uint64_t* scratch) {
@@ -131,6 +134,7 @@ void Unique::use_scratch(uint64_t* scratch) {
     tables_ = keys_ + entries_;
     links_ = reinterpret_cast<Link*>(tables_ + entries_);
     counts_ = tables_ + entries_ + (entries_ + 1) / 2;
+    bits_ = counts_;  // there are no buckets to count, then
 }
 
 void Unique::count(int64_t chunk) {
@@ -171,13 +175,41 @@ void Unique::deal(int64_t chunk) {
 
 int64_t Unique::bucket_begin(int64_t bucket) const {
     if (is_dealt()) return bucket_begin_[size_t(bucket)];
-    return bucket == 0 ? 0 : entries_;
+    return bucket == 0 ? 0 : keys_count_;
+}
+
+// Makes keys of the entries whose slot comes more than once, and tells how many. No branch depends
+// on the slots: it would be a guess.
+int64_t Unique::collect_repeated() {
+    const int64_t words = words_of_bits();
+    uint64_t *const seen = bits_, *const repeated = bits_ + words, *const keys = keys_;
+    const int64_t* const positions = positions_;
+    std::fill(seen, seen + 2 * words, 0);
+    uint64_t any = 0;
+    for (int64_t i = 0; i < entries_; ++i) {
+        const uint64_t slot = uint64_t(positions[i]), bit = uint64_t(1) << (slot & 63);
+        const uint64_t before = seen[slot >> 6] & bit;
+        any |= before;
+        repeated[slot >> 6] |= before;
+        seen[slot >> 6] |= bit;
+    }
+    if (!any) return 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < entries_; ++i) {
+        const uint64_t slot = uint64_t(positions[i]);
+        keys[count] = slot << entry_bits_ | uint64_t(i);
+        count += int64_t(repeated[slot >> 6] >> (slot & 63) & 1);
+    }
+    return count;
 }
 
 void Unique::link(int64_t bucket) {
-    const int64_t begin = bucket_begin(bucket), count = bucket_begin(bucket + 1) - begin;
-    if (!is_dealt()) {
-        std::fill(links_, links_ + entries_, chain_end);
+    const int64_t begin = bucket_begin(bucket);
+    int64_t count = bucket_begin(bucket + 1) - begin;
+    if (!is_dealt()) std::fill(links_, links_ + entries_, chain_end);
+    if (marks_slots_) {
+        count = keys_count_ = collect_repeated();
+    } else if (!is_dealt()) {
         for (int64_t i = 0; i < entries_; ++i) {
             keys_[i] = uint64_t(positions_[i]) << entry_bits_ | uint64_t(i);
         }

@@ -5,6 +5,8 @@
 // that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
 // 64-bit key, slot in the high bits and entry in the low ones; the keys are dealt into buckets in
 // parallel, keeping their order, and each bucket is run through a hash table that fits the cache.
+// Of a short gradient for a table that is not much larger, two bits for each slot tell beforehand
+// which entries are alone.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +47,8 @@ private:
     int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size_; }
     int64_t chunk_end(int64_t chunk) const;
     int64_t bucket_begin(int64_t bucket) const;
+    int64_t words_of_bits() const { return marks_slots_ ? (slots_ + 63) / 64 : 0; }
+    int64_t collect_repeated();
     int64_t entry_of(uint64_t key) const {
         return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
     }
@@ -53,6 +57,7 @@ private:
     static constexpr int64_t max_chunks = 64;
     static constexpr int64_t bucket_size = 2048;
     static constexpr int max_bucket_bits = 10;
+    static constexpr int64_t most_slots_per_entry = 64;  // of a gradient for which bits are cleared
 
     struct Inspection {
         int64_t first_bad;
@@ -64,12 +69,15 @@ private:
     int64_t slots_;
     int64_t chunk_size_;
     int64_t chunks_;
+    int64_t keys_count_;
+    bool marks_slots_;  // see collect_repeated
     int entry_bits_, slot_bits_, bucket_bits_;
     std::vector<Inspection> inspections_;
     std::vector<int64_t> bucket_begin_;
     uint64_t* keys_ = nullptr;
     uint64_t* tables_ =
-        nullptr;  // as large as the keys: room for a table twice as large as a bucket
+        nullptr;                // as large as the keys: room for a table twice as large as a bucket
+    uint64_t* bits_ = nullptr;  // two for each slot
     uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
     Link* links_ = nullptr;
 };

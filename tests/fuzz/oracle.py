@@ -74,9 +74,13 @@ def expected(
 
     exact = new(*inputs)
     roundings = ROUNDINGS.get(param.dtype, _USUAL_ROUNDINGS)
-    # FTRL divides the difference of two roots by lr: what it has on the way is rounded too.
-    roundings *= 2 if rule.name.startswith("ftrl") else 1
     slack = _slack(new, inputs, exact, roundings)
+    if rule.name.startswith("ftrl") and hyper["lr"]:
+        # It divides the difference of two roots by lr: each of them was rounded.
+        root = exact[2].abs().sqrt()
+        lost = roundings * (root / hyper["lr"] * inputs[0]).abs()
+        slack[1] = slack[1] + lost
+        slack[0] = slack[0] + lost / ((hyper["beta"] + root) / hyper["lr"] + hyper["l2"]).abs()
     touched_rows = by_rows.any(1, keepdim=True)
     touched = [by_rows, *(touched_rows if s.per_row else by_rows for s in rule.state)]
     names = ["param", *(spec.name for spec in rule.state)]
