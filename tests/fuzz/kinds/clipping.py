@@ -109,15 +109,13 @@ def clipping_and_garbage(chance: Chance, say: Say) -> None:
 
 
 def _is_torchs(function: Any, arguments: dict[str, Any], error: Exception) -> bool:
-    """Whether torch's own function says the same of a dense parameter: then it is their word."""
-    plain = nn.Parameter(torch.ones(2, 2))
-    plain.grad = torch.ones(2, 2)
+    """Whether torch's own function says the same of dense gradients: then it is their word."""
     theirs: Any = getattr(nn.utils, function.__name__)
-    others = dict(arguments)
-    if isinstance(others["parameters"], list) and all(
-        isinstance(p, Tensor) for p in others["parameters"]
-    ):
-        others["parameters"] = [plain]
+    others, given = dict(arguments), arguments["parameters"]
+    if isinstance(given, list) and all(isinstance(p, Tensor) for p in given):
+        others["parameters"] = [nn.Parameter(torch.ones(p.shape)) for p in given]
+        for plain, param in zip(others["parameters"], given, strict=True):
+            plain.grad = None if param.grad is None else torch.ones(param.shape)
     try:
         theirs(**others)
     except Exception as their_error:
