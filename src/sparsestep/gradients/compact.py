@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.arriving import Pending, not_yet
 from sparsestep.gradients.compact_functions import (
     OF_ALL_VALUES,
     OPERATORS,
@@ -56,13 +57,18 @@ class Compact(Tensor):
         torch.Size([3, 16])
     """
 
-    _parts: tuple[Touched, ...]
+    _parts: tuple[Any, ...]  # each is a Touched, or Pending where a table is sharded
     _materialized: Tensor | None
 
     @property
     def is_materialized(self) -> bool:
         """Whether it has become an ordinary tensor."""
         return self._materialized is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a part of it is still to be sent to the process that has the rows."""
+        return any(isinstance(part, Pending) for part in self._parts)
 
     # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
 
@@ -79,8 +85,11 @@ class Compact(Tensor):
     def touched(self) -> Touched:
         """The gradient in canonical form; no row is written out. Not once it is materialized."""
         assert self._materialized is None
+        if self.is_pending:
+            raise not_yet()
         if len(self._parts) == 1:
-            return self._parts[0]
+            only: Touched = self._parts[0]
+            return only
         return _joined(self._parts) if self._parts else _nothing(self)
 
     def materialize_(self) -> Tensor:
@@ -102,6 +111,8 @@ class Compact(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Looking at a gradient does not change what it is.
+        if self.is_pending:
+            return f"tensor(..., size={tuple(self.shape)}, still to be exchanged)"
         return repr(_written_out(self) if self._materialized is None else self._materialized)
 
     @classmethod
@@ -257,7 +268,8 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
     if isinstance(grad, Compact):
         if not grad.is_materialized:
-            return grad._parts
+            parts: tuple[Touched, ...] = grad._parts
+            return parts
         grad = grad.materialize_()
     if not grad.is_sparse:
         return None
@@ -270,6 +282,18 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
         positions.mul_(size).add_(row)
     slots = shape[:leading].numel()
     return (Touched(positions, values, slots, shape[leading:].numel()),)
+
+
+def pending_in(grad: Tensor | None) -> list[Pending]:
+    """The parts of a gradient that are still to be sent."""
+    parts = grad._parts if isinstance(grad, Compact) else ()
+    return [part for part in parts if isinstance(part, Pending)]
+
+
+def arrived_in(grad: Tensor) -> list[Touched]:
+    """The other parts of a gradient."""
+    parts = parts_of(grad) or ()
+    return [part for part in parts if not isinstance(part, Pending)]
 
 
 def materialized(tensor: Any) -> Any:

@@ -27,6 +27,7 @@ from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
+from sparsestep.gradients.arriving import arrive, elsewhere
 from sparsestep.optimizer import checkpoint
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.catching_up import CatchesUp
@@ -172,6 +173,8 @@ class RuleOptimizer(CatchesUp):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
+            if elsewhere:
+                arrive(self._all_params())
             before = self._before if self.engine != "reference" else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
