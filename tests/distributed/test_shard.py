@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,15 +10,9 @@ from tests.table import same_bits
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
-from tests.distributed.pair import Results, run_ranks
+from tests.distributed.pair import Results
 from tests.distributed.shard_cases import Case, in_one_process, put_together
 from tests.distributed.shard_runs import QUICK
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    folder = tmp_path_factory.mktemp(f"shard{request.param}")
-    return run_ranks("tests.distributed.shard_worker", folder, request.param)
 
 
 def assert_alike(case: Case, ours: Results, theirs: Results) -> None:

@@ -109,5 +109,5 @@ def agree(
 def _says(lines: Lines, rank: int, names: list[str]) -> str:
     """What a rank does, in words."""
     table, doing = lines["table"][rank], lines["doing"][rank]
-    name = repr(names[table]) if 0 <= table < len(names) else "tables"
+    name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
     return _DOES[Doing(doing)].format(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Reader
+from sparsestep.gradients.arriving import source_of
 from sparsestep.gradients.compact import (
     Compact,
     arrived_in,
@@ -68,19 +70,31 @@ def arrive(ledger: Ledger) -> None:
     if len(numbers) <= ledger.room:
         room[:, : len(numbers)] = numbers
     lines = ledger.agree(line, room)
-    if not any(lines["number"]):
-        return
+    parts: dict[int, list[Touched]] = {}  # by table
+    if any(lines["number"]):
+        _fetch(ledger, lines, sent, numbers, parts)
+    for index, new in parts.items():
+        _give(ledger.tables[index], new)
+    for table in ledger.tables:
+        _settle(table.weight)
+
+
+def _fetch(
+    ledger: Ledger,
+    lines: Lines,
+    sent: Sequence[_Sent],
+    numbers: Tensor,
+    parts: dict[int, list[Touched]],
+) -> None:
+    """Send what this rank has, and make parts of what has come."""
     theirs = _listed(ledger, lines, numbers)
     pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]))
-    parts: dict[int, list[Touched]] = {}  # by table
     # In the order of the first rank that has any: where all ranks run the same, that of all.
     for number in dict.fromkeys(each.ticket for said in theirs for each in said):
         answer = ledger.answers[number]
-        arrived = [pieces.get((rank, number)) for rank in range(wire.world)]
+        arrived = [pieces.get((rank, number)) for rank in range(ledger.wire.world)]
         new = _of_all(answer.table, arrived) if answer.found is None else _part(answer, arrived)
         parts.setdefault(answer.table.index, []).extend(new)
-    for index, new in parts.items():
-        _give(ledger.tables[index], new)
 
 
 def _collected(tables: Sequence[Table]) -> list[_Sent]:
@@ -89,6 +103,8 @@ def _collected(tables: Sequence[Table]) -> list[_Sent]:
     for weight in {id(table.weight): table.weight for table in tables}.values():
         values: dict[Ticket, Tensor] = {}
         for ticket, rows in pending_in(weight.grad):
+            if ticket is None:  # it was expected, and has not come
+                continue
             values[ticket] = values[ticket] + rows if ticket in values else rows
         for ticket, rows in values.items():
             is_copy = ticket.table.kind == "copy"
@@ -223,5 +239,21 @@ def _reduced(table: Table, values: Tensor) -> Tensor:
 def _give(table: Table, new: Sequence[Touched]) -> None:
     """Let a weight have its gradient; a rank that has no row of a table gets none."""
     weight, grad = table.weight, table.weight.grad
-    before = [] if grad is None else arrived_in(grad)
-    weight.grad = compact([*before, *new], weight.shape, weight) if table.is_here else None
+    parts = [*([] if grad is None else arrived_in(grad)), *new]
+    if isinstance(grad, Compact) and not grad.is_materialized:
+        grad._parts = tuple(parts)  # whoever holds on to it sees it arrive
+    else:
+        grad = compact(parts, weight.shape, weight)
+    source = source_of(weight)
+    assert source is not None
+    grad.arrived_from, grad.is_divided = ref(source), source.is_divided(weight)
+    weight.grad = grad if table.is_here else None
+
+
+def _settle(weight: Tensor) -> None:
+    """Take away what was expected and did not come from anybody."""
+    grad = weight.grad
+    if isinstance(grad, Compact) and grad.is_pending:
+        grad._parts = tuple(arrived_in(grad))
+        if not grad._parts and grad.arrived_from is None:
+            weight.grad = None

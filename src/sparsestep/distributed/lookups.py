@@ -52,6 +52,8 @@ def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request
     weights = [each.table.weight for each in asked]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         ledger.alive.update({ticket.number: ticket for ticket in tickets})
+        for ticket in tickets:
+            _expect(ticket)
         rows_found = list(_Exchanged.apply(tickets, rows_found, *weights))
     return [each.finish(found) for each, found in zip(asked, rows_found, strict=True)]
 
@@ -191,6 +193,18 @@ def _send_rows(
         ]
         found.append(torch.cat(pieces).view(sum(each.bags), table.dim))
     return found
+
+
+def _expect(ticket: Ticket) -> None:
+    """Let a weight have a gradient that has nothing yet.
+
+    Whoever reads gradients, as a GradScaler does, then does so on all ranks, also on those whose
+    loss leaves the table out.
+    """
+    weight = ticket.table.weight
+    if weight.requires_grad and weight.grad is None:
+        part: Any = Pending(None, weight.detach()[:0])
+        weight.grad = compact([part], weight.shape, weight)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -7,6 +7,7 @@ up and numbers scale them like any others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep.errors import InputError, sentence
+from sparsestep.torch_internals import foreach_unscale_, without_torch_function
 
 
 class Source(Protocol):
@@ -79,7 +81,11 @@ def sources_of(params: Iterable[Tensor]) -> list[Source]:
     """Where the gradients of parameters arrive from, in the order of all processes."""
     if not elsewhere:
         return []
-    found = {id(source): source for param in params if (source := source_of(param)) is not None}
+    return _in_order(map(source_of, params))
+
+
+def _in_order(sources: Iterable[Source | None]) -> list[Source]:
+    found = {id(source): source for source in sources if source is not None}
     return sorted(found.values(), key=lambda source: source.number)
 
 
@@ -129,8 +135,42 @@ def norm_of_all(
     return total
 
 
-def not_yet() -> InputError:
-    """Say that a gradient was read that is still elsewhere."""
+class Unscaled(Tensor):
+    """Values of a sharded gradient, as a GradScaler asks for them.
+
+    It looks for infinities in them and skips the step where it finds any: then all processes must.
+    """
+
+    _source: ref[Source]
+
+    @staticmethod
+    def of(values: Tensor, source: ref[Source]) -> Tensor:
+        """The same values, of a gradient that came from there."""
+        made = values.as_subclass(Unscaled)
+        made._source = source
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not foreach_unscale_:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values, found_inf, scale = args
+        refs = {each._source for each in values if isinstance(each, Unscaled)}
+        with without_torch_function():
+            func([each.as_subclass(Tensor) for each in values], found_inf, scale)
+            for source in _in_order(each() for each in refs):
+                found_inf.copy_(source.total(found_inf, math.inf))
+        return None
+
+
+def summon(grad: Tensor) -> None:
+    """Bring a gradient here that somebody reads; all processes do."""
+    for param in list(elsewhere):
+        if param.grad is grad:
+            arrive([param])
+            return
     contract = "the gradient of a sharded table must have been exchanged before it is read"
     remedy = "optimizer.step() and sparsestep.clip_grad_norm_ do so: call these first"
-    return InputError(sentence(contract, "one that is still on its way", remedy))
+    raise InputError(sentence(contract, "a copy of one that is still on its way", remedy))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
-from sparsestep.gradients.arriving import Pending, not_yet
+from sparsestep.gradients.arriving import Pending, Source, Unscaled, summon
 from sparsestep.gradients.compact_functions import (
     OF_ALL_VALUES,
     OPERATORS,
@@ -59,6 +60,8 @@ class Compact(Tensor):
 
     _parts: tuple[Any, ...]  # each is a Touched, or Pending where a table is sharded
     _materialized: Tensor | None
+    arrived_from: ref[Source] | None = None  # where a sharded table's gradient came from
+    is_divided: bool = False  # whether other processes have other rows of it
 
     @property
     def is_materialized(self) -> bool:
@@ -86,7 +89,7 @@ class Compact(Tensor):
         """The gradient in canonical form; no row is written out. Not once it is materialized."""
         assert self._materialized is None
         if self.is_pending:
-            raise not_yet()
+            summon(self)
         if len(self._parts) == 1:
             only: Touched = self._parts[0]
             return only
@@ -124,7 +127,10 @@ class Compact(Tensor):
         elif func not in UNCHANGED and not isinstance(func, OPERATORS):
             if func == SET_DATA and isinstance(args[0], Compact):
                 return args[0].assign_(args[1])
-            return _on_materialized(func, args, kwargs or {})
+            result = _on_materialized(func, args, kwargs or {})
+            if func == Tensor._values and args[0].arrived_from is not None:
+                return Unscaled.of(result, args[0].arrived_from)
+            return result
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 

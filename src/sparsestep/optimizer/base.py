@@ -217,7 +217,8 @@ class RuleOptimizer(CatchesUp):
         and may stay in the loop.
 
         Args:
-            params: which parameters; by default all of this optimizer's.
+            params: which parameters; by default all of this optimizer's but for sharded tables,
+                whose gradients are exchanged in ``step()``.
             backwards: how many backward calls make a step. Accumulating gradients over several
                 without saying so is refused.
 
