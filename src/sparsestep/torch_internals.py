@@ -191,6 +191,11 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
     return module._parameters
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether something is called before a module is."""
+    return bool(module._forward_pre_hooks)
+
+
 # Distributed
 
 

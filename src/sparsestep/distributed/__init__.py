@@ -14,13 +14,23 @@ from functools import partial
 import torch
 
 from sparsestep.distributed import overlap, scripted
+from sparsestep.distributed.checkpoints import consolidate, load, save
 from sparsestep.distributed.lockstepping import lockstep
 from sparsestep.distributed.plan import Placement, Plan
 from sparsestep.distributed.sharding import shard
 from sparsestep.errors import InputError, sentence
 from sparsestep.rules.functional import FUNCTIONAL
 
-__all__ = ["Placement", "Plan", "lockstep", "register", "shard"]
+__all__ = [
+    "Placement",
+    "Plan",
+    "consolidate",
+    "load",
+    "lockstep",
+    "register",
+    "save",
+    "shard",
+]
 
 
 def register() -> None:

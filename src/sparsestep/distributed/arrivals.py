@@ -227,8 +227,10 @@ def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
     pieces: list[Any] = [piece for piece in arrived if piece is not None]
     values = _reduced(table, torch.cat([piece.values for piece in pieces]))
     block = values.shape[1]
+    positions = torch.cat([piece.positions for piece in pieces])
+    table.bring_up_to_date(positions * block // table.dim)
     slots = table.rows * table.dim // block if block else table.rows
-    return [Touched(torch.cat([piece.positions for piece in pieces]), values, slots, block)]
+    return [Touched(positions, values, slots, block)]
 
 
 def _reduced(table: Table, values: Tensor) -> Tensor:

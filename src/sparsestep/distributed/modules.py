@@ -79,6 +79,11 @@ def _class(module: nn.Module) -> Any:
     return type(module)
 
 
+def table_of(module: nn.Module) -> Table | None:
+    """The table that a module is, if it is sharded."""
+    return module._table if isinstance(module, _ShardedTable) else None
+
+
 def make_sharded(module: Any, table: Table, exchange: Exchange) -> None:
     """Have a table looked up by an exchange."""
     table.take_over(module)

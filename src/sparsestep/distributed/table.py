@@ -12,6 +12,7 @@ from sparsestep.distributed.wire import Wire
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
+from sparsestep.torch_internals import is_watched
 
 Kind: TypeAlias = Literal["tables", "rows", "copy"]
 Reduce: TypeAlias = Literal["mean", "sum"]
@@ -125,6 +126,12 @@ class Table:
             found = self.local(ids, starts, factors)
         return found
 
+    def bring_up_to_date(self, rows: Tensor) -> None:
+        """Have rows of a copy current that others have read, as ``optimizer.track`` does it."""
+        assert self.local is not None
+        if is_watched(self.local):
+            self.look_up(rows, None, None)
+
 
 def part_here(table: Table, whole: Tensor) -> Tensor:
     """The part of a tensor with a row for each of a table's that belongs to this rank, as a copy.
@@ -150,6 +157,9 @@ def check(table: Table, module: Any) -> None:
     if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
         contract = f"{who} must have an ordinary weight on the CPU"
         raise InputError(sentence(contract, f"a {type(weight).__name__} on {weight.device}"))
+    if table.kind == "copy" and module.max_norm is not None and table.wire.world > 1:
+        contract = f"{who} has max_norm, which writes the rows that a rank reads: it has no copies"
+        raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "rows" and table.mode == "max":
         contract = f"{who} has mode='max', for which a bag's rows must lie on one rank"
         remedy = "Choose 'tables' or 'copy' for it"

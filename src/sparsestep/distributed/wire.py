@@ -82,10 +82,17 @@ class Wire:
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
-    pieces = [each.reshape(-1).view(torch.uint8) for each in tensors if each.numel()]
+    pieces = [_bytes(each) for each in tensors if each.numel()]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # a single element may have any
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 class Reader:
