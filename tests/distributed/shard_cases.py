@@ -149,7 +149,9 @@ def put_together(parts: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         name, _, state = key.partition(".")
-        values = [part[key] for part in parts if key in part]
+        # A rank that has no row of a whole table counts nothing for it.
+        having = [part for part in parts if key == "norms" or len(part[name])]
+        values = [part[key] for part in having if key in part]
         if key == "norms" or state == "step" or not isinstance(values[0], Tensor):
             assert all(str(value) == str(values[0]) for value in values), f"{key} is not agreed"
             whole[key] = values[0]
@@ -157,7 +159,7 @@ def put_together(parts: list[dict[str, Any]], kind: str) -> dict[str, Any]:
             assert all(torch.equal(value, values[0]) for value in values), f"{key} differs"
             whole[key] = values[0]
         elif kind == "tables":
-            (whole[key],) = [value for value in values if len(value)]
+            (whole[key],) = values
         else:
             whole[key] = torch.stack(values, 1).flatten(0, 1)[: ROWS[name]]
     return whole

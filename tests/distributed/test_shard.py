@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ from tests.table import same_bits
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
-from tests.distributed.pair import Results
-from tests.distributed.shard_cases import Case, in_one_process, put_together
-from tests.distributed.shard_runs import QUICK
+from tests.distributed.pair import Results, run_ranks
+from tests.distributed.shard_cases import Case, in_one_process, on_ranks, put_together
+from tests.distributed.shard_runs import QUICK, SWEEP
 
 
 def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
@@ -36,3 +38,26 @@ def test_ranks_train_as_one_process_does(found: list[Results], name: str):
     case = QUICK[name]
     whole = put_together([each[name] for each in found], case.kind)
     assert_alike(case, whole, in_one_process(case, len(found)))
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def swept(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    folder = tmp_path_factory.mktemp(f"sweep{request.param}")
+    return run_ranks("tests.distributed.shard_sweep", folder, request.param)
+
+
+@pytest.mark.slow
+def test_every_rule_trains_as_in_one_process(swept: list[Results]):
+    for name, case in SWEEP.items():
+        whole = put_together([each[name] for each in swept], case.kind)
+        try:
+            assert_alike(case, whole, in_one_process(case, len(swept)))
+        except AssertionError as error:
+            raise AssertionError(f"{name} with {len(swept)} ranks: {error}") from None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEEP)
+def test_one_rank_is_one_process(name: str):
+    case = SWEEP[name]
+    assert_alike(case, on_ranks(case, 0, 1)[0], in_one_process(case, 1))
