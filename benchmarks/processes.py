@@ -57,6 +57,7 @@ class Torchs(nn.Module):
         self.bags = nn.ModuleList(bags)
 
     def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Look all tables up."""
         return [bag(each) for bag, each in zip(self.bags, ids, strict=True)]
 
 

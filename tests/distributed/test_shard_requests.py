@@ -13,7 +13,7 @@ import sparsestep
 from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.modules import make_sharded
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Wire
+from sparsestep.distributed.wire import Wire, _packed
 
 WORLD, ROWS, DIM = 3, 10, 4
 
@@ -40,8 +40,8 @@ class Threads(Wire):
     def numbers(self, outgoing: Tensor) -> Tensor:
         return torch.stack(self.hall.swap(self.rank, list(outgoing)))
 
-    def _at_once(self, packed: Any, sizes: Any) -> Tensor:
-        found = self.hall.swap(self.rank, list(packed))
+    def _at_once(self, outgoing: Any, sizes: Any) -> Tensor:
+        found = self.hall.swap(self.rank, [_packed(tensors) for tensors in outgoing])
         assert [len(each) for each in found] == list(sizes)
         return torch.cat(found)
 

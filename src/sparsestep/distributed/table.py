@@ -160,6 +160,9 @@ def check(table: Table, module: Any) -> None:
     if table.kind == "copy" and module.max_norm is not None and table.wire.world > 1:
         contract = f"{who} has max_norm, which writes the rows that a rank reads: it has no copies"
         raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
+    if table.kind == "copy" and table.by_frequency and table.wire.world > 1:
+        contract = f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
+        raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "rows" and table.mode == "max":
         contract = f"{who} has mode='max', for which a bag's rows must lie on one rank"
         remedy = "Choose 'tables' or 'copy' for it"

@@ -57,26 +57,25 @@ class Wire:
             >>> found.view(torch.float32)
             tensor([1., 1., 0.])
         """
-        packed = [_packed(tensors) for tensors in outgoing]
         if self.world == 1:
-            return packed
+            return [_packed(tensors) for tensors in outgoing]
         if largest <= CHUNK:
-            return list(self._at_once(packed, sizes).split(list(sizes)))
+            return list(self._at_once(outgoing, sizes).split(list(sizes)))
+        packed = [_packed(tensors) for tensors in outgoing]
         found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for begin in range(0, largest, CHUNK):
-            some = [each[begin : begin + CHUNK] for each in packed]
+            some = [[each[begin : begin + CHUNK]] for each in packed]
             wanted = [max(0, min(size - begin, CHUNK)) for size in sizes]
             pieces = self._at_once(some, wanted).split(wanted)
             for whole, piece in zip(found, pieces, strict=True):
                 whole[begin : begin + len(piece)] = piece
         return found
 
-    def _at_once(self, packed: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def _at_once(self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
-        lengths = [len(each) for each in packed]
-        dist.all_to_all_single(
-            incoming, torch.cat(list(packed)), list(sizes), lengths, group=self.group
-        )
+        lengths = [sum(each.nbytes for each in tensors) for tensors in outgoing]
+        everything = _packed([each for tensors in outgoing for each in tensors])
+        dist.all_to_all_single(incoming, everything, list(sizes), lengths, group=self.group)
         return incoming
 
 
