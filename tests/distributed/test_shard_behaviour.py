@@ -211,3 +211,43 @@ def test_shard_refuses_what_it_cannot_divide():
     with refuse as raised:
         sparsestep.distributed.lockstep([], prefetch=1)
     assert "prefetch must be 0" in str(raised.value)
+
+
+def test_tables_without_memory_get_the_rows_of_their_rank():
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"one": nn.Embedding(50, 4, padding_idx=3), "two": nn.Embedding(50, 4)}
+        )
+    model["two"].weight = model["one"].weight
+    torch.manual_seed(0)
+    sparsestep.distributed.shard(model, plan="rows")
+    weight = model["one"].weight
+    assert weight is model["two"].weight
+    assert weight.is_leaf
+    assert 0.5 < float(weight.detach().std()) < 1.5
+    assert not weight[3].any()
+    opt = sparsestep.SGD(model.parameters(), lr=1.0)
+    before = weight.detach().clone()
+    (model["one"](torch.tensor([1, 3])) + model["two"](torch.tensor([2, 3]))).sum().backward()
+    opt.step()
+    moved = (weight != before).any(1).nonzero().flatten().tolist()
+    assert moved == [1, 2, 3]  # 3 is padding of the one alone
+
+
+def test_a_frozen_table_is_looked_up_and_stays():
+    table = nn.Embedding(5, 2)
+    table.weight.requires_grad_(False)
+    sparsestep.distributed.shard(table, plan="rows")
+    assert not table(torch.tensor([1, 4])).requires_grad
+
+
+def test_torchs_own_optimizer_has_the_gradient_exchanged():
+    tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    sparsestep.distributed.shard(tables[0], plan="rows")
+    sparsestep.nn.fuse(tables[1])
+    for table in tables:
+        opt = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        table(torch.tensor([1, 4, 1])).sum().backward()
+        opt.step()
+    assert torch.equal(tables[0].weight, tables[1].weight)

@@ -39,17 +39,30 @@ class Line:
         doing: what the exchange is for.
         table: which table, or the first of several; -1 for all.
         turn: how many look-ups there were before.
+        count: how many tables are looked up.
         oldest: the oldest look-up whose gradient may still come from this rank.
         largest: the most bytes that this rank will send another.
         back: the most bytes that it expects from another in return.
         number: whatever else the exchange needs.
     """
 
-    FIELDS = ("refuses", "doing", "table", "turn", "oldest", "largest", "back", "number")
+    FIELDS = ("refuses", "doing", "table", "turn", "count", "oldest", "largest", "back", "number")
+    # What all ranks must say alike.
+    AGREED = ("doing", "table", "turn", "count")
+
+    refuses: int
+    doing: Doing
+    table: int
+    turn: int
+    count: int
+    oldest: int
+    largest: int
+    back: int
+    number: int
 
     def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
         self.refuses, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
-        self.largest = self.back = self.number = 0
+        self.count = self.largest = self.back = self.number = 0
 
     def numbers(self) -> list[int]:
         """What all ranks get."""
@@ -95,9 +108,8 @@ def agree(
             what = _says(lines, rank, names)
             contract = f"rank {rank}, which {what}, refused what it was given; its message says why"
             raise InputError(f"{contract}. Nothing was changed on any rank.")
-    mine = (int(line.doing), line.table, line.turn)
     for rank in range(wire.world):
-        if (lines["doing"][rank], lines["table"][rank], lines["turn"][rank]) != mine:
+        if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
             contract = "all ranks must make the same calls of sharded tables in the same order"
             here, there = (_says(lines, each, names) for each in (wire.rank, rank))
             got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"

@@ -31,8 +31,9 @@ class Exchange:
     """
 
     def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
-        self.number = next(_numbers)
-        self.wire, self.tables = wire, tables
+        self.number: int = next(_numbers)
+        self.wire: Wire = wire
+        self.tables: Sequence[Table] = tables
         self._ledger = Ledger(wire, tables, most)
         self._divided = {id(t.weight) for t in tables if t.kind != "copy" and wire.world > 1}
         for table in tables:

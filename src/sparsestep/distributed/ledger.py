@@ -27,7 +27,9 @@ class Ticket:
     """
 
     def __init__(self, number: int, table: Table, bags: list[int]) -> None:
-        self.number, self.table, self.bags = number, table, bags
+        self.number: int = number
+        self.table: Table = table
+        self.bags: list[int] = bags
         self.found: Tensor | None = None
 
 
@@ -59,9 +61,10 @@ class Ledger:
     """
 
     def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
-        self.wire, self.tables = wire, tables
-        self.room = NUMBERS * most
-        self.turn = 0
+        self.wire: Wire = wire
+        self.tables: Sequence[Table] = tables
+        self.room: int = NUMBERS * most
+        self.turn: int = 0
         self.alive: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
         self.answers: dict[int, Answer] = {}
 

@@ -40,7 +40,7 @@ def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request
             sum(each.table.row_bytes * each.bags[rank] for each in asked if _is_sent(each))
             for rank in range(ledger.wire.world)
         )
-        line.number = int(torch.is_grad_enabled())
+        line.count, line.number = len(asked), int(torch.is_grad_enabled())
     except Exception as raised:
         error = raised
     lines = ledger.agree(line, room, error)

@@ -11,9 +11,9 @@ from sparsestep.distributed.table import Kind, Table, part_here
 from sparsestep.errors import InputError, sentence
 
 KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")
-# A table so small is cheaper to keep everywhere than to ask for: an exchange of its own costs as
-# much as sending it whole.
-_TINY_BYTES = 64 << 10
+# On all ranks together, a table that is copied must not have more: each rank sends every other what
+# it has touched of it.
+_TINY_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,11 @@ class Plan:
         lengths: Mapping[str, float] | None = None,
         tables: Sequence[Table] = (),
     ) -> None:
-        self.placements, self.world, self.batch = tuple(placements), world, batch
-        self.lengths = dict(lengths or {})
-        self._tables = tuple(tables)
+        self.placements: tuple[Placement, ...] = tuple(placements)
+        self.world: int = world
+        self.batch: int = batch
+        self.lengths: dict[str, float] = dict(lengths or {})
+        self._tables: tuple[Table, ...] = tuple(tables)
 
     def __getitem__(self, name: str) -> Placement:
         return self.placements[_found(name, [each.name for each in self.placements], "plan")]
@@ -169,7 +171,8 @@ class Plan:
         ]
         return "\n".join(text)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     def _line(self, each: Placement) -> list[str]:
         where = {"tables": f"rank {each.owner}", "rows": "dealt", "copy": "every rank"}[each.kind]
@@ -224,7 +227,7 @@ def _chosen(each: Placement, kind: Kind | None, share: float, world: int) -> Pla
         return replace(each, kind=kind)
     if world == 1:
         return replace(each, kind="tables", why="there is one rank")
-    if each.size <= _TINY_BYTES:
+    if each.size * world <= _TINY_BYTES:
         return replace(each, kind="copy", why="it is tiny")
     if each.size > share:
         return replace(each, kind="rows", why="larger than a rank's share")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -45,7 +46,8 @@ def shard(
     see :func:`lockstep`.
 
     Args:
-        model: it may be a single table.
+        model: it may be a single table. Tables on the device ``meta`` have their rows made here, on
+            each rank its own, so that no rank has to hold a whole one first.
         mesh: the ranks, of one dim; all by default. Without a process group, this process alone.
         plan: what becomes of the tables: ``"tables"``, each whole on one rank; ``"rows"``, row
             ``i`` on rank ``i % world``; ``"copy"``, whole on every rank. By name, as
@@ -96,6 +98,7 @@ def shard(
         check(table, module)
         tables.append(table)
     _check_ties(model, tables)
+    _make_rows(tables, list(modules.values()))
     collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection)]
     most = max([len(tables), *(len(each.tables) for each in collections)])
     exchange = Exchange(wire, tables, most)
@@ -175,6 +178,22 @@ def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
             if param is not None and id(param) in known:
                 contract = f"shard: the weight of {known[id(param)].name!r} must be its own"
                 raise InputError(sentence(contract, f"one that {name!r} has, too"))
+
+
+def _make_rows(tables: Sequence[Table], modules: Sequence[Any]) -> None:
+    """Make the rows of tables on the device ``meta``; those that share a weight go on to do so."""
+    made: dict[int, Table] = {}
+    for table, module in zip(tables, modules, strict=True):
+        weight = module.weight
+        if not weight.is_meta:
+            continue
+        first = made.get(id(weight))
+        if first is None:
+            made[id(weight)] = table
+            table.make_rows(module, torch.initial_seed() + table.wire.world * table.index)
+        else:
+            module.weight = table.weight = first.weight
+            table.here = first.here
 
 
 def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:

@@ -50,16 +50,22 @@ class Table:
         reduce: Reduce,
         order: Order,
     ) -> None:
-        self.name, self.index, self.kind, self.owner = name, index, kind, owner
-        self.wire, self.reduce, self.order = wire, reduce, order
-        self.rows, self.dim = module.num_embeddings, module.embedding_dim
-        self.weight = module.weight
-        self.is_bag = isinstance(module, nn.EmbeddingBag)
+        self.name: str = name
+        self.index: int = index
+        self.wire: Wire = wire
+        self.kind: Kind = kind
+        self.owner: int = owner
+        self.reduce: Reduce = reduce
+        self.order: Order = order
+        self.rows: int = module.num_embeddings
+        self.dim: int = module.embedding_dim
+        self.weight: Tensor = module.weight
+        self.is_bag: bool = isinstance(module, nn.EmbeddingBag)
         self.mode: str = getattr(module, "mode", "sum")
-        self.padding = module.padding_idx
-        self.by_frequency = bool(module.scale_grad_by_freq)
-        self.whole = _whole(module, name)
-        self.here = part_here(self, module.weight.detach())
+        self.padding: int | None = module.padding_idx
+        self.by_frequency: bool = bool(module.scale_grad_by_freq)
+        self.whole: Any = _whole(module, name)
+        self.here: Tensor = part_here(self, module.weight.detach())
         self.local: Embedding | EmbeddingBag | None = None
 
     @property
@@ -77,14 +83,33 @@ class Table:
         """What a row has on the wire."""
         return self.dim * self.weight.dtype.itemsize
 
+    def make_rows(self, module: Any, seed: int) -> None:
+        """Make the rows that are here, for a weight on the device ``meta``, which has none.
+
+        So no rank ever has the whole of a table. They are drawn as torch draws them, but each rank
+        draws its own.
+        """
+        draw = torch.Generator().manual_seed(seed + self.wire.rank)
+        self.here = torch.empty(self.here.shape, dtype=self.here.dtype).normal_(generator=draw)
+        module.weight = self.weight = nn.Parameter(self.here, module.weight.requires_grad)
+        if self.padding is not None and self.is_here:
+            place = self.padding
+            if self.kind == "rows":
+                place = place // self.wire.world if self._has(place) else -1
+            if place >= 0:
+                self.here[place] = 0
+
+    def _has(self, row: int) -> bool:
+        return row % self.wire.world == self.wire.rank
+
     def take_over(self, module: Any) -> None:
         """Keep the part that is here alone, and make the module that looks up in it."""
-        world, rank = self.wire.world, self.wire.rank
+        world = self.wire.world
         self.weight.grad = None
         self.weight.data = self.here
         padding = self.padding
         if padding is not None and self.kind == "rows":
-            padding = padding // world if padding % world == rank else None
+            padding = padding // world if self._has(padding) else None
         if not self.is_here:
             padding = None
         options: dict[str, Any] = {
@@ -134,15 +159,15 @@ class Table:
 
 
 def part_here(table: Table, whole: Tensor) -> Tensor:
-    """The part of a tensor with a row for each of a table's that belongs to this rank, as a copy.
+    """The part of a tensor with a row for each of a table's that belongs to this rank.
 
     Of ``"rows"``, row ``i`` lies on rank ``i % world``, as number ``i // world``.
     """
     world, rank = table.wire.world, table.wire.rank
     if table.kind == "copy":
-        return whole.clone()
+        return whole
     if table.kind == "tables":
-        return whole.clone() if table.owner == rank else whole.new_empty(0, *whole.shape[1:])
+        return whole if table.owner == rank else whole.new_empty(0, *whole.shape[1:])
     count = -(-len(whole) // world)
     here = whole.new_zeros(count, *whole.shape[1:])
     dealt = whole[rank::world]

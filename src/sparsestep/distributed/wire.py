@@ -22,7 +22,12 @@ class Wire:
     Attributes:
         rank: the number of this process.
         world: how many there are.
+        group: they themselves.
     """
+
+    rank: int
+    world: int
+    group: ProcessGroup | None
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group

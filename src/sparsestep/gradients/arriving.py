@@ -56,7 +56,7 @@ class Pending(NamedTuple):
 
 # References to the sources, by parameter. Neither is kept alive: a source knows its parameters.
 # Where there are none, a step does not even call ``arrive``.
-elsewhere = WeakTensorKeyDictionary()
+elsewhere: Any = WeakTensorKeyDictionary()
 
 
 def register(param: Tensor, source: Source) -> None:
