@@ -234,8 +234,9 @@ def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
 
 
 def _reduced(table: Table, values: Tensor) -> Tensor:
+    """Values that were put together here, for their mean over ranks divided in place."""
     world = table.wire.world
-    return values / world if table.reduce == "mean" and world > 1 else values
+    return values.div_(world) if table.reduce == "mean" and world > 1 else values
 
 
 def _give(table: Table, new: Sequence[Touched]) -> None:

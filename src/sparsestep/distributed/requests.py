@@ -68,7 +68,7 @@ def _singles(table: Table, ids: Tensor, factors: Tensor | None) -> Request:
     if table.kind == "copy":
         return Request(table, ids, [len(ids)], None, [len(ids)], factors, lambda rows: rows)
     is_once = table.order == "fast" and table.mode != "max" and not table.by_frequency
-    if is_once and factors is None:
+    if is_once and factors is None and world > 1:
         return _distinct(table, ids)
     if table.kind == "tables" or world == 1:
         counts = _all_to(table)(len(ids))
@@ -84,7 +84,7 @@ def _singles(table: Table, ids: Tensor, factors: Tensor | None) -> Request:
 def _distinct(table: Table, ids: Tensor) -> Request:
     """Each id once; the gradient of a row is the sum of those of its copies."""
     world = table.wire.world
-    if table.kind == "tables" or world == 1:
+    if table.kind == "tables":
         asked, which = torch.unique(ids, return_inverse=True)
         counts = _all_to(table)(len(asked))
     else:
