@@ -251,3 +251,12 @@ def test_torchs_own_optimizer_has_the_gradient_exchanged():
         table(torch.tensor([1, 4, 1])).sum().backward()
         opt.step()
     assert torch.equal(tables[0].weight, tables[1].weight)
+
+
+def test_a_weight_that_is_read_otherwise_is_refused():
+    table = nn.Embedding(5, 2)
+    sparsestep.distributed.shard(table, plan="rows")
+    loss = table(torch.tensor([1])).sum() + table.weight.square().sum()
+    with pytest.raises(sparsestep.InputError) as raised:
+        loss.backward()
+    assert "must be read by look-ups alone" in str(raised.value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.modules import make_sharded
+from sparsestep.distributed.plan import Placement
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire, _packed
 
@@ -23,7 +24,9 @@ class Hall:
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(WORLD, timeout=30)
+        self.lock = threading.Lock()
         self.desk: list[Any] = [None] * WORLD
+        self.sent = 0  # bytes, to others
 
     def swap(self, rank: int, outgoing: list[Tensor]) -> list[Tensor]:
         self.desk[rank] = outgoing
@@ -41,14 +44,19 @@ class Threads(Wire):
         return torch.stack(self.hall.swap(self.rank, list(outgoing)))
 
     def _at_once(self, outgoing: Any, sizes: Any) -> Tensor:
-        found = self.hall.swap(self.rank, [_packed(tensors) for tensors in outgoing])
+        packed = [_packed(tensors) for tensors in outgoing]
+        with self.hall.lock:
+            self.hall.sent += sum(len(p) for rank, p in enumerate(packed) if rank != self.rank)
+        found = self.hall.swap(self.rank, packed)
         assert [len(each) for each in found] == list(sizes)
         return torch.cat(found)
 
 
-def on_threads(make: Any, kind: str, order: str, calls: list[tuple[Any, ...]], grads: Any) -> Any:
+def on_threads(
+    make: Any, kind: str, order: str, calls: list[tuple[Any, ...]], grads: Any, hall: Any = None
+) -> Any:
     """The outputs of all ranks, and the table after a step."""
-    hall, outputs, modules = Hall(), [None] * WORLD, [make() for _ in range(WORLD)]
+    hall, outputs, modules = hall or Hall(), [None] * WORLD, [make() for _ in range(WORLD)]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -180,3 +188,22 @@ def test_factors_that_need_a_gradient_are_refused():
     with pytest.raises(sparsestep.InputError) as raised:
         table(torch.tensor([[1, 2]]), None, factors)
     assert "must not require a gradient" in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
+    """Of rows on average; here every owner has as many ids as the others."""
+    hall, rows, batch = Hall(), 36, 12
+    calls = []
+    for rank in range(WORLD):
+        begin = torch.arange(batch).reshape(-1, 1) + rank
+        calls.append(((begin + batch * torch.arange(length)) % rows,))
+    grads = [torch.ones(batch, DIM)] * WORLD
+    on_threads(lambda: nn.EmbeddingBag(rows, DIM, mode="sum"), kind, "fast", calls, grads, hall)
+    placement: Any = Placement("", rows, DIM, 4, kind)  # type: ignore[arg-type]
+    said = WORLD * placement.bytes_per_step(WORLD, batch, length)
+    if kind == "rows" and length > 1:  # all ids of a bag have one owner here: fewer parts
+        assert hall.sent < said
+    else:
+        assert hall.sent == said

@@ -18,7 +18,7 @@ from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Reader
-from sparsestep.gradients.arriving import source_of
+from sparsestep.gradients.arriving import read_otherwise, source_of
 from sparsestep.gradients.compact import (
     Compact,
     arrived_in,
@@ -242,6 +242,8 @@ def _reduced(table: Table, values: Tensor) -> Tensor:
 def _give(table: Table, new: Sequence[Touched]) -> None:
     """Let a weight have its gradient; a rank that has no row of a table gets none."""
     weight, grad = table.weight, table.weight.grad
+    if grad is not None and not grad.is_sparse:
+        raise read_otherwise()
     parts = [*([] if grad is None else arrived_in(grad)), *new]
     if isinstance(grad, Compact) and not grad.is_materialized:
         grad._parts = tuple(parts)  # whoever holds on to it sees it arrive

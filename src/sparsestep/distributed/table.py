@@ -76,7 +76,8 @@ class Table:
     @property
     def id_dtype(self) -> torch.dtype:
         """What ids are sent as."""
-        return torch.int32 if self.rows < _SMALL_ROWS else torch.int64
+        count = -(-self.rows // self.wire.world) if self.kind == "rows" else self.rows
+        return torch.int32 if count < _SMALL_ROWS else torch.int64
 
     @property
     def row_bytes(self) -> int:

@@ -165,6 +165,13 @@ class Unscaled(Tensor):
         return None
 
 
+def read_otherwise() -> InputError:
+    """Say that a loss has a sharded weight in it by other ways than look-ups."""
+    contract = "a sharded table must be read by look-ups alone: its gradient is not all here"
+    remedy = "For a penalty on all rows use the optimizer's weight_decay"
+    return InputError(sentence(contract, "a dense gradient to be added to it", remedy))
+
+
 def summon(grad: Tensor) -> None:
     """Bring a gradient here that somebody reads; all processes do."""
     for param in list(elsewhere):
