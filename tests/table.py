@@ -8,7 +8,8 @@ instruction set that this machine has. ``EVERY`` also has rules that a user migh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep import core
+from sparsestep import core, functional
 from sparsestep.contract.rule import Rule
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
@@ -41,6 +42,7 @@ OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
         {"bias_correction": "per_row"},
         {"amsgrad": True, "bias_correction": "per_row"},
     ],
+    sparsestep.RAdam: [{"weight_decay": 0.1, "decoupled_weight_decay": True}],
     sparsestep.Adagrad: [
         {"lr_decay": 0.5, "initial_accumulator_value": 0.25, "weight_decay": 0.1},
         {"decoupled_weight_decay": True, "weight_decay": 0.1},
@@ -88,6 +90,15 @@ class Variant:
 
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
+
+# The optimizers that have dense semantics.
+WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.motion is not None]
+
+# The function of each optimizer: sparse_adam_ for SparseAdam, adamw_ for AdamW.
+FUNCTIONS: dict[type[RuleOptimizer], Callable[..., None]] = {
+    cls: getattr(functional, re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", cls.__name__).lower() + "_")
+    for cls in OPTIMIZERS
+}
 
 STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]
 

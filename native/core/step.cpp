@@ -202,7 +202,9 @@ void Step::add_pieces(int64_t j) {
     }
     const int64_t fair = std::max(least_entries, job.entries / (pieces_per_thread * threads_));
     const int64_t most = piece_elements / std::max<int64_t>(1, job.block);
-    const int64_t entries = std::max<int64_t>(1, std::min(fair, most));
+    // Each piece has to wait for its first rows: one thread gets everything in one.
+    const int64_t entries = threads_ == 1 ? std::max<int64_t>(1, job.entries)
+                                          : std::max<int64_t>(1, std::min(fair, most));
     for (int64_t begin = 0; begin < job.entries; begin += entries) {
         pieces_.push_back({j, {begin, std::min(job.entries, begin + entries), 0, job.block}});
     }

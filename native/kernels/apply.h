@@ -18,11 +18,11 @@ namespace sparsestep {
 namespace {
 
 // A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
-template <class Rule, class T, class Rows>
-class Loop : Gradients<T, Rows> {
+template <class Rule, class T, class Rows, bool plain = false>
+class Loop : Gradients<T, Rows, plain> {
 public:
     Loop(const Job& job, const Piece& piece)
-        : Gradients<T, Rows>(job, piece),
+        : Gradients<T, Rows, plain>(job, piece),
           rule_(job.options, job.step),
           held_(job.held),
           shrink_(T(job.shrink)),
@@ -37,12 +37,14 @@ public:
     }
 
 private:
-    using Base = Gradients<T, Rows>;
-    using Base::columns_, Base::gradient, Base::job_, Base::l2_, Base::prefetch_values;
+    using Base = Gradients<T, Rows, plain>;
+    using Base::columns_, Base::gradient, Base::has_decay, Base::job_, Base::prefetch_values;
     using Base::row_of, Base::slot_of;
     static constexpr int states = Rule::states;
     static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
+
+    bool is_held_in_part() const { return !plain && held_; }
 
     struct State {
         Rows rows[states > 0 ? states : 1];
@@ -80,12 +82,12 @@ private:
             const T* grad = known ? known : gradient(entry, offset, n, param);
             T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
             T* written[] = {param, state[S]...};
-            if (held_) keep(written, n);
+            if (is_held_in_part()) keep(written, n);
             if (shrink_ != 1) {
                 for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
             }
             update(rule, n, param, grad, state[S]...);
-            if (held_) restore(written, row_of(entry) * columns + offset, n);
+            if (is_held_in_part()) restore(written, row_of(entry) * columns + offset, n);
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
@@ -121,7 +123,7 @@ private:
             for (int64_t offset = 0; offset < columns; offset += tile_size) {
                 const int64_t rest = columns - offset;
                 const int64_t n = rest < tile_size ? rest : tile_size;
-                const T* param = l2_ != 0 ? param_.load(slot, offset, n, param_tile_) : nullptr;
+                const T* param = has_decay() ? param_.load(slot, offset, n, param_tile_) : nullptr;
                 known = gradient(entry, offset, n, param);
                 add_squares(lanes, known, n);
             }
@@ -175,6 +177,11 @@ private:
 
 template <template <class> class Rule, class T, int64_t fixed>
 void apply_stored(const Job& job, const Piece& piece) {
+    if constexpr (fixed > 0) {
+        if (is_plain(job, piece)) {
+            return Loop<Rule<T>, T, StoredRows<T, fixed>, true>(job, piece).run();
+        }
+    }
     Loop<Rule<T>, T, StoredRows<T, fixed>>(job, piece).run();
 }
 

@@ -20,8 +20,16 @@ constexpr int64_t prefetch_distance_narrow = 64;
 // for while it is summed.
 constexpr int prefetched_links = 4;
 
-// The gradients of a piece's slots: for each the sum of its entries' rows.
-template <class T, class Rows>
+// Whether a gradient is nothing but positions and rows, as that of an embedding is. The loop that
+// may take it for granted has half as many instructions for a row: short rows wait for nothing
+// else.
+inline bool is_plain(const Job& job, const Piece& piece) {
+    return !job.whole && !job.source && !job.scale.data && !job.held && !job.negate &&
+           job.l2 == 0 && piece.end != heavy_piece;
+}
+
+// The gradients of a piece's slots: for each the sum of its entries' rows. `plain`: see is_plain.
+template <class T, class Rows, bool plain>
 class Gradients {
 protected:
     Gradients(const Job& job, const Piece& piece)
@@ -37,8 +45,11 @@ protected:
           scale_(job.scale),
           values_(job.values, job, piece, -1) {}
 
-    int64_t slot_of(int64_t entry) const { return whole_ ? entry : positions_[entry]; }
-    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
+    int64_t slot_of(int64_t entry) const { return !plain && whole_ ? entry : positions_[entry]; }
+    int64_t row_of(int64_t entry) const { return !plain && source_ ? source_[entry] : entry; }
+    bool has_scale() const { return !plain && scale_.data; }
+    bool is_negated() const { return !plain && negate_; }
+    bool has_decay() const { return !plain && l2_ != 0; }
     bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
     Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
 
@@ -46,7 +57,7 @@ protected:
     // slot.
     template <class Prefetch, class Visit>
     SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) const {
-        const bool heavy = piece_.end == heavy_piece;
+        const bool heavy = !plain && piece_.end == heavy_piece;
         const int64_t end = heavy ? piece_.begin + 1 : piece_.end;
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
@@ -74,10 +85,10 @@ protected:
     SPARSESTEP_INLINE const T* gradient(int64_t entry, int64_t offset, int64_t n, const T* param) {
         const T* row = values_.load(row_of(entry), offset, n, sum_);
         const Link second = next(entry);
-        if (scale_.data) {
+        if (has_scale()) {
             multiply(entry, row, sum_, n);
         } else {
-            if (second == chain_end && !negate_ && l2_ == 0) return row;
+            if (second == chain_end && !is_negated() && !has_decay()) return row;
             if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
         }
         Link ahead = second;
@@ -91,16 +102,16 @@ protected:
                 ahead = next(ahead);
             }
             const T* addend = values_.load(row_of(at), offset, n, addend_);
-            if (scale_.data) {
+            if (has_scale()) {
                 multiply(at, addend, addend_, n);
                 addend = addend_;
             }
             add(sum_, addend, n);
         }
-        if (negate_) {
+        if (is_negated()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
-        if (l2_ != 0)
+        if (has_decay())
             add_decay(row_of(entry) * job_.block + piece_.first_column + offset, n, param);
         return sum_;
     }

@@ -11,9 +11,9 @@ namespace sparsestep {
 namespace {
 
 template <class T, class Rows>
-class NormLoop : Gradients<T, Rows> {
+class NormLoop : Gradients<T, Rows, false> {
 public:
-    NormLoop(const Job& job, const Piece& piece) : Gradients<T, Rows>(job, piece) {}
+    NormLoop(const Job& job, const Piece& piece) : Gradients<T, Rows, false>(job, piece) {}
 
     void run() {
         this->for_each_slot([this](int64_t entry)

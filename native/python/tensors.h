@@ -58,6 +58,7 @@ struct Names {
     PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
     PyObject* itemsize = PyUnicode_InternFromString("itemsize");
     PyObject* dtypes[4];
+    PyObject* int64;
     PyObject* strided;
     PyObject* sparse_coo;
     PyObject* tensor;
@@ -70,6 +71,7 @@ struct Names {
         const nb::object torch = nb::module_::import_("torch");
         const char* const known[] = {"float16", "bfloat16", "float32", "float64"};  // as in Dtype
         for (int i = 0; i < 4; ++i) dtypes[i] = nb::object(torch.attr(known[i])).release().ptr();
+        int64 = nb::object(torch.attr("int64")).release().ptr();
         strided = nb::object(torch.attr("strided")).release().ptr();
         sparse_coo = nb::object(torch.attr("sparse_coo")).release().ptr();
         tensor = nb::object(torch.attr("Tensor")).release().ptr();
@@ -223,7 +225,11 @@ struct Plain {
 
 // The address of an int64 tensor, or null for None.
 const int64_t* integers(nb::handle tensor) {
-    return tensor.is_none() ? nullptr : static_cast<const int64_t*>(address(tensor));
+    if (tensor.is_none()) return nullptr;
+    if (get(tensor, names().dtype).ptr() != names().int64) {
+        throw nb::value_error("sparsestep: positions must be int64");
+    }
+    return static_cast<const int64_t*>(address(tensor));
 }
 
 }  // namespace

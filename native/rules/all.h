@@ -7,6 +7,7 @@
 #include "rules/adam.h"
 #include "rules/ftrl.h"
 #include "rules/lion.h"
+#include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/rowwise_adagrad.h"
 #include "rules/rowwise_adam.h"
@@ -21,6 +22,7 @@
     X(AdamPerRow)              \
     X(AMSGrad)                 \
     X(AMSGradPerRow)           \
+    X(RAdam)                   \
     X(Adagrad)                 \
     X(RowwiseAdagrad)          \
     X(RowwiseAdam)             \

@@ -229,7 +229,7 @@ void test_several_jobs_and_shared_memory() {
     std::vector<Problem<float>> expected = problems;
     for (Problem<float>& problem : expected) problem.solve_plainly();
     std::vector<Job> jobs;
-    for (Problem<float>& problem : problems) jobs.push_back(problem.job(instruction_sets().back()));
+    for (Problem<float>& problem : problems) jobs.push_back(problem.job(widest()));
     check(!step(jobs.data(), int64_t(jobs.size()), 3), "several jobs");
     for (size_t j = 0; j < jobs.size(); ++j)
         check(problems[j] == expected[j], "one of several jobs");
@@ -253,7 +253,7 @@ void test_concurrent_steps() {
     std::vector<std::thread> callers;
     for (Problem<float>& problem : problems) {
         callers.emplace_back([&problem] {
-            Job job = problem.job(instruction_sets().back());
+            Job job = problem.job(widest());
             step(&job, 1, 2);
         });
     }

@@ -34,6 +34,15 @@ inline void for_each_set(const std::function<void(const InstructionSet&)>& body)
     }
 }
 
+// The widest that this machine has.
+inline const InstructionSet& widest() {
+    const InstructionSet* found = nullptr;
+    for (const InstructionSet& set : instruction_sets()) {
+        if (set.available) found = &set;
+    }
+    return *found;
+}
+
 inline std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsigned seed) {
     std::mt19937_64 random(seed);
     std::vector<int64_t> result;

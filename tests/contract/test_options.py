@@ -13,7 +13,7 @@ from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules.functional import FUNCTIONAL
 from tests.contract.tables import rows, table, train
-from tests.table import Variant, each_optimizer, each_variant, same_bits
+from tests.table import WITH_DENSE, Variant, each_optimizer, each_variant, same_bits
 
 # What the constructors take
 
@@ -188,7 +188,7 @@ def test_an_optimizer_is_re_created_from_its_defaults(variant: Variant, more: di
 
 
 @pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
-@pytest.mark.parametrize("functional", FUNCTIONAL)
+@pytest.mark.parametrize("functional", [f for f in FUNCTIONAL if f.optimizer_class in WITH_DENSE])
 def test_a_functional_optimizer_too(functional: Any):
     param, other = table(), table()
     opt = functional([param], lr=0.5, semantics="dense", engine="reference")
@@ -202,7 +202,7 @@ def test_a_functional_optimizer_too(functional: Any):
     assert same_bits(param.detach(), other.detach())
 
 
-@each_optimizer
+@pytest.mark.parametrize("optimizer", WITH_DENSE)
 def test_a_checkpoint_has_none_of_what_belongs_to_the_whole_optimizer(optimizer):
     plain = optimizer([table()])
     opt = optimizer([table()], engine="reference", semantics="dense")

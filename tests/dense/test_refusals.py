@@ -45,6 +45,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (sparsestep.RowwiseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
     (sparsestep.AdamW, {"stochastic_rounding": True}, "does not go with stochastic_rounding"),
     (sparsestep.SGD, {"differentiable": True}, "does not go with differentiable"),
+    (sparsestep.RAdam, {}, "says what it does without a gradient.*'radam'"),
     (own_rule, {}, "says what it does without a gradient.*'own_rule'.*Use semantics='masked'"),
     (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}, "must be less than 1. Got 1.0"),
     (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}, "must be less than 1. Got 1.5"),

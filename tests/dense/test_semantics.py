@@ -10,7 +10,6 @@ import torch
 import sparsestep
 from sparsestep.contract.motion import Still
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
 from tests.cases import Case, cases, each_case
 from tests.dense.runs import (
     OF_TORCH,
@@ -25,13 +24,13 @@ from tests.dense.runs import (
     room_for,
     standard,
 )
-from tests.table import Variant, each_engine, on_each_engine, running_on
+from tests.table import WITH_DENSE, Variant, each_engine, on_each_engine, running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_optimizer_is_covered():
-    assert {variant.cls for variant in VARIANTS} == set(OPTIMIZERS)
+    assert {variant.cls for variant in VARIANTS} == set(WITH_DENSE)
     assert all(variant.rule.motion is not None for variant in VARIANTS)
 
 

@@ -15,7 +15,7 @@ from sparsestep import functional
 from sparsestep.contract.rule import Rule
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.table import same_bits
+from tests.table import FUNCTIONS, same_bits
 
 SHAPE = (7, 5)
 STEPS = 6
@@ -44,7 +44,7 @@ class Function:
     def state(self, param: Tensor) -> dict[str, Tensor]:
         """State as it is before the first step, by name."""
         group = self.optimizer([torch.zeros(1)]).param_groups[0]
-        made = states.new(self.rule, param, group, None, None)
+        made = states.new(self.rule, param, group, None)
         return {kept.name: tensor for kept, tensor in zip(self.rule.state, made, strict=True)}
 
     def __call__(self, param: Tensor, grad: Any, state: dict[str, Tensor], **more: Any) -> Any:
@@ -52,18 +52,7 @@ class Function:
 
 
 F = functional
-BASIC = [
-    Function(F.sparse_adam_, sparsestep.SparseAdam),
-    Function(F.adam_, sparsestep.Adam),
-    Function(F.adamw_, sparsestep.AdamW),
-    Function(F.adagrad_, sparsestep.Adagrad),
-    Function(F.rowwise_adagrad_, sparsestep.RowwiseAdagrad),
-    Function(F.rowwise_adam_, sparsestep.RowwiseAdam),
-    Function(F.sgd_, sparsestep.SGD),
-    Function(F.rmsprop_, sparsestep.RMSprop),
-    Function(F.lion_, sparsestep.Lion),
-    Function(F.ftrl_, sparsestep.Ftrl),
-]
+BASIC = [Function(call, cls) for cls, call in FUNCTIONS.items()]
 DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 CENTERED = {"centered": True}
 MORE = [
@@ -72,6 +61,8 @@ MORE = [
     Function(F.adam_, sparsestep.Adam, {"weight_decay": 0.1}, {"amsgrad": True}),
     Function(F.adam_, sparsestep.Adam, DECOUPLED),
     Function(F.adamw_, sparsestep.AdamW, {"weight_decay": 0.25}, {"amsgrad": True}),
+    Function(F.radam_, sparsestep.RAdam, {"betas": (0.5, 0.99), "weight_decay": 0.1}),
+    Function(F.radam_, sparsestep.RAdam, DECOUPLED),
     Function(F.adagrad_, sparsestep.Adagrad, {"lr_decay": 0.5, "weight_decay": 0.1}),
     Function(F.adagrad_, sparsestep.Adagrad, DECOUPLED, {"initial_accumulator_value": 0.25}),
     Function(F.rowwise_adagrad_, sparsestep.RowwiseAdagrad, {"eps": 1e-3, "weight_decay": 0.1}),

@@ -12,7 +12,6 @@ from tests.functional.cases import (
     MORE,
     SHAPE,
     STEPS,
-    F,
     Function,
     assert_same_bits,
     each_variant,
@@ -21,7 +20,7 @@ from tests.functional.cases import (
 from tests.table import each_engine, running_on, same_bits
 
 TORCH = [f for f in [*BASIC, *MORE] if f.cls._has_torch_kernel]
-TORCH = [f for f in TORCH if "decoupled_weight_decay" not in f.options or f.call is F.adam_]
+TORCH = [f for f in TORCH if not f.options.keys() & set(f.cls._extras)]  # torch has none of them
 
 
 @pytest.mark.parametrize("function", TORCH, ids=str)

@@ -113,6 +113,7 @@ _OWN: dict[str, Options] = {
     "SparseAdam": _ADAM,
     "Adam": {**_ADAM, **_DECAY, **_KERNELS, "amsgrad": [True]},
     "AdamW": {**_ADAM, **_KERNELS, "weight_decay": [0.0, 0.1], "amsgrad": [True]},
+    "RAdam": {"betas": _BETAS, "eps": [1e-8, 1e-3], **_DECAY, "foreach": [True, False]},
     "Adagrad": {
         **{"lr_decay": [0.5], "initial_accumulator_value": [0.25], "eps": [1e-10, 1e-3]},
         **_DECAY,

@@ -18,6 +18,7 @@ OPTIONS: dict[type[RuleOptimizer], dict[str, Any]] = {
     sparsestep.SparseAdam: {},
     sparsestep.Adam: {"weight_decay": 0.1, "amsgrad": True},
     sparsestep.AdamW: {"weight_decay": 0.1},
+    sparsestep.RAdam: {"weight_decay": 0.1},
     sparsestep.Adagrad: {"weight_decay": 0.1, "initial_accumulator_value": 0.5},
     sparsestep.RowwiseAdagrad: {"weight_decay": 0.1},
     sparsestep.RowwiseAdam: {"weight_decay": 0.1, "decoupled_weight_decay": True},

@@ -21,7 +21,7 @@ def resident():
 
 SHAPE = torch.Size([2**17, 2**14])  # 4 GB for each tensor, were it touched
 param, state = (
-    pages.zeros(SHAPE, torch.float16, torch.device("cpu"), touches=64) for _ in range(2)
+    pages.zeros(SHAPE, torch.float16, torch.device("cpu")) for _ in range(2)
 )
 rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**14, 2**11)
 values = torch.ones(8, dtype=torch.float16)

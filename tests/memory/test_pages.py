@@ -30,22 +30,6 @@ def test_full_takes_any_value():
     )
 
 
-@pytest.mark.parametrize("touches", [None, 100_000, 1])
-def test_gathering_into_huge_pages_changes_nothing(touches):
-    for tensor in (torch.randn(1_000_003, 5), torch.randn(7), torch.randn(3000, 900).t()):
-        before, address = tensor.clone(), tensor.data_ptr()
-        pages.gather_into_huge_pages(tensor, touches)
-        assert torch.equal(tensor, before)
-        assert tensor.data_ptr() == address
-
-
-def test_shared_memory_is_left_alone():
-    tensor = torch.randn(1_000_000, 4).share_memory_()
-    before = tensor.clone()
-    pages.gather_into_huge_pages(tensor, None)
-    assert torch.equal(tensor, before)
-
-
 LARGE_TABLE = """
 import torch, sparsestep
 
@@ -56,7 +40,7 @@ def resident():
 ROWS, DIM, LOOKUPS = 40_000_000, 16, 256
 # The param is lazy too, or the test would need 2.5 GB for it.
 param = sparsestep.memory.pages.zeros(
-    torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu"), touches=LOOKUPS
+    torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu")
 )
 opt = sparsestep.SparseAdam([param], lr=0.1)
 rows = (torch.arange(LOOKUPS) * (ROWS // LOOKUPS))[None]
@@ -91,7 +75,7 @@ def test_state_may_be_larger_than_the_machine():
     """As long as only a little of it is touched."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = 2 * machine // 4
-    state = pages.zeros(torch.Size([count]), torch.float32, torch.device("cpu"), touches=1)
+    state = pages.zeros(torch.Size([count]), torch.float32, torch.device("cpu"))
     state[-1] = 1.0
     assert state[[0, -1]].tolist() == [0.0, 1.0]
 

@@ -162,6 +162,7 @@ def test_an_empty_gradient_counts_and_changes_nothing_else(
         (sparsestep.SparseAdam, {}),
         (sparsestep.Adam, {}),
         (sparsestep.AdamW, {}),
+        (sparsestep.RAdam, {}),
         (sparsestep.Adagrad, {"weight_decay": 0.1}),
         (sparsestep.RowwiseAdagrad, {"weight_decay": 0.1}),
         (sparsestep.RowwiseAdam, {}),

@@ -113,3 +113,14 @@ def test_gradients_that_carry_a_graph(optimizer: type[RuleOptimizer]):
     opt.step()
     assert param.is_leaf
     assert bool((param < 1).all())
+
+
+def test_the_state_of_a_complex_parameter_is_complex():
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = sparsestep.Adam([param], lr=0.1)
+    optimizer.materialize_state()
+    optimizer.state[param]["exp_avg"] = torch.zeros(3)
+    param.grad = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(sparsestep.InputError, match=r"'exp_avg' of a torch\.complex64 param"):
+        optimizer.step()
+    assert bool((param == 1).all())

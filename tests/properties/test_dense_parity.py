@@ -26,7 +26,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 def test_every_optimizer_that_torch_has_for_dense_gradients_is_compared():
     names = {ours.__name__ for ours, _ in COUNTERPARTS}
-    assert names == {"Adam", "AdamW", "Adagrad", "SGD", "RMSprop"}
+    assert names == {"Adam", "AdamW", "RAdam", "Adagrad", "SGD", "RMSprop"}
 
 
 def arranged(tensor: Tensor, arrangement: str) -> Tensor:
@@ -93,10 +93,11 @@ def learning_rates(draw: st.DrawFn, *, tensors: bool) -> float | Tensor:
 def rule_options(draw: st.DrawFn, name: str) -> dict[str, Any]:
     """What only some of the classes have."""
     options: dict[str, Any] = {}
-    if name in ("Adam", "AdamW"):
+    if name in ("Adam", "AdamW", "RAdam"):
         options["betas"] = draw(st.sampled_from([(0.9, 0.999), (0.5, 0.75), (0.0, 0.99)]))
+    if name in ("Adam", "AdamW"):
         options["amsgrad"] = draw(st.booleans())
-    if name == "Adam":
+    if name in ("Adam", "RAdam"):
         options["decoupled_weight_decay"] = draw(st.booleans())
     if name == "Adagrad":
         options["lr_decay"] = draw(st.sampled_from([0, 0.1]))
@@ -118,7 +119,7 @@ def rule_options(draw: st.DrawFn, name: str) -> dict[str, Any]:
 def configs(draw: st.DrawFn, name: str) -> Config:
     options = draw(rule_options(name))
     options["foreach"] = draw(st.sampled_from([None, True, False]))
-    if name != "RMSprop" and not options["foreach"]:
+    if name not in ("RMSprop", "RAdam") and not options["foreach"]:
         options["fused"] = draw(st.sampled_from([None, True, False]))
     # Torch refuses a tensor for Adam's foreach kernels.
     tensors = not (options["foreach"] and name in ("Adam", "AdamW"))
@@ -208,6 +209,7 @@ def options_of(cls: type[RuleOptimizer]) -> dict[str, Any]:
     return {
         "Adam": {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True},
         "AdamW": {"lr": 0.1, "weight_decay": 0.1},
+        "RAdam": {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True},
         "Adagrad": {"lr": 0.1, "weight_decay": 0.1, "lr_decay": 0.1},
         "SGD": {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
         "RMSprop": {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "centered": True},

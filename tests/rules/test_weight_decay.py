@@ -13,6 +13,7 @@ from tests.table import each_engine, running_on, same_bits
 
 COUPLED = [
     sparsestep.Adam,
+    sparsestep.RAdam,
     sparsestep.Adagrad,
     sparsestep.RowwiseAdagrad,
     sparsestep.RowwiseAdam,

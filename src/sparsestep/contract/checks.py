@@ -56,16 +56,20 @@ def implementation(group: Mapping[str, Any]) -> None:
         raise InputError("`fused` and `foreach` cannot be `True` together. Set only one of them.")
 
 
-def torch_kernel(group: Mapping[str, Any]) -> None:
+def torch_kernel(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
     """Refuse what torch's kernels refuse, before any of them is called.
 
     The options may have been changed since the optimizer was made.
+
+    Args:
+        group: the param group.
+        takes_tensors: whether the foreach kernel takes tensors for ``lr`` and ``betas``.
     """
     if group.get("foreach") or group.get("fused"):
         known = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
         options = {**known, **group}
         implementation(options)
-        if "betas" in group and "capturable" in group:  # others take tensors
+        if not takes_tensors:
             for name, value in (("lr", group.get("lr")), *_betas(group)):
                 if isinstance(value, Tensor):
                     _one_element(name, value, options)

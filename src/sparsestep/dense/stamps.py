@@ -36,7 +36,7 @@ class Stamps:
             return
         count = -(-rows // _PER_PAGE)
         cpu = torch.device("cpu")
-        self._pages = pages.zeros(torch.Size([count, _PER_PAGE]), torch.int32, cpu, touches=0)
+        self._pages = pages.zeros(torch.Size([count, _PER_PAGE]), torch.int32, cpu)
         self.last = self._pages.view(-1)[:rows]
         if initial:
             self._begun = torch.zeros(count, dtype=torch.bool, device=cpu)

@@ -7,7 +7,7 @@ Autograd is not involved, so the functions may be called inside anybody's ``torc
 """
 
 from sparsestep.functional.adagrad import adagrad_, ftrl_, rowwise_adagrad_
-from sparsestep.functional.adam import adam_, adamw_, rowwise_adam_, sparse_adam_
+from sparsestep.functional.adam import adam_, adamw_, radam_, rowwise_adam_, sparse_adam_
 from sparsestep.functional.apply import apply_
 from sparsestep.functional.momentum import lion_, rmsprop_, sgd_
 
@@ -18,6 +18,7 @@ __all__ = [
     "apply_",
     "ftrl_",
     "lion_",
+    "radam_",
     "rmsprop_",
     "rowwise_adagrad_",
     "rowwise_adam_",

@@ -8,7 +8,7 @@ from sparsestep.contract.options import Engine, number
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.functional.apply import apply_
 from sparsestep.gradients.layouts import Gradient
-from sparsestep.rules import adam, rowwise_adam
+from sparsestep.rules import adam, radam, rowwise_adam
 from sparsestep.rules import sparse_adam as sparse_adam_rules
 
 Pair = tuple[float, float]
@@ -171,6 +171,62 @@ def adamw_(
         *("adamw_", rule, param, grad, state, step, hyper),
         weight_decay=weight_decay,
         decoupled_weight_decay=True,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+def radam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: Pair = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RAdam`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages forget.
+        eps: added to the square root before bias correction.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: go along the gradient instead of against it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 4.0]]))
+        >>> sparsestep.functional.radam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[1].tolist()
+        [-0.5, -2.0]
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    state = [exp_avg, exp_avg_sq]
+    apply_(
+        *("radam_", radam.RULE, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
         mask=mask,
         engine=engine,

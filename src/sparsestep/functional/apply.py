@@ -116,9 +116,5 @@ def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) ->
         raise InputError(sentence(contract, f"{len(state)} tensors"))
     tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
     for spec, tensor in zip(rule.state, tensors, strict=True):
-        wanted = states.dtype_for(spec, param)
-        if tensor.is_complex() != wanted.is_complex:
-            contract = f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted}"
-            raise InputError(sentence(contract, tensor.dtype))
         check_writable(f"the state {spec.name!r}", tensor)
     return tensors

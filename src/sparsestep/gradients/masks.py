@@ -62,7 +62,11 @@ class Selection:
         self.mask = mask
         self.shape = shape  # of the parameter that the mask was found to fit
         # The slots, how many there are to choose from, and of a parameter of which shape.
-        self.chosen: tuple[Tensor, int, torch.Size] = (mask, 0, shape)
+        self.for_core: tuple[Tensor, int, torch.Size] = (
+            torch.empty(0, dtype=torch.int64),
+            0,
+            shape,
+        )
 
     def update(self) -> Selection:
         """Bring it up to date with the mask."""
@@ -70,15 +74,15 @@ class Selection:
         # An inference tensor does not count its changes; then it is looked at every time.
         version = version_of(mask)
         if version < 0 or version != self._version:
-            self._version = version
             positions = mask.reshape(-1).nonzero().squeeze(1)
-            self.chosen = (positions, mask.numel(), self.shape)
+            self.for_core = (positions, mask.numel(), self.shape)
+            self._version = version  # last: other threads may look at it meanwhile
         return self
 
     @property
     def positions(self) -> Tensor:
         """The slots that are selected, in ascending order."""
-        return self.chosen[0]
+        return self.for_core[0]
 
 
 def select(touched: Touched, selection: Selection, numel: int) -> Touched:

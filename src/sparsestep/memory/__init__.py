@@ -1,5 +1,6 @@
 """Where numbers lie.
 
 ``parameters`` says which memory a parameter has and refuses what cannot be written in place;
-``pages`` makes state that costs nothing until it is touched. May import ``core`` and ``errors``.
+``pages`` makes state that costs nothing until it is touched; ``huge_pages`` moves what is used
+much. May import ``core`` and ``errors``.
 """

@@ -28,6 +28,7 @@ from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import arrive, elsewhere
+from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.catching_up import CatchesUp
@@ -87,6 +88,7 @@ class RuleOptimizer(CatchesUp):
         self._groups: Groups = Groups()
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
+        self._huge_pages: HugePages = HugePages()
         self._before: list[Any] | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls
 
@@ -178,6 +180,8 @@ class RuleOptimizer(CatchesUp):
             before = self._before if self.engine != "reference" else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
+            if self._rounds >= self._huge_pages.due:
+                self._huge_pages.move(self._rounds)
         return loss
 
     def _plan_step(self) -> None:

@@ -32,6 +32,8 @@ class Declaration(_Base):
 
     # Whether torch has a kernel for dense gradients under the same formula.
     _has_torch_kernel: ClassVar[bool] = False
+    # Whether its foreach form takes tensors for lr and betas.
+    _foreach_takes_tensors: ClassVar[bool] = True
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
     _counts_in_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.

@@ -115,8 +115,8 @@ class Groups:
 
 def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     if optimizer._has_torch_kernel:
-        checks.torch_kernel(group)
-        _check_numbers(group)
+        checks.torch_kernel(group, takes_tensors=optimizer._foreach_takes_tensors)
+        _check_numbers(number, group)
     missing = optimizer._required_options - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
@@ -163,11 +163,11 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     )
 
 
-def _check_numbers(group: Group) -> None:
+def _check_numbers(number: int, group: Group) -> None:
     """Refuse what is no number; a formula may not look at an option that torch's kernel takes."""
     for name in NUMBERS:
         if name in group:
-            with usable(f"{name} must be a number"):
+            with usable(f"{name} of param group {number} must be a number"):
                 options.number(group[name]) + 0.0
 
 

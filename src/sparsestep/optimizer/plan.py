@@ -124,7 +124,7 @@ class Plan:
         if selections is not None:
             if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
                 return numbers
-            chosen = [None if s is None else s.chosen for s in selections[first : numbers.stop]]
+            chosen = [None if s is None else s.for_core for s in selections[first : numbers.stop]]
         declined = native.try_claim(
             settings, params, optimizer.state, optimizer._known, self._seen, chosen, grads, first
         )
@@ -226,7 +226,7 @@ def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]
     """The state of a parameter whose first step this is."""
     group, rule = update.group, update.settings.rule
     dtype = update.settings.state_dtype
-    update.state = states.new(rule, update.param, group, dtype, update.touched)
+    update.state = states.new(rule, update.param, group, dtype)
     return optimizer._new_record(group, rule, update.owner, update.state)
 
 

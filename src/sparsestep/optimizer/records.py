@@ -14,6 +14,7 @@ from sparsestep.dense.clock import RowClock
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import Touched
 from sparsestep.memory import parameters
+from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.declaration import Declaration, speaking
 from sparsestep.optimizer.groups import Groups
@@ -29,6 +30,7 @@ class StateKeeper(Declaration):
         known: by the parameter's id: itself, so that no other comes to have its id, and the
             addresses of its memory and that of its state, when they were looked at.
         rounds: how often ``step()`` or ``zero_grad()`` was called.
+        huge_pages: parameters and state that wait for them.
     """
 
     state: defaultdict[Tensor, Any]
@@ -36,6 +38,7 @@ class StateKeeper(Declaration):
     _clocks: dict[int, RowClock]
     _known: dict[int, tuple[Any, ...]]
     _rounds: int
+    _huge_pages: HugePages
 
     def _all_params(self) -> Iterator[Tensor]:
         """Every parameter."""
@@ -69,10 +72,12 @@ class StateKeeper(Declaration):
             parameters.check_writable(name, tensor)
         if gradient is None or any(tensor.is_inference() for tensor in tensors):
             return  # what is an inference tensor may be written at some times only
-        if known is None:
-            states.use_huge_pages(memory, state, gradient)
-            if len(self._known) > sum(len(group["params"]) for group in self.param_groups):
-                self._known.clear()  # parameters were taken out of the groups
+        if gradient.positions is not None:  # whoever goes over everything needs no huge pages
+            for tensor in tensors[len(before) :]:
+                self._huge_pages.add(tensor, gradient.positions.numel(), self._rounds)
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if known is None and len(self._known) > count:
+            self._known.clear()  # parameters were taken out of the groups
         self._known[id(param)] = (param, *addresses)
 
     def _new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
@@ -117,7 +122,7 @@ class StateKeeper(Declaration):
                 if self.state.get(param) or not self._begins_with_zeros(group) or not chosen(param):
                     continue
                 memory = parameters.memory_of(param)
-                made = states.new(rule, memory, group, group.get("state_dtype"), None)
+                made = states.new(rule, memory, group, group.get("state_dtype"))
                 record = self._new_record(group, rule, param, made)
                 if record:
                     self.state[param] = record

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
-from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
+from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.memory import pages
 from sparsestep.memory.parameters import memory_of
 
@@ -70,27 +70,10 @@ def dtype_for(spec: State, param: Tensor, state_dtype: torch.dtype | None = None
 
 
 def new(
-    rule: Rule,
-    param: Tensor,
-    options: Mapping[str, Any],
-    state_dtype: torch.dtype | None,
-    touched: Touched | None,
+    rule: Rule, param: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """State for a parameter's first step, which is with this gradient (``None``: not known yet)."""
-    touches = _touches(param, touched) if touched is not None else 0
-    return [_made(spec, param, options, state_dtype, touches) for spec in rule.state]
-
-
-def use_huge_pages(param: Tensor, tensors: list[Tensor] | None, touched: Touched) -> None:
-    """Ask for huge pages where they pay, for what was allocated before its use was known."""
-    touches = _touches(param, touched)
-    pages.gather_into_huge_pages(param, touches)
-    for tensor in tensors or ():
-        pages.ask_for_huge_pages(tensor, touches)
-
-
-def _touches(param: Tensor, touched: Touched) -> int:
-    return param.numel() if touched.positions is None else touched.positions.numel()
+    """State for a parameter's first step."""
+    return [_made(spec, param, options, state_dtype) for spec in rule.state]
 
 
 def _made(
@@ -98,14 +81,13 @@ def _made(
     param: Tensor,
     options: Mapping[str, Any],
     state_dtype: torch.dtype | None,
-    touches: int,
 ) -> Tensor:
     dtype = dtype_for(spec, param, state_dtype)
     value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
     if not spec.per_row and not param.is_contiguous():
         # Elements in the parameter's own order, as torch does it.
         return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
-    return pages.full(shape_for(spec, param), _in(dtype, value), dtype, param.device, touches)
+    return pages.full(shape_for(spec, param), _in(dtype, value), dtype, param.device)
 
 
 def _in(dtype: torch.dtype, value: float) -> complex:
@@ -134,6 +116,13 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
                     "Was the parameter replaced? Make a new optimizer for it",
                 )
             )
+        if param.is_complex() and tensor.is_complex() == spec.per_row:
+            # Real state would be half as large as what is written.
+            wanted_dtype = dtype_for(spec, param)
+            contract = (
+                f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted_dtype}"
+            )
+            raise InputError(sentence(contract, tensor.dtype))
         if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
             contract = f"the state {spec.name!r} must be of a real float dtype"
             raise InputError(sentence(contract, tensor.dtype))

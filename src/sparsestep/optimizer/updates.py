@@ -94,7 +94,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
         raise InputError(sentence(contract, _kind(update.grad)))
     if update.state is None:
         dtype = settings.state_dtype
-        update.state = states.new(rule, param, update.group, dtype, update.touched)
+        update.state = states.new(rule, param, update.group, dtype)
     gradient = update.touched
     if selection is not None:
         if selection.shape != param.shape:

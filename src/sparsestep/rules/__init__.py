@@ -9,6 +9,7 @@ from sparsestep.rules.adam import Adam
 from sparsestep.rules.adamw import AdamW
 from sparsestep.rules.ftrl import Ftrl
 from sparsestep.rules.lion import Lion
+from sparsestep.rules.radam import RAdam
 from sparsestep.rules.rmsprop import RMSprop
 from sparsestep.rules.rowwise_adagrad import RowwiseAdagrad
 from sparsestep.rules.rowwise_adam import RowwiseAdam
@@ -19,6 +20,7 @@ OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
     SparseAdam,
     Adam,
     AdamW,
+    RAdam,
     Adagrad,
     RowwiseAdagrad,
     RowwiseAdam,
@@ -36,6 +38,7 @@ __all__ = [
     "AdamW",
     "Ftrl",
     "Lion",
+    "RAdam",
     "RMSprop",
     "RowwiseAdagrad",
     "RowwiseAdam",

@@ -93,6 +93,7 @@ class Family(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
     _has_torch_kernel = True
+    _foreach_takes_tensors = False  # unless capturable
     _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
 
     def __init__(

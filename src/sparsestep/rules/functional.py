@@ -46,6 +46,17 @@ class FunctionalAdamW(FunctionalAdam):
         super().__init__(*args, **options)
 
 
+class FunctionalRAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RAdam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = rules.RAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @takes(rules.RAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
 class FunctionalAdagrad(FunctionalOptimizer):
     """:class:`sparsestep.Adagrad` with gradients passed by hand."""
 
@@ -146,17 +157,9 @@ class FunctionalFtrl(FunctionalOptimizer):
         super().__init__(*args, **options)
 
 
-FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = (
-    FunctionalSparseAdam,
-    FunctionalAdam,
-    FunctionalAdamW,
-    FunctionalAdagrad,
-    FunctionalRowwiseAdagrad,
-    FunctionalRowwiseAdam,
-    FunctionalSGD,
-    FunctionalRMSprop,
-    FunctionalLion,
-    FunctionalFtrl,
+# For each optimizer, in their order.
+FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = tuple(
+    globals()[f"Functional{each.__name__}"] for each in rules.OPTIMIZERS
 )
 
 for _each in FUNCTIONAL:  # for help() and Sphinx

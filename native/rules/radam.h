@@ -1,0 +1,48 @@
+// RAdam as torch.optim.RAdam has it: Adam whose step is rectified for the variance of its second
+// moment, and which does not divide by it in the first steps, where there is too little of it.
+// The Python twin is src/sparsestep/rules/radam.py.
+#pragma once
+
+#include "rules/bias.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T>
+struct RAdam {
+    static constexpr const char* name = "radam";
+    static constexpr int states = 2;
+    static constexpr int slot_states = 0;
+    static constexpr bool wants_mean_square = false;
+    static constexpr bool is_usual = false;
+    static constexpr int options = 4;  // lr, betas, eps
+
+    T one_minus_beta1, beta2, one_minus_beta2, eps, step_size;
+    bool divides;
+
+    RAdam(const double* o, double step)
+        : one_minus_beta1(T(1 - o[1])), beta2(T(o[2])), one_minus_beta2(T(1 - o[2])), eps(T(o[3])) {
+        const Bias<double, false> bias(o, step);
+        const double left = power(o[2], step);
+        const double rho_inf = 2 / (1 - o[2]) - 1;
+        const double rho = rho_inf - 2 * step * left / (1 - left);
+        divides = rho > 5;
+        double size = bias.step_size;
+        if (divides) {
+            const double rect = square_root((rho - 4) * (rho - 2) * rho_inf /
+                                            ((rho_inf - 4) * (rho_inf - 2) * rho));
+            size = size * bias.root * rect;
+        }
+        step_size = T(size);
+    }
+
+    inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq) const {
+        exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
+        exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
+        const T divisor = divides ? square_root(exp_avg_sq) + eps : T(1);
+        param = param - step_size * exp_avg / divisor;
+    }
+};
+
+}  // namespace
+}  // namespace sparsestep

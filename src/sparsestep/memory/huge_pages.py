@@ -1,0 +1,127 @@
+"""Memory that has been used enough is moved into huge pages.
+
+With huge pages the processor keeps track of fewer pages, and every step on a large table is
+faster, by a quarter or so. But to get one costs as much as many steps gain. So the memory of a
+table and its state begins in ordinary pages, which exist as far as they were touched, and is moved
+once so many rows were touched that moving it earlier would have paid for itself: a short training
+never pays, a long one pays at most twice what it would have, had its length been known. One page is
+moved at a time, so no step takes much longer than others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux; the second from 6.1 on
+
+# To move a byte costs as much time as a touch of a row saves, divided by so many. Measured by
+# benchmarks/first_steps.py.
+_BYTES_PER_TOUCH = 4
+
+# Whoever touches so little of a table never gets there.
+_MOST_ROUNDS = 1 << 20
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A tensor whose memory may be moved from a round on, and how much of it has been."""
+
+    tensor: weakref.ref[Tensor]
+    due: int
+    bytes_done: int = 0
+
+
+class HugePages:
+    """The tensors of an optimizer that wait for huge pages.
+
+    Attributes:
+        due: in which round there is something to do.
+
+    Example:
+        >>> import torch
+        >>> pages = HugePages()
+        >>> pages.add(torch.zeros(10, 4), touches=3, round=1)
+        >>> pages.due  # it is too small
+        inf
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+        self.due: float = math.inf
+
+    def add(self, tensor: Tensor, touches: int, round: int) -> None:
+        """Have a tensor's memory moved when it has been used enough.
+
+        Args:
+            tensor: in memory of the CPU, contiguous; any other is left alone.
+            touches: how many of its rows a step touches, about.
+            round: the present one.
+        """
+        if tensor.nbytes < 2 * _HUGE_PAGE or not tensor.is_cpu or not tensor.is_contiguous():
+            return
+        if not touches or not _system_has_huge_pages():
+            return
+        rounds = tensor.nbytes // (_BYTES_PER_TOUCH * touches)
+        if rounds < _MOST_ROUNDS:
+            self._waiting.append(_Waiting(weakref.ref(tensor), round + rounds))
+            self.due = min(self.due, round + rounds)
+
+    def move(self, round: int) -> None:
+        """Move one page of those that are due."""
+        waiting = next((each for each in self._waiting if each.due <= round), None)
+        if waiting is not None and not _move_page(waiting):
+            self._waiting.remove(waiting)
+        self.due = min((each.due for each in self._waiting), default=math.inf)
+
+    def move_all(self) -> None:
+        """Move everything now, due or not."""
+        for waiting in self._waiting:
+            while _move_page(waiting):
+                pass
+        self._waiting.clear()
+        self.due = math.inf
+
+
+def _move_page(waiting: _Waiting) -> bool:
+    """Move a tensor's next page; false where none is left.
+
+    Contents and addresses stay as they are. What cannot be moved (shared memory, a file, a kernel
+    that cannot do it) is left alone.
+    """
+    tensor = waiting.tensor()
+    if tensor is None or not tensor.is_contiguous():
+        return False
+    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE + waiting.bytes_done
+    if begin + _HUGE_PAGE > tensor.data_ptr() + tensor.nbytes:
+        return False
+    waiting.bytes_done += _HUGE_PAGE
+    page, size = ctypes.c_void_p(begin), ctypes.c_size_t(_HUGE_PAGE)
+    advise = _libc().madvise
+    if advise(page, size, ctypes.c_int(_MADV_COLLAPSE)):  # nothing has been touched there yet
+        advise(page, size, ctypes.c_int(_MADV_HUGEPAGE))
+    return True
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+@functools.cache
+def _system_has_huge_pages() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return "[never]" not in setting

@@ -1,0 +1,204 @@
+"""RAdam as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.radam import radam as torch_radam
+
+from sparsestep.contract import checks, options
+from sparsestep.contract.options import Engine, Mask, Semantics, common
+from sparsestep.contract.rule import Rule, State
+from sparsestep.engines.torch_kernels import Batch
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.rules import bias
+
+Pair = tuple[float, float]
+
+
+def rectified(step: int, lr: float, betas: Pair) -> tuple[float, bool]:
+    """The size of a step, and whether it divides by the root of the second moment.
+
+    Example:
+        >>> rectified(1, 0.5, (0.5, 0.75))
+        (1.0, False)
+    """
+    size, root = bias.by_step(step, lr, betas)
+    left = betas[1] ** step
+    rho_inf = 2 / (1 - betas[1]) - 1
+    rho = rho_inf - 2 * step * left / (1 - left)
+    if rho <= 5:
+        return size, False
+    rect = math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+    return size * root * rect, True
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step of RAdam; eps is added before bias correction."""
+    beta1, beta2 = betas
+    size, divides = rectified(step, lr, betas)
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    move = size * exp_avg
+    if divides:
+        move = move / (exp_avg_sq.sqrt() + eps)
+    return param - move, exp_avg, exp_avg_sq
+
+
+# Without a motion: an idle row moves like one of momentum SGD in the first steps and like one of
+# Adam in all others, and a motion is of one kind.
+RULE = Rule("radam", update, (State("exp_avg"), State("exp_avg_sq")), is_native=True)
+
+_KERNEL_OPTIONS = (
+    *("lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
+    *("differentiable", "decoupled_weight_decay"),
+)
+
+
+class RAdam(RuleOptimizer, Optimizer):
+    r"""RAdam for dense and sparse gradients; a drop-in for ``torch.optim.RAdam``.
+
+    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot m \cdot
+            \begin{cases}
+            r_t \sqrt{1 - \beta_2^t} / (\sqrt{v} + \epsilon) & \rho_t > 5 \\
+            1 & \text{else}
+            \end{cases}
+
+    where :math:`\rho_t` says of how many gradients :math:`v` is an average, and :math:`r_t` makes
+    up for the variance of such an average:
+
+    .. math::
+        \rho_\infty &= \frac{2}{1 - \beta_2} - 1 \qquad
+        \rho_t = \rho_\infty - \frac{2 t \beta_2^t}{1 - \beta_2^t} \\
+        r_t &= \sqrt{\frac{(\rho_t - 4)(\rho_t - 2) \rho_\infty}
+            {(\rho_\infty - 4)(\rho_\infty - 2) \rho_t}}
+
+    So the first steps (five, with the usual betas) are momentum alone: a warm-up that needs no
+    schedule. :math:`t` is the parameter's number of steps; a row that is first seen late has no
+    warm-up of its own. Of the semantics it has ``"masked"``; ``"dense"`` is refused. For a dense
+    gradient torch's own kernel computes the step, and the numbers are torch's, bit for bit.
+
+    The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``; checkpoints go back and forth.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how slowly the running averages of the gradient and its square forget.
+        eps: added to the square root before bias correction.
+        weight_decay: :math:`\lambda`.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        foreach: for torch's kernel.
+        maximize: go along the gradient instead of against it.
+        capturable: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
+        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+
+    Example:
+        The first step goes by the gradient, not by its sign as Adam's does.
+
+        >>> import torch, sparsestep
+        >>> weight = torch.tensor([[1.0, 4.0]] * 4)
+        >>> table = torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
+        >>> optimizer = sparsestep.RAdam(table.parameters(), lr=0.25)
+        >>> table(torch.tensor([1, 3])).square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [[1.0, 4.0], [0.5, 2.0], [1.0, 4.0], [0.5, 2.0]]
+
+    References:
+        Liu et al., `On the Variance of the Adaptive Learning Rate and Beyond
+        <https://arxiv.org/abs/1908.03265>`_, 2019.
+    """
+
+    _has_torch_kernel = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "differentiable": differentiable,
+        }
+        super().__init__(
+            params,
+            defaults,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def _torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        beta1, beta2 = options.plain(batch.group["betas"])
+        torch_radam(
+            batch.params,
+            batch.grads,
+            batch.state["exp_avg"],
+            batch.state["exp_avg_sq"],
+            batch.steps,
+            beta1=beta1,
+            beta2=beta2,
+            has_complex=batch.has_complex,
+            **{name: batch.group[name] for name in _KERNEL_OPTIONS},
+        )
+
+    @staticmethod
+    def _check_options(group: dict[str, Any]) -> None:
+        """Refuse values that the formula cannot work with."""
+        checks.learning_rate(group["lr"])
+        checks.at_least_zero("epsilon", group["eps"])
+        checks.betas(group["betas"])
+        checks.at_least_zero("weight_decay", group["weight_decay"])
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE

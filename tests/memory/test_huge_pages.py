@@ -1,0 +1,116 @@
+"""Memory is moved into huge pages once that has paid off, a page at a time."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep.memory import huge_pages
+from sparsestep.memory.huge_pages import HugePages
+
+PAGE = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def _a_system_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_system_has_huge_pages", lambda: True)
+
+
+class Calls:
+    """Stands in for the C library."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+
+    def madvise(self, page: Any, size: Any, advice: Any) -> int:
+        assert size.value == PAGE
+        assert page.value % PAGE == 0
+        self.pages.append(page.value)
+        return 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+    monkeypatch.setattr(huge_pages, "_libc", lambda: made)
+    return made
+
+
+def table(mebibytes: int) -> Tensor:
+    return torch.zeros(mebibytes << 18)
+
+
+def test_pages_are_moved_one_by_one_when_they_are_due(calls: Calls):
+    tensor, pages = table(9), HugePages()
+    pages.add(tensor, touches=tensor.nbytes // 40, round=5)
+    assert pages.due == 15
+    pages.move(14)
+    assert calls.pages == []
+    for _ in range(10):
+        pages.move(15)
+    first = -(-tensor.data_ptr() // PAGE) * PAGE
+    whole = (tensor.data_ptr() + tensor.nbytes - first) // PAGE
+    assert calls.pages == [first + k * PAGE for k in range(whole)]
+    assert pages.due == math.inf
+
+
+def test_the_sooner_the_more_rows_are_touched(calls: Calls):
+    pages, tensors = HugePages(), [table(9), table(9)]
+    pages.add(tensors[0], touches=1_000, round=0)
+    pages.add(tensors[1], touches=100_000, round=0)
+    assert pages.due == tensors[1].nbytes // 400_000
+    pages.move(int(pages.due))
+    assert tensors[1].data_ptr() <= calls.pages[0] < tensors[1].data_ptr() + tensors[1].nbytes
+
+
+def test_what_is_small_or_elsewhere_or_rarely_touched_is_left_alone(calls: Calls):
+    pages = HugePages()
+    pages.add(table(3), touches=1_000, round=0)
+    pages.add(table(9).to("meta"), touches=1_000, round=0)
+    pages.add(table(9).view(2, -1).t(), touches=1_000, round=0)
+    pages.add(table(9), touches=0, round=0)
+    pages.add(table(9), touches=1, round=0)
+    assert pages.due == math.inf
+
+
+def test_a_tensor_that_is_gone_is_forgotten(calls: Calls):
+    pages, tensor = HugePages(), table(9)
+    pages.add(tensor, touches=1_000_000, round=0)
+    del tensor
+    gc.collect()
+    pages.move(1 << 30)
+    assert calls.pages == []
+    assert pages.due == math.inf
+
+
+def test_contents_and_addresses_stay():
+    for tensor in (torch.randn(1_000_003, 5), torch.randn(1_000_000, 4).share_memory_()):
+        before, address = tensor.clone(), tensor.data_ptr()
+        pages = HugePages()
+        pages.add(tensor, touches=1_000, round=0)
+        pages.move_all()
+        assert torch.equal(tensor, before)
+        assert tensor.data_ptr() == address
+
+
+def test_an_optimizer_moves_a_table_and_its_state(calls: Calls):
+    weight = torch.nn.Parameter(torch.zeros(1 << 18, 8))
+    optimizer = sparsestep.Adagrad([weight], lr=0.1)
+    ids = torch.arange(1 << 16)[None]
+    for _ in range(80):
+        weight.grad = torch.sparse_coo_tensor(
+            ids, torch.ones(1 << 16, 8), weight.shape, check_invariants=False
+        )
+        optimizer.step()
+        if optimizer._rounds < weight.nbytes // (4 << 16):
+            assert calls.pages == []
+    moved = set(calls.pages)
+    for tensor in (weight, optimizer.state[weight]["sum"]):
+        inside = {p for p in moved if 0 <= p - tensor.data_ptr() < tensor.nbytes}
+        assert len(inside) >= tensor.nbytes // PAGE - 1
