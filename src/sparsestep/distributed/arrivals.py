@@ -18,12 +18,11 @@ from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Reader
-from sparsestep.gradients.arriving import read_otherwise, source_of
+from sparsestep.gradients.arriving import Pending, read_otherwise, source_of
 from sparsestep.gradients.compact import (
     Compact,
-    arrived_in,
     compact,
-    pending_in,
+    parts_of,
     positions_of,
 )
 from sparsestep.gradients.merge import summed
@@ -102,7 +101,7 @@ def _collected(tables: Sequence[Table]) -> list[_Sent]:
     found: list[_Sent] = []
     for weight in {id(table.weight): table.weight for table in tables}.values():
         values: dict[Ticket, Tensor] = {}
-        for ticket, rows in pending_in(weight.grad):
+        for ticket, rows in _pending_in(weight.grad):
             if ticket is None:  # it was expected, and has not come
                 continue
             values[ticket] = values[ticket] + rows if ticket in values else rows
@@ -110,6 +109,18 @@ def _collected(tables: Sequence[Table]) -> list[_Sent]:
             is_copy = ticket.table.kind == "copy"
             found.append(_of_copy(ticket, rows) if is_copy else _Sent(ticket, rows))
     return found
+
+
+def _pending_in(grad: Tensor | None) -> list[Pending]:
+    """The parts of a gradient that are still to be sent."""
+    parts = grad._parts if isinstance(grad, Compact) else ()
+    return [part for part in parts if isinstance(part, Pending)]
+
+
+def _arrived_in(grad: Tensor) -> list[Touched]:
+    """The other parts of a gradient."""
+    parts = parts_of(grad) or ()
+    return [part for part in parts if not isinstance(part, Pending)]
 
 
 def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
@@ -244,7 +255,7 @@ def _give(table: Table, new: Sequence[Touched]) -> None:
     weight, grad = table.weight, table.weight.grad
     if grad is not None and not grad.is_sparse:
         raise read_otherwise()
-    parts = [*([] if grad is None else arrived_in(grad)), *new]
+    parts = [*([] if grad is None else _arrived_in(grad)), *new]
     if isinstance(grad, Compact) and not grad.is_materialized:
         grad._parts = tuple(parts)  # whoever holds on to it sees it arrive
     else:
@@ -259,6 +270,6 @@ def _settle(weight: Tensor) -> None:
     """Take away what was expected and did not come from anybody."""
     grad = weight.grad
     if isinstance(grad, Compact) and grad.is_pending:
-        grad._parts = tuple(arrived_in(grad))
+        grad._parts = tuple(_arrived_in(grad))
         if not grad._parts and grad.arrived_from is None:
             weight.grad = None

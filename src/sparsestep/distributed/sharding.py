@@ -17,7 +17,7 @@ from sparsestep.distributed.wire import Wire
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fusing import why_not
-from sparsestep.torch_internals import own_parameters
+from sparsestep.torch_internals import ignored_by_ddp, own_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,8 +197,7 @@ def _make_rows(tables: Sequence[Table], modules: Sequence[Any]) -> None:
 
 
 def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:
-    """Have DistributedDataParallel ignore what is sharded, by the attribute that it looks for."""
+    """Have DistributedDataParallel ignore what is sharded."""
     weights = {id(table.weight) for table in tables}
     names = [n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights]
-    before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]
+    ignored_by_ddp(model, names)

@@ -32,6 +32,7 @@ from sparsestep.gradients.compact_functions import (
 from sparsestep.gradients.touched import Touched
 from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import (
+    VALUES_OF_COO,
     coo_indices,
     coo_values,
     graph_task_id,
@@ -128,7 +129,7 @@ class Compact(Tensor):
             if func == SET_DATA and isinstance(args[0], Compact):
                 return args[0].assign_(args[1])
             result = _on_materialized(func, args, kwargs or {})
-            if func == Tensor._values and args[0].arrived_from is not None:
+            if func == VALUES_OF_COO and args[0].arrived_from is not None:
                 return Unscaled.of(result, args[0].arrived_from)
             return result
         with without_torch_function():
@@ -288,18 +289,6 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
         positions.mul_(size).add_(row)
     slots = shape[:leading].numel()
     return (Touched(positions, values, slots, shape[leading:].numel()),)
-
-
-def pending_in(grad: Tensor | None) -> list[Pending]:
-    """The parts of a gradient that are still to be sent."""
-    parts = grad._parts if isinstance(grad, Compact) else ()
-    return [part for part in parts if isinstance(part, Pending)]
-
-
-def arrived_in(grad: Tensor) -> list[Touched]:
-    """The other parts of a gradient."""
-    parts = parts_of(grad) or ()
-    return [part for part in parts if not isinstance(part, Pending)]
 
 
 def materialized(tensor: Any) -> Any:
