@@ -148,3 +148,26 @@ def test_popular_ids_are_popular_and_every_id_can_come():
     for most in (1, 10, 100):
         expected = (1 - (most + 1) ** -0.05) / (1 - 1_001**-0.05)
         assert float(counts[:most].sum() / counts.sum()) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.slow
+def test_the_distributed_recommender_learns_and_goes_on_with_other_numbers_of_ranks(tmp_path: Path):
+    pytest.importorskip("torch.distributed.run")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    script = [str(EXAMPLES / "distributed_recommender.py"), "--rows", "2000", "--batch", "256"]
+    found = []
+    for steps, start in (("20", [*torchrun, "--nproc-per-node", "2"]), ("40", [])):
+        arguments = [*start, *script, "--steps", steps, "--checkpoint", str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr
+        found += re.findall(r"^step +(\d+)   AUC (0\.\d+)", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [4, 8, 12, 16, 20, 24, 32, 40]
+    assert float(found[0][1]) < 0.6 < 0.65 < float(found[-1][1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -176,6 +176,10 @@ def coo_indices(tensor: Tensor) -> Tensor:
     return tensor._indices()
 
 
+# What a GradScaler asks a sparse gradient for.
+VALUES_OF_COO: Any = Tensor._values
+
+
 def coo_values(tensor: Tensor) -> Tensor:
     """The values of a COO tensor as they are, coalesced or not."""
     return tensor._values()
@@ -191,7 +195,18 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
     return module._parameters
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether something is called before a module is."""
+    return bool(module._forward_pre_hooks)
+
+
 # Distributed
+
+
+def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Have DistributedDataParallel leave parameters alone, by the attribute that it looks for."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]
 
 
 def register_overlapped(theirs: type, ours: type) -> None:

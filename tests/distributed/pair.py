@@ -1,4 +1,4 @@
-"""Two processes on this machine, which meet through a file and leave what they found in another."""
+"""Processes on this machine that meet through a file and leave what they found in another."""
 
 from __future__ import annotations
 
@@ -22,34 +22,48 @@ Results = dict[str, Any]
 
 
 def run_pair(module: str, folder: Path) -> list[Results]:
-    """What the worker of that module returned in each of the two processes."""
+    """What the worker of that module returned in each of two processes."""
+    return run_ranks(module, folder, 2)
+
+
+def run_ranks(module: str, folder: Path, world: int, killed: int | None = None) -> list[Results]:
+    """What the worker of that module returned in each of several processes.
+
+    Args:
+        module: which has a worker.
+        folder: where they meet.
+        world: how many processes.
+        killed: one that is to end by a signal; it leaves nothing.
+    """
     command = [sys.executable, "-W", "error", "-m", module]
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
     names = {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback} if loopback else {}
     env = {**os.environ, **names, "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"log{rank}" for rank in (0, 1)]
+    logs = [folder / f"log{rank}" for rank in range(world)]
     workers = []
     try:
         for rank, log in enumerate(logs):
             with log.open("w") as out:
+                arguments = [str(rank), str(folder), str(world)]
                 worker = subprocess.Popen(
-                    [*command, str(rank), str(folder)], cwd=ROOT, env=env, stdout=out, stderr=out
+                    [*command, *arguments], cwd=ROOT, env=env, stdout=out, stderr=out
                 )
             workers.append(worker)
-        _wait(workers)
+        _wait([worker for rank, worker in enumerate(workers) if rank != killed])
     finally:
         for worker in workers:
             worker.kill()  # nothing, if it has ended
             worker.wait()
-    codes = [worker.returncode for worker in workers]
-    if codes != [0, 0]:
+    ranks = [rank for rank in range(world) if rank != killed]
+    codes = [workers[rank].returncode for rank in ranks]
+    if any(codes):
         said = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
-        pytest.fail(f"the two processes ended with {codes}\n{said}", pytrace=False)
-    return [torch.load(folder / f"results{rank}") for rank in (0, 1)]
+        pytest.fail(f"the processes ended with {codes}\n{said}", pytrace=False)
+    return [torch.load(folder / f"results{rank}") for rank in ranks]
 
 
 def _wait(workers: list[subprocess.Popen[bytes]]) -> None:
-    """Until both have ended, or one has failed, which the other might wait for, or too long."""
+    """Until all have ended, or one has failed, which others might wait for, or too long."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         codes = [worker.poll() for worker in workers]
@@ -58,8 +72,13 @@ def _wait(workers: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
+def world_size() -> int:
+    """How many processes there are, for one of them."""
+    return int(sys.argv[3])
+
+
 def main(work: Callable[[int, str], Results]) -> None:
-    """Be one of the two: ``work`` gets the rank and the address to meet at."""
+    """Be one of them: ``work`` gets the rank and the address to meet at."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     # Torch's parts warn each other of TorchScript, and of process groups without a frontend.

@@ -1,4 +1,4 @@
-"""The command line: ``sparsestep demo``, ``bench`` and ``info``.
+"""The command line: ``sparsestep demo``, ``bench``, ``info`` and ``plan``.
 
 A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
 command line needs (rich, matplotlib) is imported when a command runs, never before.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparsestep.cli import bench, demo, info
+from sparsestep.cli import bench, demo, info, plan
 from sparsestep.version import __version__
 
 
@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "demo": demo,
     "bench": bench,
     "info": info,
+    "plan": plan,
 }
 
 _EXTRA = ("rich", "matplotlib")  # what sparsestep[cli] brings
@@ -46,6 +47,7 @@ Examples:
   sparsestep demo               train word vectors twice and see the difference
   sparsestep bench              time a step, torch's and others' beside it
   sparsestep info               describe this installation, for a bug report
+  sparsestep plan --tables user=1000000x64 --ranks 8   would sharded tables fit?
   sparsestep demo --help        the options of a command
 """
 

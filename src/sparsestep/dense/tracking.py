@@ -33,7 +33,9 @@ class Tracking:
         self._watch_as_a_whole(model)
         for module in model.modules():
             own = any(id(p) in tables for p in own_parameters(module).values())
-            self._watch_reads(module, own=own)
+            # A sharded table has others read its rows, and reads them for others.
+            for reader in getattr(module, "looked_up_by", (module,)):
+                self._watch_reads(reader, own=own)
             if not own:
                 continue
             if module is not model:  # it may be saved and loaded alone

@@ -1,6 +1,9 @@
-"""The optimizers within ``torch.distributed``: over RPC, in DDP, wherever it wants functional ones.
+"""Several processes: tables that they share, and the optimizers within ``torch.distributed``.
 
-Importing this costs nothing; :func:`register` imports what it needs of torch.
+``sharding`` divides the tables of a model. A look-up then is an exchange (``exchange``): what a
+rank asks for (``requests``) goes over the ``wire`` to those who have the rows and comes back
+(``lookups``); gradients follow when they are needed (``arrivals``). Each exchange begins with an
+``agreement``.
 """
 
 from __future__ import annotations
@@ -11,10 +14,23 @@ from functools import partial
 import torch
 
 from sparsestep.distributed import overlap, scripted
+from sparsestep.distributed.checkpoints import consolidate, load, save
+from sparsestep.distributed.lockstepping import lockstep
+from sparsestep.distributed.plan import Placement, Plan
+from sparsestep.distributed.sharding import shard
 from sparsestep.errors import InputError, sentence
 from sparsestep.rules.functional import FUNCTIONAL
 
-__all__ = ["register"]
+__all__ = [
+    "Placement",
+    "Plan",
+    "consolidate",
+    "load",
+    "lockstep",
+    "register",
+    "save",
+    "shard",
+]
 
 
 def register() -> None:

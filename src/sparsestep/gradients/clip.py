@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -18,6 +18,7 @@ from torch.masked import MaskedTensor
 from torch.nn import utils
 
 from sparsestep.errors import InputError, sentence, usable, warn
+from sparsestep.gradients.arriving import arrive, norm_of_all, sources_of
 from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.compact_clip import clamped
 from sparsestep.gradients.norms import coo_sums, elements, held_by
@@ -72,16 +73,18 @@ def clip_grad_norm_(
     params, held = _gradients("clip_grad_norm_", parameters)
     with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
         norm_type, max_norm = float(norm_type), float(max_norm)
+    sources = sources_of(params)
     grads = [each.grad for each in held]
     # Torch's function does not write views that are lazily conjugate or negative.
-    if not any(not _is_dense(grad) or grad.is_conj() or grad.is_neg() for grad in grads):
+    unusual = any(not _is_dense(grad) or grad.is_conj() or grad.is_neg() for grad in grads)
+    if not unusual and not sources:
         with without_autocast(grads[0].device.type if grads else "cpu"):
             return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = _total_norm(held, norm_type, foreach)
+    total = norm_of_all(held, sources, norm_type, lambda some: _norm(some, norm_type, foreach))
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
     dtypes = (each.grad.dtype.to_real() for each in held)
-    shown = total.to(functools.reduce(torch.promote_types, dtypes))
+    shown = total.to(functools.reduce(torch.promote_types, dtypes)) if held else total.float()
     if error_if_nonfinite and not bool(shown.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -178,6 +181,7 @@ def _gradients(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
+    arrive(params)
     held = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
@@ -233,7 +237,7 @@ def _check_clampable(grad: Tensor, bound: float) -> None:
         raise InputError(sentence(contract, bound))
 
 
-def _total_norm(held: list[_Held], norm_type: float, foreach: bool | None) -> Tensor:
+def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of the norms of all gradients, on the device of the first, like torch's.
 
     This is a function because the views of values that it takes must be gone before ``_alone``.

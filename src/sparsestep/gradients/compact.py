@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from sparsestep.core import core
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.arriving import Pending, Source, Unscaled, summon
 from sparsestep.gradients.compact_functions import (
     OF_ALL_VALUES,
     OPERATORS,
@@ -30,6 +32,7 @@ from sparsestep.gradients.compact_functions import (
 from sparsestep.gradients.touched import Touched
 from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import (
+    VALUES_OF_COO,
     coo_indices,
     coo_values,
     graph_task_id,
@@ -56,13 +59,20 @@ class Compact(Tensor):
         torch.Size([3, 16])
     """
 
-    _parts: tuple[Touched, ...]
+    _parts: tuple[Any, ...]  # each is a Touched, or Pending where a table is sharded
     _materialized: Tensor | None
+    arrived_from: ref[Source] | None = None  # where a sharded table's gradient came from
+    is_divided: bool = False  # whether other processes have other rows of it
 
     @property
     def is_materialized(self) -> bool:
         """Whether it has become an ordinary tensor."""
         return self._materialized is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a part of it is still to be sent to the process that has the rows."""
+        return any(isinstance(part, Pending) for part in self._parts)
 
     # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
 
@@ -79,8 +89,11 @@ class Compact(Tensor):
     def touched(self) -> Touched:
         """The gradient in canonical form; no row is written out. Not once it is materialized."""
         assert self._materialized is None
+        if self.is_pending:
+            summon(self)
         if len(self._parts) == 1:
-            return self._parts[0]
+            only: Touched = self._parts[0]
+            return only
         return _joined(self._parts) if self._parts else _nothing(self)
 
     def materialize_(self) -> Tensor:
@@ -102,6 +115,8 @@ class Compact(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Looking at a gradient does not change what it is.
+        if self.is_pending:
+            return f"tensor(..., size={tuple(self.shape)}, still to be exchanged)"
         return repr(_written_out(self) if self._materialized is None else self._materialized)
 
     @classmethod
@@ -113,7 +128,10 @@ class Compact(Tensor):
         elif func not in UNCHANGED and not isinstance(func, OPERATORS):
             if func == SET_DATA and isinstance(args[0], Compact):
                 return args[0].assign_(args[1])
-            return _on_materialized(func, args, kwargs or {})
+            result = _on_materialized(func, args, kwargs or {})
+            if func == VALUES_OF_COO and args[0].arrived_from is not None:
+                return Unscaled.of(result, args[0].arrived_from)
+            return result
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -257,7 +275,8 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
     if isinstance(grad, Compact):
         if not grad.is_materialized:
-            return grad._parts
+            parts: tuple[Touched, ...] = grad._parts
+            return parts
         grad = grad.materialize_()
     if not grad.is_sparse:
         return None

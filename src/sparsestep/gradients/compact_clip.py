@@ -34,6 +34,10 @@ def _norm(
 ) -> Any:
     if keepdim or (dim is not None and len(dim) not in (0, grad.dim())):
         return NotImplemented
+    if grad.is_divided:
+        contract = "the norm of a sharded table's gradient needs the rows of all ranks"
+        got = "a function that sees those of one"
+        raise InputError(sentence(contract, got, "Use sparsestep.clip_grad_norm_"))
     found = torch.linalg.vector_norm(elements(grad, float(ord)), ord)
     return found.to(grad.dtype.to_real() if dtype is None else dtype)
 

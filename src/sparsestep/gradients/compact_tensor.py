@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.gradients.arriving import read_otherwise
 from sparsestep.gradients.compact import ANSWERS, Compact, like, materialized, parts_of
 
 _aten = torch.ops.aten
@@ -87,6 +88,8 @@ def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
         ours, theirs = parts_of(first), parts_of(second)
         if ours is not None and theirs is not None:
             return like(first, ours + theirs)
+    if any(isinstance(grad, Compact) and grad.is_pending for grad in (first, second)):
+        raise read_otherwise()
     first, second = materialized(first), materialized(second)
     return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
 

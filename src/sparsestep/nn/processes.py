@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsestep.gradients.arriving import source_of
 from sparsestep.gradients.compact import Compact
 
 
@@ -17,6 +18,8 @@ def write_out_for_ddp(weight: Tensor) -> None:
     DDP's: what activation checkpointing computes again is computed outside of that forward.
     """
     if DistributedDataParallel._active_ddp_module is None or not weight.requires_grad:
+        return
+    if source_of(weight) is not None:  # a sharded table is none of DDP's
         return
     hooks = weight._post_accumulate_grad_hooks
     if hooks is None or _write_out not in hooks.values():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients.arriving import source_of
 from sparsestep.optimizer.plan import Plan
 from sparsestep.optimizer.records import StateKeeper
 
@@ -27,11 +28,17 @@ class StepInBackward:
             for number, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
         }
-        chosen = list(params) if params is not None else list(optimizer._all_params())
+        # The gradient of a sharded table is complete when all ranks need it: in step().
+        everything = (each for each in optimizer._all_params() if source_of(each) is None)
+        chosen = list(params if params is not None else everything)
         for param in chosen:
             if id(param) not in places:
                 contract = "step_in_backward takes parameters of this optimizer"
                 raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
+            if source_of(param) is not None:
+                contract = "step_in_backward takes parameters whose gradients backward completes"
+                remedy = "Leave it to step()"
+                raise InputError(sentence(contract, "the weight of a sharded table", remedy))
             if param.grad is not None:
                 contract = "step_in_backward must begin without gradients, for it would add to them"
                 raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))

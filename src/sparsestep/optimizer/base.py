@@ -27,6 +27,7 @@ from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
+from sparsestep.gradients.arriving import arrive, elsewhere
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
 from sparsestep.optimizer.backward import StepInBackward
@@ -174,6 +175,8 @@ class RuleOptimizer(CatchesUp):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
+            if elsewhere:
+                arrive(self._all_params())
             before = self._before if self.engine != "reference" else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
@@ -218,7 +221,8 @@ class RuleOptimizer(CatchesUp):
         and may stay in the loop.
 
         Args:
-            params: which parameters; by default all of this optimizer's.
+            params: which parameters; by default all of this optimizer's but for sharded tables,
+                whose gradients are exchanged in ``step()``.
             backwards: how many backward calls make a step. Accumulating gradients over several
                 without saying so is refused.
 

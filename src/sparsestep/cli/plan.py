@@ -1,0 +1,107 @@
+"""Say on paper whether sharded tables fit, and what a step sends.
+
+Nothing is measured: sizes, bytes and seconds are computed from what you say.
+
+Example:
+  sparsestep plan --tables user=10000000000x128 item=1000000x64 --ranks 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from sparsestep.cli.options import number, whole_number
+from sparsestep.distributed.plan import Placement, Plan, placed, shown
+from sparsestep.errors import InputError, sentence
+
+_MOST = 1 << 40
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``sparsestep plan``."""
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        required=True,
+        type=_table,
+        metavar="NAME=ROWSxDIM",
+        help="the tables; with a kind if you like, NAME=ROWSxDIM:rows",
+    )
+    parser.add_argument(
+        "--ranks", type=whole_number(1, 100_000), default=8, help="how many; 8 by default"
+    )
+    parser.add_argument(
+        "--batch", type=whole_number(1, _MOST), default=1024, help="bags per rank and step; 1024"
+    )
+    parser.add_argument(
+        "--ids", type=number(1, 1e6), default=1.0, help="ids in a bag; 1 by default"
+    )
+    parser.add_argument(
+        "--state",
+        type=number(0, 8),
+        default=2.0,
+        help="numbers that the optimizer keeps for each of the table's; 2, as Adam does",
+    )
+    parser.add_argument(
+        "--network", type=number(0.001, 1e5), default=10.0, help="Gbit/s of a rank; 10 by default"
+    )
+    parser.add_argument(
+        "--bytes", type=whole_number(1, 8), default=4, help="of a number of a table; 4 by default"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan and what it comes to; plain text, so that it works without rich."""
+    names = [name for name, _, _, _ in options.tables]
+    tables = [Placement(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
+    asked = {name: kind for name, _, _, kind in options.tables if kind}
+    try:
+        chosen = placed(tables, options.ranks, asked)
+    except InputError as error:
+        print(f"sparsestep plan: {error}")
+        return 2
+    lengths = dict.fromkeys(names, options.ids)
+    plan = Plan(chosen, options.ranks, options.batch, lengths)
+    print(plan)
+    print(totals(plan, options.state, options.network))
+    return 0
+
+
+def totals(plan: Plan, state: float, network: float) -> str:
+    """What a rank needs and sends.
+
+    Args:
+        plan: where the tables go.
+        state: numbers that the optimizer keeps for each of the table's, in float32.
+        network: Gbit/s.
+
+    Example:
+        >>> plan = Plan([Placement("user", 1_000_000, 64, 4, "rows")], world=4, batch=1024)
+        >>> print(totals(plan, state=2.0, network=10.0))
+        <BLANKLINE>
+        most on a rank: 192.0 MB (64.0 MB of tables, 128.0 MB of state)
+        sent by a rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
+    """
+    most = max(range(plan.world), key=plan.bytes_on)
+    weights = plan.bytes_on(most)
+    kept = state * sum(4 * p.rows_on(most, plan.world) * p.dim for p in plan.placements)
+    sent = sum(
+        p.bytes_per_step(plan.world, plan.batch, plan.lengths.get(p.name, 1.0))
+        for p in plan.placements
+    )
+    seconds = 8 * sent / (network * 1e9)
+    return (
+        f"\nmost on a rank: {shown(weights + kept)} ({shown(weights)} of tables, "
+        f"{shown(kept)} of state)\n"
+        f"sent by a rank: {shown(sent)} a step, {1e3 * seconds:.1f} ms at {network:g} Gbit/s"
+    )
+
+
+def _table(text: str) -> tuple[str, int, int, str]:
+    name, _, rest = text.partition("=")
+    size, _, kind = rest.partition(":")
+    rows, _, dim = size.partition("x")
+    if name and rows.isdigit() and dim.isdigit() and int(rows) and int(dim):
+        return name, int(rows), int(dim), kind
+    contract = "a table must be NAME=ROWSxDIM, like user=1000000x64"
+    raise argparse.ArgumentTypeError(sentence(contract, repr(text)))

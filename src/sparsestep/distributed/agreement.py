@@ -1,0 +1,125 @@
+"""Every exchange begins with a line of numbers to each rank: what comes, and whether all agree.
+
+The line always has the same length. So ranks that are at different places of their programs find
+out, instead of taking each other's numbers for their own or waiting for ever.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from sparsestep.distributed.wire import Wire
+from sparsestep.errors import InputError, sentence
+
+
+class Doing(IntEnum):
+    """What an exchange is for."""
+
+    LOOK_UP = 1
+    ARRIVAL = 2
+    NORM = 3
+    BATCH = 4
+
+
+_DOES = {
+    Doing.LOOK_UP: "looks up {}",
+    Doing.ARRIVAL: "needs gradients, as step() and clipping do",
+    Doing.NORM: "clips gradients",
+    Doing.BATCH: "asks for a batch",
+}
+
+
+class Line:
+    """The numbers that go to all ranks and those that go to each.
+
+    Attributes:
+        doing: what the exchange is for.
+        table: which table, or the first of several; -1 for all.
+        turn: how many look-ups there were before.
+        count: how many tables are looked up.
+        oldest: the oldest look-up whose gradient may still come from this rank.
+        largest: the most bytes that this rank will send another.
+        back: the most bytes that it expects from another in return.
+        number: whatever else the exchange needs.
+    """
+
+    FIELDS = ("refuses", "doing", "table", "turn", "count", "oldest", "largest", "back", "number")
+    # What all ranks must say alike.
+    AGREED = ("doing", "table", "turn", "count")
+
+    refuses: int
+    doing: Doing
+    table: int
+    turn: int
+    count: int
+    oldest: int
+    largest: int
+    back: int
+    number: int
+
+    def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
+        self.refuses, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
+        self.count = self.largest = self.back = self.number = 0
+
+    def numbers(self) -> list[int]:
+        """What all ranks get."""
+        return [int(getattr(self, name)) for name in self.FIELDS]
+
+
+class Lines:
+    """What all ranks have said.
+
+    Attributes:
+        room: for each rank, the numbers that it has for this one alone.
+    """
+
+    def __init__(self, incoming: Tensor) -> None:
+        fields = len(Line.FIELDS)
+        columns: list[list[int]] = incoming[:, :fields].T.tolist()
+        self._of = dict(zip(Line.FIELDS, columns, strict=True))
+        self.room: list[list[int]] = incoming[:, fields:].tolist()
+
+    def __getitem__(self, name: str) -> list[int]:
+        return self._of[name]
+
+
+def agree(
+    wire: Wire, line: Line, room: Tensor, names: list[str], error: Exception | None = None
+) -> Lines:
+    """Exchange lines; raise on every rank where one refuses, or does something else.
+
+    Args:
+        wire: the ranks.
+        line: for all ranks.
+        room: for each rank a row of numbers, always equally many.
+        names: of the tables.
+        error: why this rank refuses.
+    """
+    line.refuses = int(error is not None)
+    shared = torch.tensor(line.numbers()).expand(wire.world, -1)
+    lines = Lines(wire.numbers(torch.cat([shared, room], dim=1)))
+    if error is not None:
+        raise error
+    for rank, refuses in enumerate(lines["refuses"]):
+        if refuses:
+            what = _says(lines, rank, names)
+            contract = f"rank {rank}, which {what}, refused what it was given; its message says why"
+            raise InputError(f"{contract}. Nothing was changed on any rank.")
+    for rank in range(wire.world):
+        if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
+            contract = "all ranks must make the same calls of sharded tables in the same order"
+            here, there = (_says(lines, each, names) for each in (wire.rank, rank))
+            got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"
+            remedy = "A rank without data takes part with empty batches: see lockstep"
+            raise InputError(sentence(contract, got, remedy))
+    return lines
+
+
+def _says(lines: Lines, rank: int, names: list[str]) -> str:
+    """What a rank does, in words."""
+    table, doing = lines["table"][rank], lines["doing"][rank]
+    name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
+    return _DOES[Doing(doing)].format(name)

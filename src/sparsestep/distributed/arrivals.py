@@ -1,0 +1,275 @@
+"""Arrivals: gradients to the owners of rows, all that are pending at once.
+
+Each rank says which look-ups it has a gradient of, and sends the gradients of the rows that it was
+sent. An owner knows what it has answered: it runs the backward of its own look-up. Of copies, every
+rank sends all others the rows that it has summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from sparsestep.distributed.agreement import Doing, Lines
+from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
+from sparsestep.distributed.table import Table
+from sparsestep.distributed.wire import Reader
+from sparsestep.gradients.arriving import Pending, read_otherwise, source_of
+from sparsestep.gradients.compact import (
+    Compact,
+    compact,
+    parts_of,
+    positions_of,
+)
+from sparsestep.gradients.merge import summed
+from sparsestep.gradients.touched import Touched
+
+
+class _Sent(NamedTuple):
+    """A gradient that this rank sends: to the owners, or of a copy to all."""
+
+    ticket: Ticket
+    values: Tensor
+    positions: Tensor | None = None  # of a copy
+
+    def bytes_for(self, rank: int) -> int:
+        """What another rank gets of it."""
+        if self.positions is None:
+            return self.ticket.bags[rank] * self.ticket.table.row_bytes
+        return self.positions.nbytes + self.values.nbytes
+
+
+class _Said(NamedTuple):
+    """What a rank says of a gradient that it sends: whose it is; of a copy, how many entries."""
+
+    ticket: int
+    entries: int = -1
+    block: int = 0
+
+    def bytes_of(self, answer: Answer, rank: int) -> int:
+        """What this rank gets of it from another."""
+        if self.entries < 0:
+            return answer.bags[rank] * answer.table.row_bytes
+        return self.entries * (8 + self.block * answer.table.weight.dtype.itemsize)
+
+
+def arrive(ledger: Ledger) -> None:
+    """Exchange all gradients that are pending; all ranks at once."""
+    wire = ledger.wire
+    sent = _collected(ledger.tables)
+    numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
+    line = ledger.line(Doing.ARRIVAL)
+    line.number = len(sent)
+    line.largest = max(sum(each.bytes_for(rank) for each in sent) for rank in range(wire.world))
+    room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
+    if len(numbers) <= ledger.room:
+        room[:, : len(numbers)] = numbers
+    lines = ledger.agree(line, room)
+    parts: dict[int, list[Touched]] = {}  # by table
+    if any(lines["number"]):
+        _fetch(ledger, lines, sent, numbers, parts)
+    for index, new in parts.items():
+        _give(ledger.tables[index], new)
+    for table in ledger.tables:
+        _settle(table.weight)
+
+
+def _fetch(
+    ledger: Ledger,
+    lines: Lines,
+    sent: Sequence[_Sent],
+    numbers: Tensor,
+    parts: dict[int, list[Touched]],
+) -> None:
+    """Send what this rank has, and make parts of what has come."""
+    theirs = _listed(ledger, lines, numbers)
+    pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]))
+    # In the order of the first rank that has any: where all ranks run the same, that of all.
+    for number in dict.fromkeys(each.ticket for said in theirs for each in said):
+        answer = ledger.answers[number]
+        arrived = [pieces.get((rank, number)) for rank in range(ledger.wire.world)]
+        new = _of_all(answer.table, arrived) if answer.found is None else _part(answer, arrived)
+        parts.setdefault(answer.table.index, []).extend(new)
+
+
+def _collected(tables: Sequence[Table]) -> list[_Sent]:
+    """What this rank has to send, in the order in which backward came across it."""
+    found: list[_Sent] = []
+    for weight in {id(table.weight): table.weight for table in tables}.values():
+        values: dict[Ticket, Tensor] = {}
+        for ticket, rows in _pending_in(weight.grad):
+            if ticket is None:  # it was expected, and has not come
+                continue
+            values[ticket] = values[ticket] + rows if ticket in values else rows
+        for ticket, rows in values.items():
+            is_copy = ticket.table.kind == "copy"
+            found.append(_of_copy(ticket, rows) if is_copy else _Sent(ticket, rows))
+    return found
+
+
+def _pending_in(grad: Tensor | None) -> list[Pending]:
+    """The parts of a gradient that are still to be sent."""
+    parts = grad._parts if isinstance(grad, Compact) else ()
+    return [part for part in parts if isinstance(part, Pending)]
+
+
+def _arrived_in(grad: Tensor) -> list[Touched]:
+    """The other parts of a gradient."""
+    parts = parts_of(grad) or ()
+    return [part for part in parts if not isinstance(part, Pending)]
+
+
+def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
+    """What the others get of a copy's gradient: sums, or every entry where their order matters."""
+    assert ticket.found is not None
+    weight = ticket.table.weight
+    touched = _backward(ticket.found, weight, rows).touched()
+    if ticket.table.order == "global":
+        touched = touched.expanded()
+        values = touched.values.reshape(-1, touched.block)
+        return _Sent(ticket, values.contiguous(), positions_of(touched).contiguous())
+    positions, sums = summed(touched)
+    assert positions is not None
+    return _Sent(ticket, sums.to(weight.dtype), positions)
+
+
+def _said(sent: _Sent) -> _Said:
+    if sent.positions is None:
+        return _Said(sent.ticket.number)
+    return _Said(sent.ticket.number, sent.positions.numel(), sent.values.shape[1])
+
+
+def _listed(ledger: Ledger, lines: Lines, mine: Tensor) -> list[list[_Said]]:
+    """What each rank sends. Where that was more than there was room for, it is sent now."""
+    counts = [NUMBERS * number for number in lines["number"]]
+    found = [row[:count] for row, count in zip(lines.room, counts, strict=True)]
+    if max(counts) > ledger.room:
+        sizes = [8 * count for count in counts]
+        messages = ledger.wire.send([[mine]] * len(sizes), sizes, max(sizes))
+        found = [message.view(torch.int64).tolist() for message in messages]
+    return [[_Said(*row[n : n + NUMBERS]) for n in range(0, len(row), NUMBERS)] for row in found]
+
+
+class _Piece(NamedTuple):
+    """What one rank has sent of a gradient."""
+
+    values: Tensor
+    positions: Tensor | None
+
+
+def _exchanged(
+    ledger: Ledger, sent: Sequence[_Sent], theirs: Sequence[Sequence[_Said]], largest: int
+) -> dict[tuple[int, int], _Piece]:
+    """Send values to where they belong; what has come, by rank and ticket."""
+    outgoing: list[list[Tensor]] = [[] for _ in theirs]
+    for each in sent:
+        if each.positions is None:
+            for tensors, part in zip(outgoing, each.values.split(each.ticket.bags), strict=True):
+                tensors.append(part)
+        else:
+            for tensors in outgoing:
+                tensors += [each.positions, each.values]
+    answers = ledger.answers
+    sizes = [
+        sum(said.bytes_of(answers[said.ticket], rank) for said in some)
+        for rank, some in enumerate(theirs)
+    ]
+    found: dict[tuple[int, int], _Piece] = {}
+    for rank, message in enumerate(ledger.wire.send(outgoing, sizes, largest)):
+        reader = Reader(message)
+        for ticket, entries, block in theirs[rank]:
+            answer = answers[ticket]
+            dtype, dim, positions = answer.table.weight.dtype, answer.table.dim, None
+            if entries >= 0:
+                positions, dim = reader.take(entries, torch.int64), block
+            count = answer.bags[rank] if entries < 0 else entries
+            values = reader.take(count * dim, dtype).view(count, dim)
+            found[rank, ticket] = _Piece(values, positions)
+    return found
+
+
+def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]:
+    """What the gradients of the rows that an owner has answered with are for its weight."""
+    assert answer.found is not None
+    table = answer.table
+    if not table.is_here:
+        return []
+    nothing = answer.found.new_zeros(max(answer.bags), table.dim)
+    rows = torch.cat(
+        [
+            nothing[:count] if piece is None else piece.values
+            for piece, count in zip(arrived, answer.bags, strict=True)
+        ]
+    )
+    rows = _reduced(table, rows)
+    parts = _backward(answer.found, table.weight, rows)._parts
+    if None not in arrived:
+        return parts
+    # A rank that left the look-up out of its loss touches nothing with it, not even with zeros.
+    counts = torch.tensor(answer.bags)
+    present = torch.tensor([piece is not None for piece in arrived]).repeat_interleave(counts)
+    return [_only(part, present, table.dim) for part in parts]
+
+
+def _backward(found: Tensor, weight: Tensor, rows: Tensor) -> Compact:
+    """The gradient of a weight; the graph stays, for as long as more may come."""
+    grad: Any
+    (grad,) = torch.autograd.grad(found, weight, rows, retain_graph=True)
+    made: Compact = grad
+    return made
+
+
+def _only(part: Touched, present: Tensor, dim: int) -> Touched:
+    """The entries of a part that come from some rows of the output's gradient."""
+    positions, source = positions_of(part), part.source
+    if source is None:
+        source = torch.arange(len(positions))
+    kept = present[source * part.block // dim].nonzero().squeeze(1)
+    scale = None if part.scale is None else part.scale[kept]
+    return part._replace(positions=positions[kept], source=source[kept], scale=scale)
+
+
+def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
+    """What all ranks have sent of a copy's gradient, in their order."""
+    pieces: list[Any] = [piece for piece in arrived if piece is not None]
+    values = _reduced(table, torch.cat([piece.values for piece in pieces]))
+    block = values.shape[1]
+    positions = torch.cat([piece.positions for piece in pieces])
+    table.bring_up_to_date(positions * block // table.dim)
+    slots = table.rows * table.dim // block if block else table.rows
+    return [Touched(positions, values, slots, block)]
+
+
+def _reduced(table: Table, values: Tensor) -> Tensor:
+    """Values that were put together here, for their mean over ranks divided in place."""
+    world = table.wire.world
+    return values.div_(world) if table.reduce == "mean" and world > 1 else values
+
+
+def _give(table: Table, new: Sequence[Touched]) -> None:
+    """Let a weight have its gradient; a rank that has no row of a table gets none."""
+    weight, grad = table.weight, table.weight.grad
+    if grad is not None and not grad.is_sparse:
+        raise read_otherwise()
+    parts = [*([] if grad is None else _arrived_in(grad)), *new]
+    if isinstance(grad, Compact) and not grad.is_materialized:
+        grad._parts = tuple(parts)  # whoever holds on to it sees it arrive
+    else:
+        grad = compact(parts, weight.shape, weight)
+    source = source_of(weight)
+    assert source is not None
+    grad.arrived_from, grad.is_divided = ref(source), source.is_divided(weight)
+    weight.grad = grad if table.is_here else None
+
+
+def _settle(weight: Tensor) -> None:
+    """Take away what was expected and did not come from anybody."""
+    grad = weight.grad
+    if isinstance(grad, Compact) and grad.is_pending:
+        grad._parts = tuple(_arrived_in(grad))
+        if not grad._parts and grad.arrived_from is None:
+            weight.grad = None

@@ -1,0 +1,66 @@
+"""What ranks that share tables do together: look-ups, arrivals of gradients, norms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparsestep.distributed import arrivals, lookups
+from sparsestep.distributed.agreement import Doing
+from sparsestep.distributed.ledger import Ledger
+from sparsestep.distributed.requests import Request
+from sparsestep.distributed.table import Table
+from sparsestep.distributed.wire import Wire
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients import arriving
+
+_numbers = itertools.count()
+
+
+class Exchange:
+    """The source of the gradients of tables that were sharded together.
+
+    Attributes:
+        number: in the order in which exchanges were made.
+        wire: the ranks.
+        tables: the tables.
+    """
+
+    def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
+        self.number: int = next(_numbers)
+        self.wire: Wire = wire
+        self.tables: Sequence[Table] = tables
+        self._ledger = Ledger(wire, tables, most)
+        self._divided = {id(t.weight) for t in tables if t.kind != "copy" and wire.world > 1}
+        for table in tables:
+            arriving.register(table.weight, self)
+
+    def look_up(self, first: Table, prepare: Callable[[], Sequence[Request]]) -> list[Tensor]:
+        """Look up what this rank asks for; see ``lookups.look_up``."""
+        return lookups.look_up(self._ledger, first, prepare)
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Exchange all gradients that are pending."""
+        arrivals.arrive(self._ledger)
+
+    def is_divided(self, param: Tensor) -> bool:
+        """Whether other ranks have other rows of a parameter."""
+        return id(param) in self._divided
+
+    def total(self, value: Tensor, order: float) -> Tensor:
+        """The norm of what all ranks have the norms of; the same bits on all of them."""
+        if not order > 0:
+            contract = "clip_grad_norm_: with sharded tables norm_type must be more than 0"
+            raise InputError(sentence(contract, order))
+        line = self._ledger.line(Doing.NORM)
+        line.number = int(value.double().view(torch.int64))  # its bits
+        everybody = torch.tensor(self._ledger.agree(line, None)["number"]).view(torch.float64)
+        if math.isinf(order):
+            return everybody.max()
+        total: Tensor = torch.linalg.vector_norm(everybody, order)
+        return total

@@ -1,0 +1,84 @@
+"""Which look-ups there were, and which of them may still get a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from sparsestep.distributed.agreement import Doing, Line, Lines, agree
+from sparsestep.distributed.table import Table
+from sparsestep.distributed.wire import Wire
+
+NUMBERS = 3  # that a rank has for another, for each table of a look-up or each gradient
+
+
+class Ticket:
+    """One look-up in one table, for the rank that asked. It lives as long as its gradient may come.
+
+    Attributes:
+        number: the same on all ranks.
+        table: which table.
+        bags: how many bags went to each rank.
+        found: of a copy, the rows with their graph.
+    """
+
+    def __init__(self, number: int, table: Table, bags: list[int]) -> None:
+        self.number: int = number
+        self.table: Table = table
+        self.bags: list[int] = bags
+        self.found: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """One look-up in one table, for the ranks that answered.
+
+    Attributes:
+        table: which table.
+        found: the rows with their graph; ``None`` of a copy, where each rank has its own.
+        bags: how many of them went to each rank.
+    """
+
+    table: Table
+    found: Tensor | None
+    bags: list[int]
+
+
+class Ledger:
+    """What the ranks that share some tables know of each other's look-ups.
+
+    Attributes:
+        wire: the ranks.
+        tables: those that were sharded together.
+        room: how many numbers a rank has for each other at the begin of an exchange.
+        turn: how many look-ups there were; the number of the next ticket.
+        alive: the tickets of this rank whose gradient may still come.
+        answers: what this rank has answered, by number of ticket.
+    """
+
+    def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
+        self.wire: Wire = wire
+        self.tables: Sequence[Table] = tables
+        self.room: int = NUMBERS * most
+        self.turn: int = 0
+        self.alive: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
+        self.answers: dict[int, Answer] = {}
+
+    def line(self, doing: Doing, table: int = -1) -> Line:
+        """What this rank says at the begin of an exchange."""
+        return Line(doing, table, self.turn, min(self.alive, default=self.turn))
+
+    def agree(self, line: Line, room: Tensor | None, error: Exception | None = None) -> Lines:
+        """Begin an exchange, and drop answers whose gradient cannot come from any rank."""
+        if room is None:
+            room = torch.zeros(self.wire.world, self.room, dtype=torch.int64)
+        names = [table.name for table in self.tables]
+        lines = agree(self.wire, line, room, names, error)
+        oldest = min(lines["oldest"])
+        for number in [each for each in self.answers if each < oldest]:
+            del self.answers[number]
+        return lines

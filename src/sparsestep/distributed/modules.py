@@ -1,0 +1,98 @@
+"""Embeddings whose look-ups are exchanges: the same objects, with another ``forward``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsestep.distributed.exchange import Exchange
+from sparsestep.distributed.requests import Request, request
+from sparsestep.distributed.table import Table
+from sparsestep.errors import InputError, sentence
+from sparsestep.nn.collection import EmbeddingBagCollection
+from sparsestep.nn.compiling import outside_graphs
+
+
+class _Sharded:
+    """What all sharded modules have.
+
+    Attributes:
+        looked_up_by: the modules that read the rows which are here; ``optimizer.track`` watches
+            these.
+    """
+
+    _exchange: Exchange
+    looked_up_by: Sequence[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        contract = "a sharded table can be neither copied nor pickled: other ranks have parts of it"
+        remedy = "Copy the model before shard, or use sparsestep.distributed.save"
+        raise InputError(sentence(contract, "an attempt to", remedy))
+
+
+class _ShardedTable(_Sharded):
+    _table: Table
+
+    def extra_repr(self) -> str:
+        """Torch's, and where the rows are."""
+        table = self._table
+        where = f", owner={table.owner}" if table.kind == "tables" else ""
+        return f"{super().extra_repr()}, sharded={table.kind!r}{where}"  # type: ignore[misc]
+
+    @outside_graphs
+    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
+        """Look up rows, wherever they are; all ranks do so at the same time."""
+        table = self._table
+
+        def prepare() -> list[Request]:
+            return [request(table, input, offsets, per_sample_weights)]
+
+        return self._exchange.look_up(table, prepare)[0]
+
+
+class _ShardedCollection(_Sharded):
+    @outside_graphs
+    def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
+        """Look up all tables at once; all ranks do so at the same time."""
+        collection: Any = self
+
+        def prepare() -> list[Request]:
+            split = collection._split(inputs, offsets, per_sample_weights)
+            return [request(table._table, *arguments) for table, *arguments in split]
+
+        tables = list(collection.tables._modules.values())
+        found = self._exchange.look_up(tables[0]._table, prepare)
+        names = collection.names
+        return found if names is None else dict(zip(names, found, strict=True))
+
+
+@functools.cache
+def _sharded(kind: Any, how: Any) -> Any:
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (how, kind), names)
+
+
+def _class(module: nn.Module) -> Any:
+    return type(module)
+
+
+def table_of(module: nn.Module) -> Table | None:
+    """The table that a module is, if it is sharded."""
+    return module._table if isinstance(module, _ShardedTable) else None
+
+
+def make_sharded(module: Any, table: Table, exchange: Exchange) -> None:
+    """Have a table looked up by an exchange."""
+    table.take_over(module)
+    assert table.local is not None
+    vars(module).update(_table=table, _exchange=exchange, looked_up_by=(table.local,))
+    module.__class__ = _sharded(_class(module), _ShardedTable)
+
+
+def make_collection_sharded(collection: EmbeddingBagCollection, exchange: Exchange) -> None:
+    """Have all tables of a collection looked up by one exchange."""
+    vars(collection).update(_exchange=exchange, looked_up_by=())
+    collection.__class__ = _sharded(_class(collection), _ShardedCollection)

@@ -1,0 +1,265 @@
+"""Which table goes where, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sparsestep.distributed.table import Kind, Table, part_here
+from sparsestep.errors import InputError, sentence
+
+KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")
+# On all ranks together, a table that is copied must not have more: each rank sends every other what
+# it has touched of it.
+_TINY_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a table goes.
+
+    Attributes:
+        name: of the table.
+        rows: how many it has.
+        dim: how long a row is.
+        item: how many bytes an element has.
+        kind: ``"tables"``, ``"rows"`` or ``"copy"``.
+        owner: the rank that has it, for ``"tables"``.
+        why: how that was chosen.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    item: int
+    kind: Kind = "tables"
+    owner: int = 0
+    why: str = "asked for"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole table."""
+        return self.rows * self.dim * self.item
+
+    def rows_on(self, rank: int, world: int) -> int:
+        """How many rows a rank has.
+
+        Example:
+            >>> table = Placement("user", rows=10, dim=4, item=4, kind="rows")
+            >>> [table.rows_on(rank, 3) for rank in range(3)]
+            [4, 3, 3]
+        """
+        if self.kind == "copy":
+            return self.rows
+        if self.kind == "tables":
+            return self.rows if rank == self.owner else 0
+        return len(range(rank, self.rows, world))
+
+    def bytes_per_step(self, world: int, batch: int, length: float = 1.0) -> int:
+        """What a rank sends others in a step, at most: where no id of its batch comes twice.
+
+        Args:
+            world: how many ranks.
+            batch: how many bags each rank looks up.
+            length: how many ids a bag has.
+
+        Example:
+            >>> table = Placement("user", rows=1000, dim=16, item=4, kind="tables")
+            >>> table.bytes_per_step(world=2, batch=256)
+            16896
+        """
+        away = (world - 1) / world  # of what is asked for, as much is elsewhere
+        ids, row = batch * length, self.dim * self.item
+        if self.kind == "copy":
+            return round(min(ids, self.rows) * (world - 1) * (8 + row))
+        bags: float = batch
+        if self.kind == "rows" and length > 1:  # a bag has parts on several ranks
+            bags = batch * world * (1 - (1 - 1 / world) ** length)
+        lengths = 0 if length == 1 else 8 * bags
+        # Ids and gradients go, and rows to those who ask this rank.
+        return round(away * (4 * ids + lengths + 2 * bags * row))
+
+
+class Plan:
+    """Which table goes where. Printed, it is a table.
+
+    Attributes:
+        placements: one for each table.
+        world: how many ranks.
+        batch: how many bags each rank looks up in a step, for the bytes on the wire.
+        lengths: how many ids a bag has, by table; one where nothing is said.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> tables = {"user": (100_000, 16), "country": (200, 8)}
+        >>> model = sparsestep.nn.EmbeddingBagCollection(tables)
+        >>> plan = sparsestep.distributed.shard(model, plan={"user": "rows"})
+        >>> print(plan.for_batch(4096))
+        table             rows  dim  kind    where   bytes/rank  wire/step  why
+        tables.user     100000   16  rows    dealt       6.4 MB        0 B  asked for
+        tables.country     200    8  tables  rank 0      6.4 kB        0 B  there is one rank
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        world: int,
+        batch: int = 1024,
+        lengths: Mapping[str, float] | None = None,
+        tables: Sequence[Table] = (),
+    ) -> None:
+        self.placements: tuple[Placement, ...] = tuple(placements)
+        self.world: int = world
+        self.batch: int = batch
+        self.lengths: dict[str, float] = dict(lengths or {})
+        self._tables: tuple[Table, ...] = tuple(tables)
+
+    def __getitem__(self, name: str) -> Placement:
+        return self.placements[_found(name, [each.name for each in self.placements], "plan")]
+
+    def for_batch(self, batch: int, lengths: Mapping[str, float] | None = None) -> Plan:
+        """The same plan, with bytes on the wire for other batches.
+
+        Args:
+            batch: how many bags each rank looks up in a step.
+            lengths: how many ids a bag has, by table.
+        """
+        names = [each.name for each in self.placements]
+        known = {names[_found(k, names, "for_batch")]: v for k, v in (lengths or {}).items()}
+        return Plan(self.placements, self.world, batch, known, self._tables)
+
+    def local(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a tensor with a row for each row of a table that belongs to this rank.
+
+        A mask for the optimizer, for example, or rows to begin with.
+
+        Args:
+            name: of the table.
+            tensor: a row for each row of the whole table.
+
+        Example:
+            >>> import torch, sparsestep
+            >>> table = torch.nn.Embedding(3, 2)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")
+            >>> plan.local("", torch.tensor([True, False, True]))
+            tensor([ True, False,  True])
+        """
+        index = _found(name, [table.name for table in self._tables], "Plan.local")
+        table = self._tables[index]
+        if len(tensor) != table.rows:
+            contract = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
+            raise InputError(sentence(contract, len(tensor)))
+        return part_here(table, tensor)
+
+    def bytes_on(self, rank: int) -> int:
+        """Bytes of all tables that a rank has."""
+        return sum(p.rows_on(rank, self.world) * p.dim * p.item for p in self.placements)
+
+    def __str__(self) -> str:
+        heads = ["table", "rows", "dim", "kind", "where", "bytes/rank", "wire/step", "why"]
+        lines = [heads, *(self._line(each) for each in self.placements)]
+        widths = [max(len(line[n]) for line in lines) for n in range(len(heads))]
+        right = {1, 2, 5, 6}
+        text = [
+            "  ".join(
+                cell.rjust(width) if n in right else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join(text)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _line(self, each: Placement) -> list[str]:
+        where = {"tables": f"rank {each.owner}", "rows": "dealt", "copy": "every rank"}[each.kind]
+        most = max(each.rows_on(rank, self.world) for rank in range(self.world))
+        wire = each.bytes_per_step(self.world, self.batch, self.lengths.get(each.name, 1.0))
+        size, sent = shown(most * each.dim * each.item), shown(wire)
+        name = each.name or "(the model)"
+        return [name, str(each.rows), str(each.dim), each.kind, where, size, sent, each.why]
+
+
+def shown(size: float) -> str:
+    """Bytes, for people.
+
+    Example:
+        >>> shown(6_400_000), shown(12)
+        ('6.4 MB', '12 B')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def placed(
+    tables: Sequence[Placement], world: int, plan: str | Mapping[str, str]
+) -> list[Placement]:
+    """Where tables go: as the plan says, and by size where it says nothing.
+
+    A table that is larger than the share of a rank is dealt by rows. The others stay whole, the
+    largest first, each on the rank that has the least; tiny ones are copied.
+
+    Example:
+        >>> sizes = [Placement(n, r, 16, 4) for n, r in (("a", 10**6), ("b", 10**5), ("c", 100))]
+        >>> [each.kind for each in placed(sizes, 4, "auto")]
+        ['rows', 'tables', 'copy']
+    """
+    asked = _asked(tables, plan)
+    share = sum(each.size for each in tables) / world
+    found = [_chosen(each, asked.get(each.name), share, world) for each in tables]
+    load = [0] * world
+    for number in sorted(range(len(found)), key=lambda n: (-found[n].size, n)):
+        if found[number].kind == "tables":
+            owner = min(range(world), key=lambda rank: (load[rank], rank))
+            load[owner] += found[number].size
+            found[number] = replace(found[number], owner=owner)
+    return found
+
+
+def _chosen(each: Placement, kind: Kind | None, share: float, world: int) -> Placement:
+    if kind is not None:
+        return replace(each, kind=kind)
+    if world == 1:
+        return replace(each, kind="tables", why="there is one rank")
+    if each.size * world <= _TINY_BYTES:
+        return replace(each, kind="copy", why="it is tiny")
+    if each.size > share:
+        return replace(each, kind="rows", why="larger than a rank's share")
+    return replace(each, kind="tables", why="it fits a rank")
+
+
+def _asked(tables: Sequence[Placement], plan: str | Mapping[str, str]) -> dict[str, Kind]:
+    contract = "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
+    names = [each.name for each in tables]
+    if isinstance(plan, str):
+        if plan == "auto":
+            return {}
+        plan = dict.fromkeys(names, plan)
+    if not isinstance(plan, Mapping):
+        raise InputError(sentence(contract, type(plan).__name__))
+    found: dict[str, Kind] = {}
+    for name, kind in plan.items():
+        index = _found(name, names, "shard")
+        known = next((each for each in KINDS if each == kind), None)
+        if known is None and kind != "auto":
+            raise InputError(sentence(contract, f"{kind!r} for {name!r}"))
+        if known is not None:
+            found[names[index]] = known
+    return found
+
+
+def _found(name: object, names: Sequence[str], who: str) -> int:
+    """The number of a table, by its name or the last word of it."""
+    if name in names:
+        return names.index(str(name))
+    short = [n for n, each in enumerate(names) if each.rpartition(".")[2] == name]
+    if len(short) == 1:
+        return short[0]
+    contract = f"{who}: a table's name must be one of {', '.join(map(repr, names))}"
+    raise InputError(sentence(contract, repr(name)))

@@ -1,0 +1,169 @@
+"""What a rank asks of the owners of a table's rows, and what it makes of the rows that come back.
+
+An owner gets bags of its own row numbers and answers with a row for each. Of ``"tables"`` a bag
+goes to one owner as it is. Of ``"rows"`` each owner gets the part of a bag whose rows it has. Where
+a bag is one id, an id is asked for once however often it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsestep.distributed.table import Table
+from sparsestep.gradients.touched import HALVES
+from sparsestep.nn.checks import check_ids, refusal
+from sparsestep.nn.pooling import Bags
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked of a table, in the order of the ranks that are asked.
+
+    Attributes:
+        table: which one.
+        ids: numbers of rows, as their owners count them.
+        counts: how many of them go to each rank.
+        lengths: how many ids each bag has; ``None``: one each.
+        bags: how many bags go to each rank.
+        factors: one for each id.
+        finish: makes the output of the rows that come back, by operations that autograd records.
+    """
+
+    table: Table
+    ids: Tensor
+    counts: list[int]
+    lengths: Tensor | None
+    bags: list[int]
+    factors: Tensor | None
+    finish: Callable[[Tensor], Tensor]
+
+
+def request(table: Table, ids: Any, offsets: Any = None, factors: Any = None) -> Request:
+    """What a call with these arguments asks for, or an error that says what is wrong with them."""
+    if not table.is_bag:
+        check_ids(table.whole, table.whole.weight, ids)
+        shape, dim = ids.shape, table.dim
+        found = _singles(table, ids.reshape(-1), None)
+        inner = found.finish
+        found.finish = lambda rows: inner(rows).reshape(*shape, dim)
+        return found
+    bags = Bags.of(table.whole, ids, offsets, factors)
+    if bags.factors is not None and bags.factors.requires_grad and torch.is_grad_enabled():
+        contract = "per_sample_weights of a sharded table must not require a gradient"
+        raise refusal(table.whole, contract, "one that does", "Use detach()")
+    if bags.length == 1 and table.kind != "copy":
+        return _singles(table, bags.ids, bags.factors)
+    return _bags(table, bags)
+
+
+def _singles(table: Table, ids: Tensor, factors: Tensor | None) -> Request:
+    """One id for each row of the output."""
+    world = table.wire.world
+    if table.kind == "copy":
+        return Request(table, ids, [len(ids)], None, [len(ids)], factors, lambda rows: rows)
+    is_once = table.order == "fast" and table.mode != "max" and not table.by_frequency
+    if is_once and factors is None and world > 1:
+        return _distinct(table, ids)
+    if table.kind == "tables" or world == 1:
+        counts = _all_to(table)(len(ids))
+        return Request(table, ids, counts, None, counts, factors, lambda rows: rows)
+    order, counts = _by_owner(ids, world)
+    factors = None if factors is None else factors[order]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    ids = ids[order].div(world, rounding_mode="floor")
+    return Request(table, ids, counts, None, counts, factors, lambda rows: rows[back])
+
+
+def _distinct(table: Table, ids: Tensor) -> Request:
+    """Each id once; the gradient of a row is the sum of those of its copies."""
+    world = table.wire.world
+    if table.kind == "tables":
+        asked, which = torch.unique(ids, return_inverse=True)
+        counts = _all_to(table)(len(asked))
+    else:
+        per = -(-table.rows // world)
+        ids = ids.long()
+        places, which = torch.unique(
+            (ids % world) * per + ids.div(world, rounding_mode="floor"), return_inverse=True
+        )
+        ends = torch.searchsorted(places, torch.arange(1, world + 1) * per)
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        asked = places % per
+
+    def finish(rows: Tensor) -> Tensor:
+        if rows.dtype not in HALVES:
+            return functional.embedding(which, rows)
+        # Copies' gradients are summed in float32, and rounded once.
+        return functional.embedding(which, rows.float()).to(rows.dtype)
+
+    return Request(table, asked, counts, None, counts, None, finish)
+
+
+def _bags(table: Table, bags: Bags) -> Request:
+    ids, factors, lengths = bags.ids, bags.factors, _lengths(bags)
+    world = table.wire.world
+    if table.kind == "copy":
+        return Request(table, ids, [len(ids)], lengths, [len(lengths)], factors, lambda rows: rows)
+    if table.kind == "tables":
+        to = _all_to(table)
+        return Request(
+            table, ids, to(len(ids)), lengths, to(len(lengths)), factors, lambda rows: rows
+        )
+    count = len(lengths)
+    bag = torch.repeat_interleave(lengths.long(), output_size=len(ids))
+    order, counts = _by_owner(ids, world)
+    owners = (ids % world)[order]
+    # A bag as far as one owner has it.
+    pairs, parts = torch.unique_consecutive(owners * count + bag[order], return_counts=True)
+    sent = torch.bincount(pairs.div(max(count, 1), rounding_mode="floor"), minlength=world)
+    bag_of_pair = pairs % max(count, 1)
+    inverse = _inverse_sizes(table, ids, bag, count) if table.mode == "mean" else None
+
+    def finish(rows: Tensor) -> Tensor:
+        wide = rows.float() if rows.dtype in HALVES else rows
+        total = wide.new_zeros(count, table.dim).index_add(0, bag_of_pair, wide).to(rows.dtype)
+        return total if inverse is None else total * inverse
+
+    return Request(
+        table,
+        ids[order].div(world, rounding_mode="floor"),
+        counts,
+        parts,
+        sent.tolist(),
+        None if factors is None else factors[order],
+        finish,
+    )
+
+
+def _lengths(bags: Bags) -> Tensor:
+    if bags.length >= 0:
+        return torch.full((bags.count,), bags.length, dtype=torch.int64)
+    starts = bags.starts.long()
+    return starts.diff() if bags.ends else starts.diff(append=torch.tensor([len(bags.ids)]))
+
+
+def _inverse_sizes(table: Table, ids: Tensor, bag: Tensor, count: int) -> Tensor:
+    """What the sum of a bag is multiplied with to be its mean; padding does not count."""
+    if table.padding is not None:
+        bag = bag[ids != table.padding]
+    sizes = torch.bincount(bag, minlength=count).clamp(min=1)
+    return sizes.to(table.weight.dtype).reciprocal().unsqueeze(1)
+
+
+def _all_to(table: Table) -> Callable[[int], list[int]]:
+    """A count for each rank, where the owner of a whole table gets everything."""
+    return lambda count: [count if r == table.owner else 0 for r in range(table.wire.world)]
+
+
+def _by_owner(ids: Tensor, world: int) -> tuple[Tensor, list[int]]:
+    """The places of ids rank by rank, in order of appearance; and how many each rank has."""
+    owners = ids % world
+    order = torch.argsort(owners, stable=True)
+    return order, torch.bincount(owners, minlength=world).tolist()

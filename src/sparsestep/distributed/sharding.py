@@ -1,0 +1,203 @@
+"""shard: the tables of a model, divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sparsestep.distributed.exchange import Exchange
+from sparsestep.distributed.modules import make_collection_sharded, make_sharded
+from sparsestep.distributed.plan import Placement, Plan, placed
+from sparsestep.distributed.table import Order, Reduce, Table, check
+from sparsestep.distributed.wire import Wire
+from sparsestep.errors import InputError, sentence
+from sparsestep.nn.collection import EmbeddingBagCollection
+from sparsestep.nn.fusing import why_not
+from sparsestep.torch_internals import ignored_by_ddp, own_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    reduce: Reduce | Mapping[str, Reduce] = "mean",
+    order: Order = "fast",
+) -> Plan:
+    """Divide the tables of a model among the ranks of a process group.
+
+    All ranks call it with the same model and the same arguments. Every ``nn.Embedding``,
+    ``nn.EmbeddingBag`` and ``sparsestep.nn.EmbeddingBagCollection`` stays the same object and keeps
+    its weight, of which only the part remains that belongs to this rank. Its look-ups ask the
+    ranks that have the rows; its gradient is exchanged when it is needed, in ``optimizer.step()``
+    and in ``sparsestep.clip_grad_norm_``, and is compact. Every optimizer of this library updates
+    the part that is here. ``DistributedDataParallel`` leaves sharded tables alone.
+
+    Look-ups, clipping and steps are then things that all ranks do together, in the same order. A
+    loss may leave a table out on some ranks. A rank that has no data takes part with empty batches;
+    see :func:`lockstep`.
+
+    Args:
+        model: it may be a single table. Tables on the device ``meta`` have their rows made here, on
+            each rank its own, so that no rank has to hold a whole one first.
+        mesh: the ranks, of one dim; all by default. Without a process group, this process alone.
+        plan: what becomes of the tables: ``"tables"``, each whole on one rank; ``"rows"``, row
+            ``i`` on rank ``i % world``; ``"copy"``, whole on every rank. By name, as
+            ``model.named_modules()`` has it or the last word of that; for those that are not
+            named, and with ``"auto"``, it is chosen by size.
+        reduce: whether the gradient of a table is the mean over ranks, as in
+            ``DistributedDataParallel``, or the sum; for all tables, or by name.
+        order: ``"global"`` sums the gradient of a row in the order of ranks and samples, so that
+            it has the bits of one process with all batches one after the other; ``"fast"`` sums on
+            each rank first and sends less, and is equal to the last place.
+
+    Returns:
+        The plan; printed, it says where each table went and why.
+
+    Raises:
+        InputError: a table cannot be sharded, or a name is none of the model's; nothing was
+            changed.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16), torch.nn.Linear(16, 1))
+        >>> plan = shard(model, plan="rows")  # here of one process
+        >>> plan["0"].kind
+        'rows'
+        >>> optimizer = sparsestep.Adam(model.parameters())
+        >>> model(torch.tensor([[3, 1, 3]])).sum().backward()
+        >>> optimizer.step()
+    """
+    wire = Wire(_group(mesh))
+    modules = _tables(model)
+    placements = [Placement(name, *_sizes(module.weight)) for name, module in modules.items()]
+    chosen = placed(placements, wire.world, plan)
+    if order not in ("fast", "global"):
+        raise InputError(sentence("shard: order must be one of fast, global", repr(order)))
+    reduces = _reduces(list(modules), reduce)
+    tables = []
+    for index, (where, module) in enumerate(zip(chosen, modules.values(), strict=True)):
+        table = Table(
+            where.name,
+            index,
+            module,
+            wire,
+            kind=where.kind,
+            owner=where.owner,
+            reduce=reduces[where.name],
+            order=order,
+        )
+        check(table, module)
+        tables.append(table)
+    _check_ties(model, tables)
+    _make_rows(tables, list(modules.values()))
+    collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection)]
+    most = max([len(tables), *(len(each.tables) for each in collections)])
+    exchange = Exchange(wire, tables, most)
+    for table, module in zip(tables, modules.values(), strict=True):
+        make_sharded(module, table, exchange)
+        if table.kind == "copy" and wire.world > 1:
+            dist.broadcast(table.weight.data, group_src=0, group=wire.group)
+    for collection in collections:
+        make_collection_sharded(collection, exchange)
+    _leave_to_us(model, tables)
+    return Plan(chosen, wire.world, tables=tables)
+
+
+def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """A group of its own: its exchanges and DDP's do not wait for each other."""
+    if mesh is None:
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        made: ProcessGroup = dist.new_group()
+        return made
+    if mesh.ndim != 1:
+        contract = "shard: mesh must have one dim"
+        remedy = "Choose one: mesh['name']"
+        raise InputError(sentence(contract, f"{mesh.ndim} of shape {tuple(mesh.shape)}", remedy))
+    return mesh.get_group()
+
+
+def _tables(model: nn.Module) -> dict[str, Any]:
+    """The tables of a model by name, or an error that says which cannot be sharded."""
+    found = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    }
+    if not found:
+        contract = "shard: a model must have an nn.Embedding or nn.EmbeddingBag"
+        raise InputError(sentence(contract, f"{type(model).__name__} with none"))
+    for name, each in found.items():
+        reason = "it is sharded already" if hasattr(each, "_exchange") else why_not(each)
+        if reason is not None:
+            contract = f"shard: {name!r} must be an ordinary table"
+            raise InputError(sentence(contract, f"a {type(each).__name__}: {reason}"))
+    return found
+
+
+def _sizes(weight: Tensor) -> tuple[int, int, int]:
+    rows, dim = weight.shape
+    return rows, dim, weight.dtype.itemsize
+
+
+def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
+    """How each table's gradient is reduced."""
+    found: dict[str, Reduce] = dict.fromkeys(names, "mean")
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    for name, how in by_name.items():
+        matching = [each for each in names if name in (each, each.rpartition(".")[2])]
+        if how not in ("mean", "sum") or len(matching) != 1:
+            contract = "shard: reduce must be one of mean, sum, for all tables or by name"
+            raise InputError(sentence(contract, f"{how!r} for {name!r}"))
+        found[matching[0]] = how
+    return found
+
+
+def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
+    """Refuse weights that others read as well."""
+    known: dict[int, Table] = {}
+    for table in tables:
+        first = known.setdefault(id(table.weight), table)
+        if (first.kind, first.owner) != (table.kind, table.owner):
+            both = f"{first.name!r} and {table.name!r}"
+            contract = f"shard: {both} share a weight, so their plan must be the same"
+            raise InputError(sentence(contract, f"{first.kind!r} and {table.kind!r}"))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for param in own_parameters(module).values():
+            if param is not None and id(param) in known:
+                contract = f"shard: the weight of {known[id(param)].name!r} must be its own"
+                raise InputError(sentence(contract, f"one that {name!r} has, too"))
+
+
+def _make_rows(tables: Sequence[Table], modules: Sequence[Any]) -> None:
+    """Make the rows of tables on the device ``meta``; those that share a weight go on to do so."""
+    made: dict[int, Table] = {}
+    for table, module in zip(tables, modules, strict=True):
+        weight = module.weight
+        if not weight.is_meta:
+            continue
+        first = made.get(id(weight))
+        if first is None:
+            made[id(weight)] = table
+            table.make_rows(module, torch.initial_seed() + table.wire.world * table.index)
+        else:
+            module.weight = table.weight = first.weight
+            table.here = first.here
+
+
+def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:
+    """Have DistributedDataParallel ignore what is sharded."""
+    weights = {id(table.weight) for table in tables}
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights]
+    ignored_by_ddp(model, names)

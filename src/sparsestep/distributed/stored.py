@@ -1,0 +1,139 @@
+"""How the parts of a sharded tensor are stored, and read back by any number of ranks.
+
+Of ``"rows"`` a rank has rows ``rank, rank + world, …``: one column of ``[rows / world, world, …]``.
+That is a DTensor that is sharded along dim 1, and read from front to back it is the whole in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsestep.distributed.table import Table
+from sparsestep.distributed.wire import Reader
+
+
+def as_stored(table: Table | None, tensor: Tensor) -> Any:
+    """What is stored of a tensor; ``None`` where another rank stores it.
+
+    Args:
+        table: whose weight it is, or whose state; ``None`` of a parameter that is not sharded.
+        tensor: the part that is here.
+    """
+    if table is None or not tensor.dim() or table.wire.world == 1:
+        return tensor.detach()
+    if table.kind == "tables":
+        return tensor.detach() if table.is_here else None
+    if table.kind == "copy":
+        return tensor.detach()
+    return _distributed(table, tensor.detach().unsqueeze(1), 1, table.wire.world)
+
+
+def _distributed(table: Table, local: Tensor, dim: int, size: int) -> Any:
+    """A DTensor of which this is the part along a dim, where the whole has that size."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert table.wire.group is not None
+    shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+    mesh = DeviceMesh.from_group(table.wire.group, "cpu")
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+    )
+
+
+class Wanted(NamedTuple):
+    """What is to be read into, and what makes the part that is here of it."""
+
+    target: Any
+    finish: Callable[[], Tensor]
+
+
+class Stored(NamedTuple):
+    """What a checkpoint says of a tensor.
+
+    Attributes:
+        shape: as it was stored.
+        dtype: as it was stored.
+        rows: how many it has in all, where it is a table's; 0 otherwise.
+        lanes: among how many ranks these were dealt; 0 where they were not.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: int = 0
+    lanes: int = 0
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether it was stored in columns, and so has a dim more."""
+        return bool(self.lanes and self.shape)
+
+
+def wanted(table: Table | None, stored: Stored) -> Wanted | None:
+    """How a rank reads its part of a tensor; ``None`` where it has none.
+
+    Args:
+        table: whose weight or state it is; ``None`` of a parameter that is not sharded.
+        stored: what there is to read.
+    """
+    shape, dtype, is_dealt = stored.shape, stored.dtype, stored.is_dealt
+    if table is not None and not table.is_here:
+        return None
+    if table is None or not shape or table.kind != "rows" or table.wire.world == 1:
+        whole = torch.empty(shape, dtype=dtype)
+        return Wanted(whole, lambda: in_order(whole, stored))
+    world = table.wire.world
+    if is_dealt and stored.lanes == world:
+        column = torch.empty(shape[0], 1, *shape[2:], dtype=dtype)
+        return Wanted(_distributed(table, column, 1, world), lambda: column.squeeze(1))
+    # Other numbers of ranks: each reads a block, and they deal them out.
+    per = -(-shape[0] // world)
+    count = max(0, min(per, shape[0] - per * table.wire.rank))
+    block = torch.empty(count, *shape[1:], dtype=dtype)
+    lanes = stored.lanes if is_dealt else 1
+    return Wanted(
+        _distributed(table, block, 0, shape[0]),
+        lambda: _dealt(table, block.flatten(0, 1) if is_dealt else block, per * lanes),
+    )
+
+
+def in_order(tensor: Tensor, stored: Stored) -> Tensor:
+    """The whole, of what was read.
+
+    Example:
+        >>> columns = torch.tensor([[0, 1], [2, 0]])
+        >>> in_order(columns, Stored(columns.shape, columns.dtype, rows=3, lanes=2))
+        tensor([0, 1, 2])
+    """
+    return tensor.flatten(0, 1)[: stored.rows].clone() if stored.is_dealt else tensor
+
+
+def _dealt(table: Table, block: Tensor, per: int) -> Tensor:
+    """Deal out rows of which each rank has a block of so many; those that belong here."""
+    wire, rest = table.wire, block.shape[1:]
+    world, rank = wire.world, wire.rank
+
+    def rows_of(source: int, owner: int) -> range:
+        begin, end = min(source * per, table.rows), min((source + 1) * per, table.rows)
+        return range(begin + (owner - begin) % world, end, world)
+
+    size = block.dtype.itemsize * rest.numel()
+    outgoing = []
+    for owner in range(world):
+        mine = rows_of(rank, owner)
+        outgoing.append([block[mine.start - rank * per :: world][: len(mine)].contiguous()])
+    counts = [len(rows_of(source, rank)) for source in range(world)]
+    largest = max(len(rows_of(a, b)) for a in range(world) for b in range(world)) * size
+    messages = wire.send(outgoing, [count * size for count in counts], largest)
+    found = block.new_zeros(-(-table.rows // world), *rest)
+    begin = 0
+    for message, count in zip(messages, counts, strict=True):
+        piece = Reader(message).take(count * rest.numel(), block.dtype)
+        found[begin : begin + count] = piece.view(count, *rest)
+        begin += count
+    return found

@@ -1,0 +1,124 @@
+"""What processes send each other: equal numbers to all, then bytes, as many as the numbers say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# What one process sends another at once; gloo does not take messages of any size.
+CHUNK = 64 << 20
+
+
+class Wire:
+    """The processes that share tables. Without a process group it is this one alone.
+
+    Attributes:
+        rank: the number of this process.
+        world: how many there are.
+        group: they themselves.
+    """
+
+    rank: int
+    world: int
+    group: ProcessGroup | None
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+
+    def numbers(self, outgoing: Tensor) -> Tensor:
+        """Send row ``r`` of a matrix to rank ``r``; get a row from each.
+
+        Example:
+            >>> Wire(None).numbers(torch.tensor([[1, 2]]))
+            tensor([[1, 2]])
+        """
+        if self.world == 1:
+            return outgoing
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self.group)
+        return incoming
+
+    def send(
+        self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], largest: int
+    ) -> list[Tensor]:
+        """Send tensors to each rank; get bytes from each.
+
+        Args:
+            outgoing: for each rank, contiguous tensors.
+            sizes: how many bytes come from each rank.
+            largest: how many bytes any rank sends another; all ranks say the same.
+
+        Example:
+            >>> (found,) = Wire(None).send([[torch.ones(2), torch.zeros(1)]], [12], 12)
+            >>> found.view(torch.float32)
+            tensor([1., 1., 0.])
+        """
+        if self.world == 1:
+            return [_packed(tensors) for tensors in outgoing]
+        if largest <= CHUNK:
+            return list(self._at_once(outgoing, sizes).split(list(sizes)))
+        packed = [_packed(tensors) for tensors in outgoing]
+        found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for begin in range(0, largest, CHUNK):
+            some = [[each[begin : begin + CHUNK]] for each in packed]
+            wanted = [max(0, min(size - begin, CHUNK)) for size in sizes]
+            pieces = self._at_once(some, wanted).split(wanted)
+            for whole, piece in zip(found, pieces, strict=True):
+                whole[begin : begin + len(piece)] = piece
+        return found
+
+    def _at_once(self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
+        lengths = [sum(each.nbytes for each in tensors) for tensors in outgoing]
+        everything = _packed([each for tensors in outgoing for each in tensors])
+        dist.all_to_all_single(incoming, everything, list(sizes), lengths, group=self.group)
+        return incoming
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other."""
+    pieces = [_bytes(each) for each in tensors if each.numel()]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # a single element may have any
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return flat.view(torch.uint8)
+
+
+class Reader:
+    """Takes tensors from bytes, in the order in which they were sent.
+
+    Example:
+        >>> reader = Reader(torch.tensor([1, 0, 0, 0, 7], dtype=torch.uint8))
+        >>> reader.take(1, torch.int32), reader.take(1, torch.uint8)
+        (tensor([1], dtype=torch.int32), tensor([7], dtype=torch.uint8))
+    """
+
+    def __init__(self, message: Tensor) -> None:
+        self._message = message
+        self._at = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The next so many numbers."""
+        size = count * dtype.itemsize
+        piece = self._message[self._at : self._at + size]
+        self._at += size
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        if piece.storage_offset() % dtype.itemsize:  # where such numbers cannot lie
+            piece = piece.clone()
+        return piece.view(dtype)

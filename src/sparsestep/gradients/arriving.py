@@ -1,0 +1,183 @@
+"""Gradients that are still elsewhere: other processes have them until somebody needs them.
+
+Whoever reads gradients calls ``arrive`` first. It costs nothing where no parameter is shared with
+other processes. What a parameter's gradient is until then has ``Pending`` parts: autograd adds them
+up and numbers scale them like any others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.torch_internals import foreach_unscale_, without_torch_function
+
+
+class Source(Protocol):
+    """Who has the gradients of some parameters that are still elsewhere.
+
+    Attributes:
+        number: in the order in which sources were made, which is that of all processes.
+    """
+
+    number: int
+
+    def arrive(self) -> None:
+        """Bring them here; all processes call it."""
+        ...
+
+    def is_divided(self, param: Tensor) -> bool:
+        """Whether other processes have other rows of the parameter; if not, they have a copy."""
+        ...
+
+    def total(self, value: Tensor, order: float) -> Tensor:
+        """The norm of what all processes have the norms of; all processes call it."""
+        ...
+
+
+class Pending(NamedTuple):
+    """A part of a gradient that is still to be sent to the process that has the rows.
+
+    Attributes:
+        ticket: of the look-up that it belongs to; the source knows it.
+        values: the gradient of the rows that were looked up.
+    """
+
+    ticket: Any
+    values: Tensor
+
+
+# References to the sources, by parameter. Neither is kept alive: a source knows its parameters.
+# Where there are none, a step does not even call ``arrive``.
+elsewhere: Any = WeakTensorKeyDictionary()
+
+
+def register(param: Tensor, source: Source) -> None:
+    """Have the gradient of a parameter arrive from a source."""
+    elsewhere[param] = ref(source, _purge)
+
+
+def _purge(dead: ref[Source]) -> None:
+    """Forget the parameters of a source that is no more."""
+    if elsewhere:
+        for param in [param for param, source in elsewhere.items() if source is dead]:
+            del elsewhere[param]
+
+
+def source_of(param: Tensor) -> Source | None:
+    """Where the gradient of a parameter arrives from; ``None`` of an ordinary one."""
+    found = elsewhere.get(param) if elsewhere else None
+    return None if found is None else found()
+
+
+def sources_of(params: Iterable[Tensor]) -> list[Source]:
+    """Where the gradients of parameters arrive from, in the order of all processes."""
+    if not elsewhere:
+        return []
+    return _in_order(map(source_of, params))
+
+
+def _in_order(sources: Iterable[Source | None]) -> list[Source]:
+    found = {id(source): source for source in sources if source is not None}
+    return sorted(found.values(), key=lambda source: source.number)
+
+
+def arrive(params: Iterable[Tensor]) -> None:
+    """Bring the gradients here that are still elsewhere; all processes call it.
+
+    Example:
+        >>> import torch
+        >>> arrive([torch.zeros(3)])  # nothing is elsewhere
+    """
+    for source in sources_of(params):
+        source.arrive()
+
+
+class _Held(Protocol):
+    @property
+    def param(self) -> Tensor: ...
+
+
+Held = TypeVar("Held", bound=_Held)
+
+
+def norm_of_all(
+    held: Sequence[Held],
+    sources: Sequence[Source],
+    order: float,
+    norm: Callable[[Sequence[Held]], Tensor],
+) -> Tensor:
+    """The norm of gradients of which other processes have other rows; what is copied counts once.
+
+    Args:
+        held: the gradients that are here.
+        sources: those of the parameters; all processes have the same.
+        order: of the norm.
+        norm: that of some gradients, at least one.
+    """
+    if not sources:
+        return norm(held)
+    totals, rest = [], list(held)
+    for source in sources:
+        divided = [each for each in rest if source.is_divided(each.param)]
+        rest = [each for each in rest if not source.is_divided(each.param)]
+        totals.append(source.total(norm(divided) if divided else torch.zeros(()), order))
+    if rest:
+        totals.append(norm(rest).to("cpu", torch.float64))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
+    return total
+
+
+class Unscaled(Tensor):
+    """Values of a sharded gradient, as a GradScaler asks for them.
+
+    It looks for infinities in them and skips the step where it finds any: then all processes must.
+    """
+
+    _source: ref[Source]
+
+    @staticmethod
+    def of(values: Tensor, source: ref[Source]) -> Tensor:
+        """The same values, of a gradient that came from there."""
+        made = values.as_subclass(Unscaled)
+        made._source = source
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not foreach_unscale_:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        values, found_inf, scale = args
+        refs = {each._source for each in values if isinstance(each, Unscaled)}
+        with without_torch_function():
+            func([each.as_subclass(Tensor) for each in values], found_inf, scale)
+            for source in _in_order(each() for each in refs):
+                found_inf.copy_(source.total(found_inf, math.inf))
+        return None
+
+
+def read_otherwise() -> InputError:
+    """Say that a loss has a sharded weight in it by other ways than look-ups."""
+    contract = "a sharded table must be read by look-ups alone: its gradient is not all here"
+    remedy = "For a penalty on all rows use the optimizer's weight_decay"
+    return InputError(sentence(contract, "a dense gradient to be added to it", remedy))
+
+
+def summon(grad: Tensor) -> None:
+    """Bring a gradient here that somebody reads; all processes do."""
+    for param in list(elsewhere):
+        if param.grad is grad:
+            arrive([param])
+            return
+    contract = "the gradient of a sharded table must have been exchanged before it is read"
+    remedy = "optimizer.step() and sparsestep.clip_grad_norm_ do so: call these first"
+    raise InputError(sentence(contract, "a copy of one that is still on its way", remedy))

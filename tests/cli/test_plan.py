@@ -1,0 +1,31 @@
+"""sparsestep plan: sizes and bytes, computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsestep import cli
+
+
+def test_ten_billion_rows_on_a_thousand_ranks(capsys: pytest.CaptureFixture[str]):
+    tables = ["user=10000000000x128", "item=1000000x64", "country=200x8"]
+    assert cli.main(["plan", "--tables", *tables, "--ranks", "1024", "--network", "25"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in said[1:4]] == ["rows", "tables", "tables"]
+    assert said[5].startswith("most on a rank: 15.8 GB (5.3 GB of tables, 10.5 GB of state)")
+    assert said[6].startswith("sent by a rank:")
+    assert said[6].endswith("at 25 Gbit/s")
+
+
+def test_a_kind_may_be_chosen(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "--tables", "user=1000x8:rows", "--ids", "20"]) == 0
+    assert "dealt" in capsys.readouterr().out
+    assert cli.main(["plan", "--tables", "user=1000x8:columns"]) == 2
+    assert "plan must be 'auto'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("table", ["user", "user=5", "user=0x4", "=5x4", "user=5xtall"])
+def test_what_is_no_table_is_refused(table: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--tables", table])
+    assert "a table must be NAME=ROWSxDIM" in capsys.readouterr().err

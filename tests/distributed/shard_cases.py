@@ -1,0 +1,165 @@
+"""What sharded tables are trained with, and the one process that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.optimizer.base import RuleOptimizer
+
+ROWS = {"user": 11, "item": 13, "tags": 9}  # numbers that no number of ranks divides
+DIM, STEPS, BATCH = 4, 4, 6
+KINDS = ("tables", "rows", "copy")
+
+
+class Tables(nn.Module):
+    """One id each, bags that are summed, bags whose mean is taken and that have padding."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.user = nn.Embedding(ROWS["user"], DIM, dtype=dtype)
+        self.item = nn.EmbeddingBag(ROWS["item"], DIM, mode="sum", dtype=dtype)
+        self.tags = nn.EmbeddingBag(ROWS["tags"], DIM, mode="mean", padding_idx=1, dtype=dtype)
+
+    def forward(self, batch: Batch) -> list[Tensor]:
+        return [self.user(batch.user), self.item(*batch.item), self.tags(batch.tags)]
+
+
+@dataclass
+class Batch:
+    user: Tensor
+    item: tuple[Tensor, Tensor]  # ids and offsets
+    tags: Tensor
+    grads: list[Tensor] = field(default_factory=list)  # of the outputs
+
+
+def batch_of(step: int, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Batch:
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+
+    def ids(rows: int, *shape: int) -> Tensor:
+        return torch.randint(0, rows, shape, generator=draw)
+
+    lengths = ids(4, size)
+    offsets = torch.zeros(size, dtype=torch.int64)
+    if size:
+        offsets[1:] = lengths.cumsum(0)[:-1]
+    grads = [torch.randn(size, DIM, generator=draw).to(dtype) for _ in ROWS]
+    items = ids(ROWS["item"], int(lengths.sum()))
+    return Batch(ids(ROWS["user"], size), (items, offsets), ids(ROWS["tags"], size, 3), grads)
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """All batches one after the other."""
+    before, offsets = 0, []
+    for batch in batches:
+        offsets.append(batch.item[1] + before)
+        before += len(batch.item[0])
+    item = (torch.cat([b.item[0] for b in batches]), torch.cat(offsets))
+    grads = [torch.cat(each) for each in zip(*(b.grads for b in batches), strict=True)]
+    user, tags = torch.cat([b.user for b in batches]), torch.cat([b.tags for b in batches])
+    return Batch(user, item, tags, grads)
+
+
+def sizes_of(step: int, world: int) -> list[int]:
+    """Uneven batches, and a rank that has nothing in one step."""
+    sizes = [BATCH + rank for rank in range(world)]
+    if step == 2:
+        sizes[-1] = 0
+    return sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    kind: str = "rows"
+    order: str = "global"
+    reduce: str = "sum"
+    semantics: str = "masked"
+    make: Callable[..., RuleOptimizer] = sparsestep.Adam
+    options: tuple[tuple[str, Any], ...] = ()
+    dtype: torch.dtype = torch.float32
+    clip: float | None = None
+
+    def optimizer(self, model: nn.Module) -> RuleOptimizer:
+        params = list(model.parameters())
+        opt = self.make(params, lr=0.1, semantics=self.semantics, **dict(self.options))
+        if self.semantics == "dense":
+            opt.track(model)
+        return opt
+
+    def step(self, model: Tables, opt: RuleOptimizer, batch: Batch, share: int = 1) -> Any:
+        opt.zero_grad()
+        grads = [grad / share for grad in batch.grads]
+        torch.autograd.backward(model(batch), grads)
+        norm = None
+        if self.clip is not None:
+            norm = sparsestep.clip_grad_norm_(model.parameters(), self.clip)
+        opt.step()
+        return norm
+
+
+def in_one_process(case: Case, world: int, steps: range = range(STEPS)) -> dict[str, Any]:
+    """The tables and their state after training on all ranks' batches."""
+    model = sparsestep.nn.fuse(Tables(case.dtype))
+    opt = case.optimizer(model)
+    norms = []
+    for step in steps:
+        batches = [
+            batch_of(step, r, size, case.dtype) for r, size in enumerate(sizes_of(step, world))
+        ]
+        share = world if case.reduce == "mean" else 1
+        norms.append(case.step(model, opt, joined(batches), share))
+    return collected(model, opt, norms)
+
+
+def on_ranks(
+    case: Case, rank: int, world: int, steps: range = range(STEPS)
+) -> tuple[dict[str, Any], Tables, RuleOptimizer]:
+    """The parts of the tables and of their state that this rank has after training."""
+    model = Tables(case.dtype)
+    sparsestep.distributed.shard(model, plan=case.kind, reduce=case.reduce, order=case.order)
+    opt = case.optimizer(model)
+    norms = []
+    for step in steps:
+        batch = batch_of(step, rank, sizes_of(step, world)[rank], case.dtype)
+        norms.append(case.step(model, opt, batch))
+    return collected(model, opt, norms), model, opt
+
+
+def collected(model: Tables, opt: RuleOptimizer, norms: list[Any]) -> dict[str, Any]:
+    opt.catch_up()
+    found: dict[str, Any] = {"norms": norms}
+    for name in ROWS:
+        weight = getattr(model, name).weight
+        found[name] = weight.detach().clone()
+        for key, value in opt.state.get(weight, {}).items():
+            found[f"{name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def put_together(parts: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The whole of what each rank has a part of."""
+    whole: dict[str, Any] = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        name, _, state = key.partition(".")
+        # A rank that has no row of a whole table counts nothing for it.
+        having = [part for part in parts if key == "norms" or len(part[name])]
+        values = [part[key] for part in having if key in part]
+        if key == "norms" or state == "step" or not isinstance(values[0], Tensor):
+            assert all(str(value) == str(values[0]) for value in values), f"{key} is not agreed"
+            whole[key] = values[0]
+        elif kind == "copy":
+            assert all(torch.equal(value, values[0]) for value in values), f"{key} differs"
+            whole[key] = values[0]
+        elif kind == "tables":
+            (whole[key],) = values
+        else:
+            whole[key] = torch.stack(values, 1).flatten(0, 1)[: ROWS[name]]
+    return whole

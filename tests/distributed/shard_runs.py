@@ -1,0 +1,42 @@
+"""Ways to train that the processes go through."""
+
+from __future__ import annotations
+
+import torch
+
+import sparsestep
+from tests.distributed.shard_cases import KINDS, Case
+from tests.table import EVERY, Variant
+
+
+def has_dense_form(variant: Variant) -> bool:
+    try:
+        variant([torch.zeros(1, 1)], semantics="dense")
+    except sparsestep.InputError:
+        return False
+    return True
+
+
+QUICK = {
+    **{f"{kind}-global": Case(kind) for kind in KINDS},
+    **{f"{kind}-fast": Case(kind, order="fast", reduce="mean") for kind in KINDS},
+    "dense": Case("rows", semantics="dense", make=sparsestep.AdamW),
+    "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
+    "clipped": Case("tables", clip=0.5),
+    "half": Case("rows", order="fast", dtype=torch.bfloat16),
+}
+
+# Every rule with every kind, under both semantics where the rule has both. Rounding is left out:
+# its random bits are those of the rows here.
+SWEEP = {
+    f"{variant}-{kind}-{semantics}": Case(
+        kind,
+        semantics=semantics,
+        make=variant.cls,
+        options=tuple(variant.options.items()),
+    )
+    for variant in EVERY
+    for kind in KINDS
+    for semantics in ("masked", "dense")
+    if semantics == "masked" or has_dense_form(variant)
+}

@@ -1,0 +1,209 @@
+"""Whatever torch's modules take, a sharded one takes: two ranks in this process, by threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.distributed.exchange import Exchange
+from sparsestep.distributed.modules import make_sharded
+from sparsestep.distributed.plan import Placement
+from sparsestep.distributed.table import Table
+from sparsestep.distributed.wire import Wire, _packed
+
+WORLD, ROWS, DIM = 3, 10, 4
+
+
+class Hall:
+    """Where ranks that are threads meet."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(WORLD, timeout=30)
+        self.lock = threading.Lock()
+        self.desk: list[Any] = [None] * WORLD
+        self.sent = 0  # bytes, to others
+
+    def swap(self, rank: int, outgoing: list[Tensor]) -> list[Tensor]:
+        self.desk[rank] = outgoing
+        self.barrier.wait()
+        found = [theirs[rank].clone() for theirs in self.desk]
+        self.barrier.wait()
+        return found
+
+
+class Threads(Wire):
+    def __init__(self, hall: Hall, rank: int) -> None:
+        self.group, self.hall, self.rank, self.world = None, hall, rank, WORLD
+
+    def numbers(self, outgoing: Tensor) -> Tensor:
+        return torch.stack(self.hall.swap(self.rank, list(outgoing)))
+
+    def _at_once(self, outgoing: Any, sizes: Any) -> Tensor:
+        packed = [_packed(tensors) for tensors in outgoing]
+        with self.hall.lock:
+            self.hall.sent += sum(len(p) for rank, p in enumerate(packed) if rank != self.rank)
+        found = self.hall.swap(self.rank, packed)
+        assert [len(each) for each in found] == list(sizes)
+        return torch.cat(found)
+
+
+def on_threads(
+    make: Any, kind: str, order: str, calls: list[tuple[Any, ...]], grads: Any, hall: Any = None
+) -> Any:
+    """The outputs of all ranks, and the table after a step."""
+    hall, outputs, modules = hall or Hall(), [None] * WORLD, [make() for _ in range(WORLD)]
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            wire, module = Threads(hall, rank), modules[rank]
+            options: Any = {"kind": kind, "owner": 1, "reduce": "sum", "order": order}
+            table = Table("", 0, module, wire, **options)
+            make_sharded(module, table, Exchange(wire, [table], 1))
+            outputs[rank] = module(*calls[rank])
+            outputs[rank].backward(grads[rank])
+            sparsestep.SGD(module.parameters(), lr=0.5).step()
+        except BaseException as error:
+            hall.barrier.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    weights = [module.weight.detach() for module in modules]
+    if kind == "rows":
+        return outputs, torch.stack(weights, 1).flatten(0, 1)[:ROWS]
+    return outputs, weights[1]
+
+
+def ids(rank: int, *shape: int) -> Tensor:
+    return torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(rank))
+
+
+def weights(rank: int, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(rank))
+
+
+OFFSETS = [[0, 2, 2], [0, 0, 5], [0, 1, 3]]
+CALLS: dict[str, tuple[Any, Any]] = {
+    "bags": (lambda r: (ids(r, 3, 4),), {}),
+    "bags of one": (lambda r: (ids(r, 3, 1),), {}),
+    "int32": (lambda r: (ids(r, 3, 4).int(),), {}),
+    "offsets": (lambda r: (ids(r, 6), torch.tensor(OFFSETS[r])), {}),
+    "some of one": (lambda r: (ids(r, 3, 4 if r else 1),), {}),
+    "empty bags": (lambda r: (ids(r, 3, 0),), {}),
+    "last offset": (
+        lambda r: (ids(r, 6), torch.tensor([*OFFSETS[r], 6])),
+        {"include_last_offset": True},
+    ),
+    "mean": (lambda r: (ids(r, 3, 4),), {"mode": "mean"}),
+    "mean with padding": (lambda r: (ids(r, 3, 4),), {"mode": "mean", "padding_idx": 3}),
+    "factors": (lambda r: (ids(r, 3, 4), None, weights(r, 3, 4)), {}),
+    "some factors": (lambda r: (ids(r, 3, 2), None, weights(r, 3, 2) if r else None), {}),
+    "by frequency": (lambda r: (ids(r, 3, 4),), {"scale_grad_by_freq": True}),
+    "one by frequency": (lambda r: (ids(r, 3, 1),), {"scale_grad_by_freq": True}),
+    "max_norm": (lambda r: (ids(r, 3, 4),), {"max_norm": 0.5}),
+    "max": (lambda r: (ids(r, 3, 4),), {"mode": "max"}),
+    "half": (lambda r: (ids(r, 3, 4),), {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("order", ["fast", "global"])
+@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+@pytest.mark.parametrize("name", CALLS)
+def test_bags(name: str, kind: str, order: str):
+    arguments, options = CALLS[name]
+    if (kind, name) in (("rows", "max"), ("copy", "max_norm"), ("copy", "by frequency")):
+        pytest.skip("refused, or by each rank for itself")
+    if (kind, name) == ("copy", "one by frequency"):
+        pytest.skip("by each rank for itself")
+    options = {"mode": "sum", **options}
+
+    def make() -> nn.EmbeddingBag:
+        torch.manual_seed(0)
+        return nn.EmbeddingBag(ROWS, DIM, **options)
+
+    calls = [arguments(rank) for rank in range(WORLD)]
+    dtype = options.get("dtype", torch.float32)
+    grads = [weights(10 + rank, 3, DIM).to(dtype) for rank in range(WORLD)]
+    outputs, after = on_threads(make, kind, order, calls, grads)
+    plain = sparsestep.nn.fuse(make())
+    bags, found = [], []
+    for call in calls:  # in one process, as bags of any length
+        rows, offsets, *factors = (*call, None, None)[:3]
+        lengths = torch.full((3,), rows.shape[1]) if rows.dim() == 2 else None
+        starts = offsets[:3] if lengths is None else lengths.cumsum(0) - lengths
+        ones = torch.ones(rows.numel(), dtype=dtype)
+        bags.append((rows.flatten().long(), starts, ones if factors[0] is None else factors[0]))
+    firsts = torch.tensor([0, *(len(rows) for rows, _, _ in bags)]).cumsum(0)
+    starts = torch.cat([begin + first for (_, begin, _), first in zip(bags, firsts, strict=False)])
+    if options.get("include_last_offset"):
+        starts = torch.cat([starts, firsts[-1:]])
+    factors_all = torch.cat([each.flatten() for _, _, each in bags])
+    weighted = factors_all if options["mode"] == "sum" else None
+    found = plain(torch.cat([rows for rows, _, _ in bags]), starts, weighted)
+    found.backward(torch.cat(grads))
+    sparsestep.SGD(plain.parameters(), lr=0.5).step()
+    tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(torch.cat(outputs), found, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(after, plain.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("order", ["fast", "global"])
+@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+def test_rows_of_any_shape(kind: str, order: str, options: dict[str, Any]):
+    if kind == "copy" and "scale_grad_by_freq" in options:
+        pytest.skip("by each rank for itself")
+
+    def make() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(ROWS, DIM, **options)
+
+    calls = [(ids(0, 2, 3),), (ids(1),), (ids(2, 0),)]
+    grads = [weights(10 + rank, *call[0].shape, DIM) for rank, call in enumerate(calls)]
+    outputs, after = on_threads(make, kind, order, calls, grads)
+    plain = sparsestep.nn.fuse(make())
+    found = plain(torch.cat([call[0].flatten() for call in calls]))
+    found.backward(torch.cat([grad.reshape(-1, DIM) for grad in grads]))
+    sparsestep.SGD(plain.parameters(), lr=0.5).step()
+    assert [tuple(each.shape) for each in outputs] == [(2, 3, DIM), (DIM,), (0, DIM)]
+    assert torch.equal(torch.cat([each.reshape(-1, DIM) for each in outputs]), found)
+    torch.testing.assert_close(after, plain.weight.detach())
+
+
+def test_factors_that_need_a_gradient_are_refused():
+    table = nn.EmbeddingBag(5, 2, mode="sum")
+    sparsestep.distributed.shard(table)
+    factors = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(sparsestep.InputError) as raised:
+        table(torch.tensor([[1, 2]]), None, factors)
+    assert "must not require a gradient" in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
+    """Of rows on average; here every owner has as many ids as the others."""
+    hall, rows, batch = Hall(), 36, 12
+    calls = []
+    for rank in range(WORLD):
+        begin = torch.arange(batch).reshape(-1, 1) + rank
+        calls.append(((begin + batch * torch.arange(length)) % rows,))
+    grads = [torch.ones(batch, DIM)] * WORLD
+    on_threads(lambda: nn.EmbeddingBag(rows, DIM, mode="sum"), kind, "fast", calls, grads, hall)
+    placement: Any = Placement("", rows, DIM, 4, kind)  # type: ignore[arg-type]
+    said = WORLD * placement.bytes_per_step(WORLD, batch, length)
+    if kind == "rows" and length > 1:  # all ids of a bag have one owner here: fewer parts
+        assert hall.sent < said
+    else:
+        assert hall.sent == said
