@@ -12,6 +12,7 @@ from tests.functional.cases import (
     MORE,
     SHAPE,
     STEPS,
+    F,
     Function,
     assert_same_bits,
     each_variant,
@@ -72,3 +73,12 @@ def test_every_layout_of_the_same_gradient(function: Function, engine: str):
     for layout in layouts:
         assert_same_bits(results["coo"], results[layout])
     assert same_bits(results["coo"][0][~where], start()[~where])
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True, True]])])
+def test_one_slot_may_be_written_as_true(mask: torch.Tensor | None):
+    param, total = torch.zeros(1, 4), torch.zeros(1, 4)
+    grad = Touched(torch.tensor([0]), torch.ones(1, 4), True, 4)
+    F.adagrad_(param, grad, total, step=1, lr=0.5, mask=mask)
+    expected = -0.5 * torch.ones(1, 4) if mask is None else -0.5 * mask.float()
+    torch.testing.assert_close(param, expected)

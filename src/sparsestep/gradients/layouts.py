@@ -232,6 +232,7 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
     if not whole or slots * block != param.numel():
         contract = f"slots x block must be the parameter's {param.numel()} elements"
         raise InputError(sentence(contract, f"{slots} x {block}"))
+    slots, block = int(slots), int(block)  # True is 1
     if positions is None:
         for name, tensor in (("source", source), ("scale", scale)):
             if tensor is not None:
