@@ -57,6 +57,7 @@ bool read_usual(const Plain& param, nb::handle grad, nb::handle selection, Job& 
         const nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
         if (nb::len(parts) != 1) return false;
         part = parts[0];
+        if (nb::len(part) != 7) return false;  // no Touched: still with other processes
         positions = part[0];
         values = part[1];
     } else {
