@@ -42,15 +42,15 @@ def soak(rank: int) -> pair.Results:
 
 
 def killed(rank: int, world: int) -> pair.Results:
-    """The last rank is gone before the others need it."""
+    """The last rank is gone while the others need it."""
     table = torch.nn.Embedding(7, 2)
     sparsestep.distributed.shard(table, plan="rows")
     opt = sparsestep.SGD(table.parameters(), lr=1.0)
-    table(torch.tensor([rank])).sum().backward()
-    if rank == world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     before = table.weight.detach().clone()
     try:
+        table(torch.tensor([rank])).sum().backward()
+        if rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         opt.step()
     except RuntimeError as error:
         return {"said": str(error), "unchanged": torch.equal(before, table.weight)}

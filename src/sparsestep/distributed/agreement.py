@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsestep.distributed.wire import Wire
 from sparsestep.errors import InputError, sentence
+from sparsestep.surroundings import cat
 
 
 class Doing(IntEnum):
@@ -100,7 +101,7 @@ def agree(
     """
     line.refuses = int(error is not None)
     shared = torch.tensor(line.numbers()).expand(wire.world, -1)
-    lines = Lines(wire.numbers(torch.cat([shared, room], dim=1)))
+    lines = Lines(wire.numbers(cat([shared.T, room.T]).T.contiguous()))
     if error is not None:
         raise error
     for rank, refuses in enumerate(lines["refuses"]):

@@ -27,6 +27,7 @@ from sparsestep.gradients.compact import (
 )
 from sparsestep.gradients.merge import summed
 from sparsestep.gradients.touched import Touched
+from sparsestep.surroundings import cat
 
 
 class _Sent(NamedTuple):
@@ -199,7 +200,7 @@ def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]
     if not table.is_here:
         return []
     nothing = answer.found.new_zeros(max(answer.bags), table.dim)
-    rows = torch.cat(
+    rows = cat(
         [
             nothing[:count] if piece is None else piece.values
             for piece, count in zip(arrived, answer.bags, strict=True)
@@ -236,9 +237,9 @@ def _only(part: Touched, present: Tensor, dim: int) -> Touched:
 def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
     """What all ranks have sent of a copy's gradient, in their order."""
     pieces: list[Any] = [piece for piece in arrived if piece is not None]
-    values = _reduced(table, torch.cat([piece.values for piece in pieces]))
+    values = _reduced(table, cat([piece.values for piece in pieces]))
     block = values.shape[1]
-    positions = torch.cat([piece.positions for piece in pieces])
+    positions = cat([piece.positions for piece in pieces])
     table.bring_up_to_date(positions * block // table.dim)
     slots = table.rows * table.dim // block if block else table.rows
     return [Touched(positions, values, slots, block)]

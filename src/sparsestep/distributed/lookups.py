@@ -16,6 +16,7 @@ from sparsestep.distributed.wire import Reader
 from sparsestep.gradients.arriving import Pending
 from sparsestep.gradients.compact import compact
 from sparsestep.nn.parts import first_derivative, unshared
+from sparsestep.surroundings import cat
 
 
 def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request]]) -> list[Tensor]:
@@ -130,9 +131,9 @@ def _read(table: Table, readers: Sequence[Reader], said: Sequence[Sequence[int]]
     is_all_single = all(some < 0 for _, some, _ in said)
     has_any_factors = any(has_factors for _, _, has_factors in said)
     return _Asked(
-        torch.cat(ids),
-        None if is_all_single else torch.cat(lengths),
-        torch.cat(factors) if has_any_factors else None,
+        cat(ids),
+        None if is_all_single else cat(lengths),
+        cat(factors) if has_any_factors else None,
         bags,
     )
 
@@ -191,7 +192,7 @@ def _send_rows(
             reader.take(count * table.dim, table.weight.dtype)
             for reader, count in zip(readers, each.bags, strict=True)
         ]
-        found.append(torch.cat(pieces).view(sum(each.bags), table.dim))
+        found.append(cat(pieces).view(sum(each.bags), table.dim))
     return found
 
 

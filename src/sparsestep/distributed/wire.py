@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsestep.surroundings import cat
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -89,7 +91,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     pieces = [_bytes(each) for each in tensors if each.numel()]
     if len(pieces) == 1:
         return pieces[0]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    return cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep.errors import InputError, sentence
+from sparsestep.surroundings import stack
 from sparsestep.torch_internals import foreach_unscale_, without_torch_function
 
 
@@ -131,7 +132,7 @@ def norm_of_all(
         totals.append(source.total(norm(divided) if divided else torch.zeros(()), order))
     if rest:
         totals.append(norm(rest).to("cpu", torch.float64))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
+    total: Tensor = torch.linalg.vector_norm(stack(totals), order)
     return total
 
 
