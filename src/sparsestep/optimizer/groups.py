@@ -63,16 +63,16 @@ class Groups:
         Args:
             count: how many groups there are.
         """
-        found = [self._settings.get(number) for number in range(count)]
         before = []
-        for known in found:
-            group = None if known is None else known[1].core.get("group")
+        for number in range(count):
+            if number not in self._settings:
+                return None
+            values, settings = self._settings[number]
+            group = settings.core.get("group")
             # Masks and random bits are looked after in every step.
-            if known is None or group is None or "selections" in known[1].core:
+            if group is None or "selections" in settings.core or settings.seed is not None:
                 return None
-            if known[1].seed is not None:
-                return None
-            before.append((known[0], group))
+            before.append((values, group))
         return before
 
     @staticmethod

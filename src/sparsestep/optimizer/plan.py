@@ -152,13 +152,12 @@ class Plan:
 
     @property
     def is_all_claimed(self) -> bool:
-        """Whether the core has read every gradient itself, and nothing else is to be done."""
-        others = self._updates or self._torch or self._catch_ups or self.repeats
-        return self._native is not None and not others
+        """Whether the core has claimed every gradient at once, and nothing is left for others."""
+        return not self._updates and not self._torch and not self._catch_ups
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
-        if not self._updates and not self._torch and not self._catch_ups:
+        if self.is_all_claimed:
             if self._native is not None:
                 self._native.prepare()
                 self._native.commit()  # one call of the core, which counts the steps as well
