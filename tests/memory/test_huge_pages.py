@@ -114,3 +114,13 @@ def test_an_optimizer_moves_a_table_and_its_state(calls: Calls):
     for tensor in (weight, optimizer.state[weight]["sum"]):
         inside = {p for p in moved if 0 <= p - tensor.data_ptr() < tensor.nbytes}
         assert len(inside) >= tensor.nbytes // PAGE - 1
+
+
+def test_several_tensors_are_done_one_after_the_other(calls: Calls):
+    pages, tensors = HugePages(), [table(9) for _ in range(3)]
+    for tensor in tensors:
+        pages.add(tensor, touches=1_000_000, round=0)
+    while pages.due < math.inf:
+        pages.move(1_000)
+    for tensor in tensors:
+        assert any(0 <= page - tensor.data_ptr() < tensor.nbytes for page in calls.pages)

@@ -31,7 +31,7 @@ _BYTES_PER_TOUCH = 4
 _MOST_ROUNDS = 1 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # weak references would compare the tensors
 class _Waiting:
     """A tensor whose memory may be moved from a round on, and how much of it has been."""
 
