@@ -57,14 +57,14 @@ void update_rows(const LimitWork& work, int64_t begin, int64_t end, std::index_s
         const int64_t slot = work.slots[i];
         Rule rule = fresh;
         if constexpr (Rule::slot_states > 0) {
-            float lanes[limit_line] = {}, kept[Rule::slot_states], squares = 0;
+            float lanes[limit_line] = {}, row_state[Rule::slot_states], squares = 0;
             for (int64_t j = 0; j < dim; j += limit_line) {
                 for (int64_t l = 0; l < limit_line; ++l) lanes[l] += grad[j + l] * grad[j + l];
             }
             for (float lane : lanes) squares += lane;
-            for (int s = 0; s < Rule::slot_states; ++s) kept[s] = work.slot_state[s][slot];
-            rule.enter_slot(kept, squares / float(dim));
-            for (int s = 0; s < Rule::slot_states; ++s) work.slot_state[s][slot] = kept[s];
+            for (int s = 0; s < Rule::slot_states; ++s) row_state[s] = work.slot_state[s][slot];
+            rule.enter_slot(row_state, squares / float(dim));
+            for (int s = 0; s < Rule::slot_states; ++s) work.slot_state[s][slot] = row_state[s];
         }
         update_row(rule, dim, work.param + slot * dim, grad, (work.state[S] + slot * dim)...);
     }

@@ -10,17 +10,17 @@
 
 namespace sparsestep {
 
-// Compressed rows of blocks. Block e of group g covers `high` rows of the parameter from g * high
-// on, and in each of them the slot others[e] of `wide`.
+// Compressed rows of blocks. Block e of group g covers `block_rows` rows of the parameter from g *
+// block_rows on, and in each of them the slot others[e] of `row_slots`.
 struct Compressed {
     const int64_t* starts;  // of each group, and the end: groups + 1 numbers
     const int64_t* others;
-    int64_t groups, entries, high, wide;
+    int64_t groups, entries, block_rows, row_slots;
 };
 
 // Fills in the slot of every row of every block, and which row of the values it has (`source`,
-// which blocks that are one high do not need). False if the indices are not valid: then what was
-// filled in means nothing.
+// which blocks of one row do not need). False if the indices are not valid: then what
+// was filled in means nothing.
 inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source, int threads) {
     // What the loop below relies on; a few numbers beside the entries.
     if (from.starts[0] != 0 || from.starts[from.groups] != from.entries) return false;
@@ -30,18 +30,19 @@ inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source
     constexpr int64_t serial_entries = 1 << 14;
     constexpr int64_t tasks = 16;
     std::atomic<bool> valid{true};
-    parallel(from.entries * from.high < serial_entries ? 1 : threads, tasks, [&](int64_t task) {
+    const int team = from.entries * from.block_rows < serial_entries ? 1 : threads;
+    parallel(team, tasks, [&](int64_t task) {
         bool inside = true;
         const int64_t last = from.groups * (task + 1) / tasks;
         for (int64_t g = from.groups * task / tasks; g < last; ++g) {
             const int64_t begin = from.starts[g], end = from.starts[g + 1];
-            int64_t at = begin * from.high;
-            for (int64_t row = 0; row < from.high; ++row) {
-                const int64_t first = (g * from.high + row) * from.wide;
+            int64_t at = begin * from.block_rows;
+            for (int64_t row = 0; row < from.block_rows; ++row) {
+                const int64_t first = (g * from.block_rows + row) * from.row_slots;
                 for (int64_t e = begin; e < end; ++e, ++at) {
-                    inside &= uint64_t(from.others[e]) < uint64_t(from.wide);
+                    inside &= uint64_t(from.others[e]) < uint64_t(from.row_slots);
                     positions[at] = int64_t(uint64_t(first) + uint64_t(from.others[e]));
-                    if (source) source[at] = e * from.high + row;
+                    if (source) source[at] = e * from.block_rows + row;
                 }
             }
         }

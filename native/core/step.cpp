@@ -160,14 +160,14 @@ void Step::find_chains() {
         at += unique.scratch_words();
     }
     const auto chained = [](const Unique& unique) { return !unique.ascending(); };
-    const auto dealt = [](const Unique& unique) {
-        return !unique.ascending() && unique.is_dealt();
+    const auto scattered = [](const Unique& unique) {
+        return !unique.ascending() && unique.has_buckets();
     };
-    for_all(&Unique::chunks, &Unique::count, dealt);
+    for_all(&Unique::chunks, &Unique::count, scattered);
     for (Unique& unique : uniques_) {
-        if (dealt(unique)) unique.place_buckets();
+        if (scattered(unique)) unique.place_buckets();
     }
-    for_all(&Unique::chunks, &Unique::deal, dealt);
+    for_all(&Unique::chunks, &Unique::scatter, scattered);
     for_all(&Unique::buckets, &Unique::link, chained);
     for (size_t j = 0; j < uniques_.size(); ++j) {
         jobs_[j].links = uniques_[j].links();

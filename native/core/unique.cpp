@@ -125,7 +125,7 @@ bool Unique::ascending() const {
 }
 
 int64_t Unique::scratch_words() const {
-    const int64_t counts = is_dealt() ? chunks_ * buckets() : 0;
+    const int64_t counts = has_buckets() ? chunks_ * buckets() : 0;
     return 2 * entries_ + counts + (entries_ + 1) / 2 + 2 * words_of_bits();
 }
 
@@ -159,7 +159,7 @@ void Unique::place_buckets() {
     }
 }
 
-void Unique::deal(int64_t chunk) {
+void Unique::scatter(int64_t chunk) {
     const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
     std::fill(links_ + begin, links_ + end, chain_end);
     // Local copies: the compiler must assume that a write through keys changes the members.
@@ -174,7 +174,7 @@ void Unique::deal(int64_t chunk) {
 }
 
 int64_t Unique::bucket_begin(int64_t bucket) const {
-    if (is_dealt()) return bucket_begin_[size_t(bucket)];
+    if (has_buckets()) return bucket_begin_[size_t(bucket)];
     return bucket == 0 ? 0 : keys_count_;
 }
 
@@ -206,10 +206,10 @@ int64_t Unique::collect_repeated() {
 void Unique::link(int64_t bucket) {
     const int64_t begin = bucket_begin(bucket);
     int64_t count = bucket_begin(bucket + 1) - begin;
-    if (!is_dealt()) std::fill(links_, links_ + entries_, chain_end);
+    if (!has_buckets()) std::fill(links_, links_ + entries_, chain_end);
     if (marks_slots_) {
         count = keys_count_ = collect_repeated();
-    } else if (!is_dealt()) {
+    } else if (!has_buckets()) {
         for (int64_t i = 0; i < entries_; ++i) {
             keys_[i] = uint64_t(positions_[i]) << entry_bits_ | uint64_t(i);
         }

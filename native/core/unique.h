@@ -3,10 +3,10 @@
 // A gradient names slots in any order, with repetitions. The loop wants to know, for each entry,
 // whether an earlier one has its slot and which one comes next. Positions in ascending order show
 // that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
-// 64-bit key, slot in the high bits and entry in the low ones; the keys are dealt into buckets in
-// parallel, keeping their order, and each bucket is run through a hash table that fits the cache.
-// Of a short gradient for a table that is not much larger, two bits for each slot tell beforehand
-// which entries are alone.
+// 64-bit key, slot in the high bits and entry in the low ones; the keys are scattered into buckets
+// in parallel, keeping their order, and each bucket is run through a hash table that fits the
+// cache. Of a short gradient for a table that is not much larger, two bits for each slot tell
+// beforehand which entries are alone.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,11 @@ public:
     int64_t scratch_words() const;  // 64-bit words that the next steps need
     void use_scratch(uint64_t* scratch);
     void use_positions(const int64_t* copy) { positions_ = copy; }  // the same ones, elsewhere
-    bool is_dealt() const { return bucket_bits_ > 0; }  // else count() to deal() are not needed
+    // Without buckets, count() to scatter() are not needed.
+    bool has_buckets() const { return bucket_bits_ > 0; }
     void count(int64_t chunk);
     void place_buckets();
-    void deal(int64_t chunk);
+    void scatter(int64_t chunk);
 
     int64_t buckets() const { return int64_t(1) << bucket_bits_; }
     void link(int64_t bucket);  // writes the links of all entries in the bucket
@@ -75,9 +76,8 @@ private:
     std::vector<Inspection> inspections_;
     std::vector<int64_t> bucket_begin_;
     uint64_t* keys_ = nullptr;
-    uint64_t* tables_ =
-        nullptr;                // as large as the keys: room for a table twice as large as a bucket
-    uint64_t* bits_ = nullptr;  // two for each slot
+    uint64_t* tables_ = nullptr;  // as large as the keys: twice as large as a bucket each
+    uint64_t* bits_ = nullptr;    // two for each slot
     uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
     Link* links_ = nullptr;
 };

@@ -130,15 +130,16 @@ private:
             if (columns > tile_size) known = nullptr;
             mean_square = total(lanes) / T(columns);
         }
-        T kept[slot_states] = {};
-        for (int s = 0; s < slot_states; ++s) load_tile(job_.slot_state[s], slot, 0, 1, kept + s);
-        rule.enter_slot(kept, mean_square);
+        T row_state[slot_states] = {};
+        for (int s = 0; s < slot_states; ++s)
+            load_tile(job_.slot_state[s], slot, 0, 1, row_state + s);
+        rule.enter_slot(row_state, mean_square);
         for (int s = 0; s < slot_states; ++s) {
             if (job_.stochastic) {
                 const Randomness random(job_.seed, states + 1 + s);
-                store_tile(job_.slot_state[s], slot, 0, 1, kept + s, random, slot);
+                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s, random, slot);
             } else {
-                store_tile(job_.slot_state[s], slot, 0, 1, kept + s);
+                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s);
             }
         }
         return known;

@@ -33,8 +33,8 @@ struct Bfloat16 {
     uint16_t bits;
     operator float() const { return bits_as<float>(uint32_t(bits) << 16); }
     static Bfloat16 nearest(float value) {
-        const uint32_t wide = bits_as<uint32_t>(value);
-        const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
         return {uint16_t(value != value ? 0x7fc0u : rounded)};
     }
     // Up with the probability that is the distance to the lower neighbour: 16 of the random bits
@@ -57,9 +57,9 @@ struct Float16 {
         return bits_as<float>(bits_as<uint32_t>(scaled) | special | sign);
     }
     static Float16 nearest(float value) {
-        const uint32_t wide = bits_as<uint32_t>(value);
-        const uint32_t sign = (wide >> 16) & 0x8000u;
-        const uint32_t magnitude = wide & 0x7fffffffu;
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t sign = (word >> 16) & 0x8000u;
+        const uint32_t magnitude = word & 0x7fffffffu;
         // Normal results: round to nearest even by integer arithmetic on the shortened mantissa.
         const uint32_t normal =
             (magnitude - (uint32_t(112) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -72,9 +72,9 @@ struct Float16 {
         return {uint16_t(half | sign)};
     }
     static Float16 random(float value, uint32_t bits) {
-        const uint32_t wide = bits_as<uint32_t>(value);
-        const uint32_t sign = (wide >> 16) & 0x8000u;
-        const uint32_t magnitude = wide & 0x7fffffffu;
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t sign = (word >> 16) & 0x8000u;
+        const uint32_t magnitude = word & 0x7fffffffu;
         const uint32_t chance = bits & 0x1fffu;
         const uint32_t normal = (magnitude - (uint32_t(112) << 23) + chance) >> 13;
         // Subnormal results are multiples of 2^-24; what is larger is cut off before converting.

@@ -19,11 +19,13 @@ using namespace sparsestep;
 namespace {
 
 // See slots_of; all tensors int64, contiguous, on the CPU.
-bool run_slots_of(nb::object starts, nb::object others, int64_t high, int64_t wide,
+bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int64_t row_slots,
                   nb::object positions, nb::object source, int threads) {
     const int64_t groups = numel(starts) - 1, entries = numel(others);
-    if (groups < 0 || numel(positions) != entries * high) throw nb::value_error("no such slots");
-    const Compressed from{integers(starts), integers(others), groups, entries, high, wide};
+    if (groups < 0 || numel(positions) != entries * block_rows)
+        throw nb::value_error("no such slots");
+    const Compressed from{integers(starts), integers(others), groups,
+                          entries,          block_rows,       row_slots};
     int64_t* const to = static_cast<int64_t*>(address(positions));
     int64_t* const rows = source.is_none() ? nullptr : static_cast<int64_t*>(address(source));
     nb::gil_scoped_release release;
@@ -34,7 +36,7 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t high, int64_t wi
 // where the core has no way to read it; a position, where that is no slot.
 nb::object run_norms(nb::tuple touched, int order, nb::object norms, int threads,
                      int instruction_set) {
-    const KernelTable& table = chosen(instruction_set).kernels;
+    const KernelTable& table = kernels_of(instruction_set);
     if (nb::len(touched) != 7 || !touched[6].is_none()) throw nb::value_error("no such gradient");
     Job job{};
     if (!read_gradient(touched, job) || job.whole) return nb::none();
@@ -42,8 +44,8 @@ nb::object run_norms(nb::tuple touched, int order, nb::object norms, int threads
     job.by_slot = true;
     job.order = Norm(order);
     job.norms = static_cast<double*>(address(norms));
-    const bool wide = job.values.dtype == Dtype::float64;
-    job.apply = wide ? table.norms_double : table.norms_float;
+    const bool in_double = job.values.dtype == Dtype::float64;
+    job.apply = in_double ? table.norms_double : table.norms_float;
     std::optional<BadEntry> bad;
     {
         nb::gil_scoped_release release;
@@ -110,8 +112,9 @@ NB_MODULE(_native, module) {
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
     bind_catch_up(module);
-    module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"), nb::arg("high"),
-               nb::arg("wide"), nb::arg("positions"), nb::arg("source").none(), nb::arg("threads"),
+    module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
+               nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
+               nb::arg("source").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
     module.def("norms", &run_norms, nb::arg("touched"), nb::arg("order"), nb::arg("norms"),
                nb::arg("threads"), nb::arg("instruction_set"),

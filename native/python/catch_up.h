@@ -35,18 +35,18 @@ struct CatchUpCall {
     // See CaughtUp for what it returns; None, and nothing done, where the tensors do not lie so
     // that the core can reach them.
     nb::object run(int threads, int instruction_set) const {
-        const KernelTable& table = chosen(instruction_set).kernels;
+        const KernelTable& table = kernels_of(instruction_set);
         if (motion < 0 || motion >= table.motion_count) throw nb::value_error("no such motion");
         const int64_t slots = numel(last), count = rows.is_none() ? slots : numel(rows);
         if (!count || !numel(param)) return nb::make_tuple(0, 0);
         CatchUpWork work{};
         work.block = numel(param) / slots;
-        const std::optional<bool> wide = read_tensors(work, slots);
-        if (!wide) return nb::none();
+        const std::optional<bool> in_double = read_tensors(work, slots);
+        if (!in_double) return nb::none();
         read_history(work);
         const MotionKernels& kernels = table.motions[motion];
-        const CaughtUp done = run_shares(work, count, threads,
-                                         *wide ? kernels.catch_up_double : kernels.catch_up_float);
+        const CaughtUp done = run_shares(
+            work, count, threads, *in_double ? kernels.catch_up_double : kernels.catch_up_float);
         return nb::make_tuple(done.behind, done.stale);
     }
 
@@ -64,17 +64,17 @@ private:
         const auto found = view(param, slots, work.block);
         if (!found) return std::nullopt;
         work.param = *found;
-        bool wide = found->dtype == Dtype::float64;
+        bool in_double = found->dtype == Dtype::float64;
         for (int s = 0; s < count; ++s) {
             const bool per_slot = s >= work.states;
             const auto one = view(state[size_t(s)], slots, per_slot ? 1 : work.block);
             if (!one) return std::nullopt;
-            wide |= one->dtype == Dtype::float64;
+            in_double |= one->dtype == Dtype::float64;
             (per_slot ? work.slot_state[s - work.states] : work.state[s]) = *one;
             const nb::object factors = powers[size_t(s)];
             work.powers[s] = factors.is_none() ? nullptr : table_of(factors);
         }
-        return wide;
+        return in_double;
     }
 
     void read_history(CatchUpWork& work) const {

@@ -17,13 +17,13 @@
 namespace sparsestep {
 namespace {
 
-const InstructionSet& chosen(int instruction_set) {
+const KernelTable& kernels_of(int instruction_set) {
     const auto& sets = instruction_sets();
     if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
         !sets[size_t(instruction_set)].available) {
         throw nb::value_error("this machine does not have that instruction set");
     }
-    return sets[size_t(instruction_set)];
+    return sets[size_t(instruction_set)].kernels;
 }
 
 // False if the core cannot reach the tensor.
@@ -51,7 +51,7 @@ bool read_gradient(nb::tuple touched, Job& job) {
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
 class Jobs {
 public:
-    explicit Jobs(int instruction_set) : kernels_(chosen(instruction_set).kernels) {}
+    explicit Jobs(int instruction_set) : kernels_(kernels_of(instruction_set)) {}
 
     // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
     // says it is. Whoever answers for the group, and the parameter's number there, are returned
@@ -203,13 +203,13 @@ private:
         const int states = rule.states + rule.slot_states;
         count.value = 1;  // where nothing is counted, not the first, for there is a state
         if (states == 0 && !group.counts) return true;
-        PyObject* kept = find(state, param);
-        if (!kept || !PyDict_Check(kept) || nb::len(memory) != size_t(2 + states)) return false;
-        if (group.counts && !count.read(kept)) return false;
+        PyObject* record = find(state, param);
+        if (!record || !PyDict_Check(record) || nb::len(memory) != size_t(2 + states)) return false;
+        if (group.counts && !count.read(record)) return false;
         if (rule.slot_states > 0 && job.slots != own.dl.shape[0]) return false;
         for (int s = 0; s < states; ++s) {
             const bool per_row = s >= rule.states;
-            PyObject* tensor = find(kept, group.names[size_t(s)]);
+            PyObject* tensor = find(record, group.names[size_t(s)]);
             Plain read;
             if (!tensor || !read.read(tensor)) return false;
             if (!is_address(memory[size_t(2 + s)], read.data())) return false;
@@ -222,12 +222,12 @@ private:
     }
 
     void finish(Job& job, const RuleKernels& rule, Owner owner) {
-        bool wide = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
-        for (int s = 0; s < rule.states; ++s) wide |= job.state[s].dtype == Dtype::float64;
+        bool in_double = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
+        for (int s = 0; s < rule.states; ++s) in_double |= job.state[s].dtype == Dtype::float64;
         for (int s = 0; s < rule.slot_states; ++s) {
-            wide |= job.slot_state[s].dtype == Dtype::float64;
+            in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
-        job.apply = wide ? rule.apply_double : rule.apply_float;
+        job.apply = in_double ? rule.apply_double : rule.apply_float;
         job.by_slot = rule.slot_states > 0;
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));

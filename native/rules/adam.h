@@ -24,7 +24,7 @@ struct AdamBase {
           eps(T(o[3])),
           bias(o, step) {}
 
-    void enter_slot(T* kept, T) { bias.count(kept[0]); }
+    void enter_slot(T* row_state, T) { bias.count(row_state[0]); }
 
     void average(T grad, T& exp_avg, T& exp_avg_sq) const {
         exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);

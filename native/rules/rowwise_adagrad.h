@@ -21,8 +21,8 @@ struct RowwiseAdagrad {
 
     RowwiseAdagrad(const double* o, double) : lr(T(o[0])), eps(T(o[1])) {}
 
-    void enter_slot(T* kept, T mean_square) {
-        T& sum = kept[0];
+    void enter_slot(T* row_state, T mean_square) {
+        T& sum = row_state[0];
         sum = sum + mean_square;
         step_size = lr / (square_root(sum) + eps);
     }

@@ -27,9 +27,9 @@ struct RowwiseAdamWith {
           eps(T(o[3])),
           bias(o, step) {}
 
-    void enter_slot(T* kept, T mean_square) {
-        if constexpr (per_row) bias.count(kept[1]);
-        T& exp_avg_sq = kept[0];
+    void enter_slot(T* row_state, T mean_square) {
+        if constexpr (per_row) bias.count(row_state[1]);
+        T& exp_avg_sq = row_state[0];
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * mean_square;
         step_size = bias.step_size / (square_root(exp_avg_sq) / bias.root + eps);
     }

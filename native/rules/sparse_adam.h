@@ -27,8 +27,8 @@ struct SparseAdamWith {
           bias(o, step),
           step_size(T(o[0] / (1 - power(o[1], step)) * square_root(1 - power(o[2], step)))) {}
 
-    void enter_slot(T* kept, T) {
-        bias.count(kept[0]);
+    void enter_slot(T* row_state, T) {
+        bias.count(row_state[0]);
         step_size = bias.step_size * bias.root;
     }
     inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq) const {

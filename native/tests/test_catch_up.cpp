@@ -175,19 +175,20 @@ void expect_caught_up(const History& history, bool converges, const std::string&
             const CaughtUp done = catch_up(first, history, converges, plainest, 1, which);
             int64_t behind = 0;
             for (int64_t r = 0; r < rows; ++r) {
-                const bool meant = all || std::find(which.begin(), which.end(), r) != which.end();
+                const bool asked_for =
+                    all || std::find(which.begin(), which.end(), r) != which.end();
                 const int32_t last = before.last[size_t(r)];
                 const int64_t since = (last < 0 ? ~last : last) - base;
-                behind += meant && since < steps;
+                behind += asked_for && since < steps;
                 const auto now = int32_t(base + steps);
                 const int32_t stamp = last >= 0 ? now : ~now;
-                check(first.last[size_t(r)] == (meant ? stamp : last), what + ": stamp");
+                check(first.last[size_t(r)] == (asked_for ? stamp : last), what + ": stamp");
                 for (int64_t i = r * block; i < (r + 1) * block; ++i) {
                     const auto at = size_t(i);
                     double p = before.param[at], m = before.buffer[at], v = before.square[at];
-                    if (meant) history.replay(p, m, v, since);
+                    if (asked_for) history.replay(p, m, v, since);
                     const auto near = [&](T ours, double exact, double scale) {
-                        return std::abs(double(ours) - exact) <= (meant ? room * scale : 0);
+                        return std::abs(double(ours) - exact) <= (asked_for ? room * scale : 0);
                     };
                     check(near(first.param[at], p, 1 + std::abs(p)), what + ": param");
                     check(near(first.buffer[at], m, 1), what + ": buffer");

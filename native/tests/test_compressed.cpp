@@ -13,46 +13,48 @@ namespace {
 
 // Blocks at random, and what they are: the slots row by row, and the row of the values of each.
 struct Blocks {
-    int64_t groups, high, wide;
+    int64_t groups, block_rows, row_slots;
     std::vector<int64_t> starts{0}, others, positions, source;
 
-    Blocks(int64_t groups, int64_t high, int64_t wide, double share, unsigned seed)
-        : groups(groups), high(high), wide(wide) {
+    Blocks(int64_t groups, int64_t block_rows, int64_t row_slots, double share, unsigned seed)
+        : groups(groups), block_rows(block_rows), row_slots(row_slots) {
         std::mt19937 random(seed);
         std::uniform_real_distribution<double> uniform;
         for (int64_t g = 0; g < groups; ++g) {
             const auto first = others.size();
-            for (int64_t w = 0; w < wide; ++w) {
+            for (int64_t w = 0; w < row_slots; ++w) {
                 if (uniform(random) < share) others.push_back(w);
             }
             starts.push_back(int64_t(others.size()));
-            for (int64_t row = 0; row < high; ++row) {
+            for (int64_t row = 0; row < block_rows; ++row) {
                 for (size_t e = first; e < others.size(); ++e) {
-                    positions.push_back((g * high + row) * wide + others[e]);
-                    source.push_back(int64_t(e) * high + row);
+                    positions.push_back((g * block_rows + row) * row_slots + others[e]);
+                    source.push_back(int64_t(e) * block_rows + row);
                 }
             }
         }
     }
 
     Compressed compressed() const {
-        return {starts.data(), others.data(), groups, int64_t(others.size()), high, wide};
+        return {starts.data(),          others.data(), groups,
+                int64_t(others.size()), block_rows,    row_slots};
     }
 };
 
 void test_against_plain_loops() {
     for (int64_t groups : {0, 1, 5, 400}) {
-        for (int64_t high : {1, 3}) {
-            for (int64_t wide : {1, 6, 90}) {
+        for (int64_t block_rows : {1, 3}) {
+            for (int64_t row_slots : {1, 6, 90}) {
                 for (double share : {0.0, 0.3, 1.0}) {
-                    const Blocks blocks(groups, high, wide, share, unsigned(groups + wide));
+                    const Blocks blocks(groups, block_rows, row_slots, share,
+                                        unsigned(groups + row_slots));
                     for (int threads : {1, 2, 5}) {
                         std::vector<int64_t> positions(blocks.positions.size(), -1);
                         std::vector<int64_t> source(blocks.source.size(), -1);
-                        int64_t* rows = high > 1 ? source.data() : nullptr;
+                        int64_t* rows = block_rows > 1 ? source.data() : nullptr;
                         const std::string what = std::to_string(groups) + " groups of " +
-                                                 std::to_string(high) + " x " +
-                                                 std::to_string(wide);
+                                                 std::to_string(block_rows) + " x " +
+                                                 std::to_string(row_slots);
                         check(slots_of(blocks.compressed(), positions.data(), rows, threads), what);
                         check(positions == blocks.positions, what + ": slots");
                         check(!rows || source == blocks.source, what + ": rows of values");
@@ -66,7 +68,7 @@ void test_against_plain_loops() {
 void test_what_is_not_valid() {
     const auto refused = [](const Blocks& blocks, const std::string& what) {
         // As many as there should be, so that whoever writes behind them is seen.
-        std::vector<int64_t> positions(blocks.others.size() * size_t(blocks.high));
+        std::vector<int64_t> positions(blocks.others.size() * size_t(blocks.block_rows));
         std::vector<int64_t> source(positions.size());
         check(!slots_of(blocks.compressed(), positions.data(), source.data(), 2), what);
     };

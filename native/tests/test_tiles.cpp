@@ -36,17 +36,19 @@ void test_half_precision() {
     for (uint32_t bits = 0; bits < 0x10000; ++bits) {
         const Float16 half{uint16_t(bits)};
         const Bfloat16 brain{uint16_t(bits)};
-        const float wide = half, broad = brain;
+        const float from_half = half, from_brain = brain;
         const bool nan = (bits & 0x7c00u) == 0x7c00u && bits & 0x3ffu;
         const int exponent = int(bits >> 10 & 31);
         const double mantissa = double(bits & 0x3ffu) / 1024;
         const double magnitude = exponent == 31  ? INFINITY
                                  : exponent == 0 ? std::ldexp(mantissa, -14)
                                                  : std::ldexp(1 + mantissa, exponent - 15);
-        check(nan ? wide != wide : double(wide) == (bits & 0x8000u ? -magnitude : magnitude),
+        check(nan ? from_half != from_half
+                  : double(from_half) == (bits & 0x8000u ? -magnitude : magnitude),
               "float16 " + std::to_string(bits) + " is read");
-        check(nan || Float16::nearest(wide).bits == bits, "float16 is written back");
-        check(broad != broad || Bfloat16::nearest(broad).bits == bits, "bfloat16 is written back");
+        check(nan || Float16::nearest(from_half).bits == bits, "float16 is written back");
+        check(from_brain != from_brain || Bfloat16::nearest(from_brain).bits == bits,
+              "bfloat16 is written back");
     }
     // Halfway cases go to the even neighbour, anything beyond to the nearer one.
     for (uint32_t bits = 0; bits < 0x7bff; ++bits) {

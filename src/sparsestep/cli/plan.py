@@ -84,15 +84,15 @@ def totals(plan: Plan, state: float, network: float) -> str:
     """
     most = max(range(plan.world), key=plan.bytes_on)
     weights = plan.bytes_on(most)
-    kept = state * sum(4 * p.rows_on(most, plan.world) * p.dim for p in plan.placements)
+    of_state = state * sum(4 * p.rows_on(most, plan.world) * p.dim for p in plan.placements)
     sent = sum(
         p.bytes_per_step(plan.world, plan.batch, plan.lengths.get(p.name, 1.0))
         for p in plan.placements
     )
     seconds = 8 * sent / (network * 1e9)
     return (
-        f"\nmost on a rank: {shown(weights + kept)} ({shown(weights)} of tables, "
-        f"{shown(kept)} of state)\n"
+        f"\nmost on a rank: {shown(weights + of_state)} ({shown(weights)} of tables, "
+        f"{shown(of_state)} of state)\n"
         f"sent by a rank: {shown(sent)} a step, {1e3 * seconds:.1f} ms at {network:g} Gbit/s"
     )
 

@@ -168,9 +168,9 @@ def check_keys(
             contract = f"{key} belongs to the optimizer as a whole and not to a param group"
             remedy = f"Pass {key} to the constructor"
             raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
-        meant = _nearest(key, {*known, *neutral, *WHOLE})
-        if meant is not None:
-            contract = f"an option of a param group must be spelt {meant!r}"
+        nearest = _nearest(key, {*known, *neutral, *WHOLE})
+        if nearest is not None:
+            contract = f"an option of a param group must be spelt {nearest!r}"
             remedy = "Rename it, also if it is a note of your own"
             raise InputError(sentence(contract, repr(key), remedy))
 
@@ -194,18 +194,18 @@ def _nearest(key: str, names: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def number(value: float | Tensor) -> float:
+def to_number(value: float | Tensor) -> float:
     """An option that may be a one-element tensor, as a number."""
     return value.item() if isinstance(value, Tensor) else value
 
 
-def plain(value: Any) -> Any:
+def to_numbers(value: Any) -> Any:
     """The same for an option that may be a pair of numbers.
 
     Example:
-        >>> plain((torch.tensor(0.5), torch.tensor(0.75)))
+        >>> to_numbers((torch.tensor(0.5), torch.tensor(0.75)))
         (0.5, 0.75)
     """
     if isinstance(value, tuple | list):
-        return tuple(map(number, value))
-    return number(value)
+        return tuple(map(to_number, value))
+    return to_number(value)

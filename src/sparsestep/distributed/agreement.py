@@ -44,10 +44,10 @@ class Line:
         oldest: the oldest look-up whose gradient may still come from this rank.
         largest: the most bytes that this rank will send another.
         back: the most bytes that it expects from another in return.
-        number: whatever else the exchange needs.
+        payload: whatever else the exchange needs.
     """
 
-    FIELDS = ("refuses", "doing", "table", "turn", "count", "oldest", "largest", "back", "number")
+    FIELDS = ("refuses", "doing", "table", "turn", "count", "oldest", "largest", "back", "payload")
     # What all ranks must say alike.
     AGREED = ("doing", "table", "turn", "count")
 
@@ -59,11 +59,11 @@ class Line:
     oldest: int
     largest: int
     back: int
-    number: int
+    payload: int
 
     def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
         self.refuses, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
-        self.count = self.largest = self.back = self.number = 0
+        self.count = self.largest = self.back = self.payload = 0
 
     def numbers(self) -> list[int]:
         """What all ranks get."""

@@ -64,14 +64,14 @@ def arrive(ledger: Ledger) -> None:
     sent = _collected(ledger.tables)
     numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
     line = ledger.line(Doing.ARRIVAL)
-    line.number = len(sent)
+    line.payload = len(sent)
     line.largest = max(sum(each.bytes_for(rank) for each in sent) for rank in range(wire.world))
     room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
     if len(numbers) <= ledger.room:
         room[:, : len(numbers)] = numbers
     lines = ledger.agree(line, room)
     parts: dict[int, list[Touched]] = {}  # by table
-    if any(lines["number"]):
+    if any(lines["payload"]):
         _fetch(ledger, lines, sent, numbers, parts)
     for index, new in parts.items():
         _give(ledger.tables[index], new)
@@ -90,9 +90,9 @@ def _fetch(
     theirs = _listed(ledger, lines, numbers)
     pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]))
     # In the order of the first rank that has any: where all ranks run the same, that of all.
-    for number in dict.fromkeys(each.ticket for said in theirs for each in said):
-        answer = ledger.answers[number]
-        arrived = [pieces.get((rank, number)) for rank in range(ledger.wire.world)]
+    for index in dict.fromkeys(each.ticket for said in theirs for each in said):
+        answer = ledger.answers[index]
+        arrived = [pieces.get((rank, index)) for rank in range(ledger.wire.world)]
         new = _of_all(answer.table, arrived) if answer.found is None else _part(answer, arrived)
         parts.setdefault(answer.table.index, []).extend(new)
 
@@ -140,13 +140,13 @@ def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
 
 def _said(sent: _Sent) -> _Said:
     if sent.positions is None:
-        return _Said(sent.ticket.number)
-    return _Said(sent.ticket.number, sent.positions.numel(), sent.values.shape[1])
+        return _Said(sent.ticket.index)
+    return _Said(sent.ticket.index, sent.positions.numel(), sent.values.shape[1])
 
 
 def _listed(ledger: Ledger, lines: Lines, mine: Tensor) -> list[list[_Said]]:
     """What each rank sends. Where that was more than there was room for, it is sent now."""
-    counts = [NUMBERS * number for number in lines["number"]]
+    counts = [NUMBERS * count for count in lines["payload"]]
     found = [row[:count] for row, count in zip(lines.room, counts, strict=True)]
     if max(counts) > ledger.room:
         sizes = [8 * count for count in counts]
@@ -229,9 +229,9 @@ def _only(part: Touched, present: Tensor, dim: int) -> Touched:
     positions, source = positions_of(part), part.source
     if source is None:
         source = torch.arange(len(positions))
-    kept = present[source * part.block // dim].nonzero().squeeze(1)
-    scale = None if part.scale is None else part.scale[kept]
-    return part._replace(positions=positions[kept], source=source[kept], scale=scale)
+    inside = present[source * part.block // dim].nonzero().squeeze(1)
+    scale = None if part.scale is None else part.scale[inside]
+    return part._replace(positions=positions[inside], source=source[inside], scale=scale)
 
 
 def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:

@@ -107,11 +107,11 @@ def consolidate(path: Path) -> dict[str, Any]:
     about, stored = _about(path), _stored(path)
     entries = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in stored.items()}
     _read(entries, path, no_dist=True)
-    groups, numbers = [], dict[str, int]()
+    groups, indices = [], dict[str, int]()
     for group in about.groups:
         for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+            indices.setdefault(name, len(indices))
+        groups.append({**group, "params": [indices[name] for name in group["params"]]})
     found: dict[str, Any] = {}
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in entries.items():
@@ -119,7 +119,7 @@ def consolidate(path: Path) -> dict[str, Any]:
         if kind == "model":
             found[name] = in_order(tensor, stored[key])
         else:
-            state.setdefault(numbers[name], {})[entry] = in_order(tensor, stored[key])
+            state.setdefault(indices[name], {})[entry] = in_order(tensor, stored[key])
     return {"model": found, "optimizer": {"state": state, "param_groups": groups}}
 
 
@@ -212,19 +212,19 @@ class _Model:
         if mine != theirs:
             contract = "load: the optimizer must have the groups of the checkpoint"
             raise InputError(sentence(contract, f"{mine} instead of {theirs}"))
-        numbers = {name: number for number, name in enumerate(self.params)}
-        return [{**group, "params": [numbers[n] for n in group["params"]]} for group in saved]
+        indices = {name: index for index, name in enumerate(self.params)}
+        return [{**group, "params": [indices[n] for n in group["params"]]} for group in saved]
 
     def take(
         self, own: dict[str, Tensor], read: dict[str, Tensor], groups: list[dict[str, Any]]
     ) -> None:
         """Become what was read. The optimizer first, for it may still refuse."""
-        numbers = {name: number for number, name in enumerate(self.params)}
+        indices = {name: index for index, name in enumerate(self.params)}
         state: dict[int, dict[str, Any]] = {}
         for key, tensor in read.items():
             kind, name, entry = _parted(key)
             if kind == "state":
-                state.setdefault(numbers[name], {})[entry] = tensor
+                state.setdefault(indices[name], {})[entry] = tensor
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         with torch.no_grad():
             for name, tensor in own.items():

@@ -25,13 +25,13 @@ class Exchange:
     """The source of the gradients of tables that were sharded together.
 
     Attributes:
-        number: in the order in which exchanges were made.
+        index: in the order in which exchanges were made.
         wire: the ranks.
         tables: the tables.
     """
 
     def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
-        self.number: int = next(_numbers)
+        self.index: int = next(_numbers)
         self.wire: Wire = wire
         self.tables: Sequence[Table] = tables
         self._ledger = Ledger(wire, tables, most)
@@ -58,8 +58,8 @@ class Exchange:
             contract = "clip_grad_norm_: with sharded tables norm_type must be more than 0"
             raise InputError(sentence(contract, order))
         line = self._ledger.line(Doing.NORM)
-        line.number = int(value.double().view(torch.int64))  # its bits
-        everybody = torch.tensor(self._ledger.agree(line, None)["number"]).view(torch.float64)
+        line.payload = int(value.double().view(torch.int64))  # its bits
+        everybody = torch.tensor(self._ledger.agree(line, None)["payload"]).view(torch.float64)
         if math.isinf(order):
             return everybody.max()
         total: Tensor = torch.linalg.vector_norm(everybody, order)

@@ -20,14 +20,14 @@ class Ticket:
     """One look-up in one table, for the rank that asked. It lives as long as its gradient may come.
 
     Attributes:
-        number: the same on all ranks.
+        index: the same on all ranks.
         table: which table.
         bags: how many bags went to each rank.
         found: of a copy, the rows with their graph.
     """
 
-    def __init__(self, number: int, table: Table, bags: list[int]) -> None:
-        self.number: int = number
+    def __init__(self, index: int, table: Table, bags: list[int]) -> None:
+        self.index: int = index
         self.table: Table = table
         self.bags: list[int] = bags
         self.found: Tensor | None = None
@@ -55,9 +55,9 @@ class Ledger:
         wire: the ranks.
         tables: those that were sharded together.
         room: how many numbers a rank has for each other at the begin of an exchange.
-        turn: how many look-ups there were; the number of the next ticket.
+        turn: how many look-ups there were; the index of the next ticket.
         alive: the tickets of this rank whose gradient may still come.
-        answers: what this rank has answered, by number of ticket.
+        answers: what this rank has answered, by index of ticket.
     """
 
     def __init__(self, wire: Wire, tables: Sequence[Table], most: int) -> None:
@@ -79,6 +79,6 @@ class Ledger:
         names = [table.name for table in self.tables]
         lines = agree(self.wire, line, room, names, error)
         oldest = min(lines["oldest"])
-        for number in [each for each in self.answers if each < oldest]:
-            del self.answers[number]
+        for index in [each for each in self.answers if each < oldest]:
+            del self.answers[index]
         return lines

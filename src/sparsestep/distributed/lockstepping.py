@@ -99,12 +99,12 @@ def emptied(batch: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, batch)
 
 
-def _gathered(number: int) -> list[int]:
+def _gathered(value: int) -> list[int]:
     """What every rank says, in their order."""
     if not dist.is_available() or not dist.is_initialized():
-        return [number]
+        return [value]
     found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([number]))
+    dist.all_gather(found, torch.tensor([value]))
     return [int(each) for each in found]
 
 

@@ -41,18 +41,18 @@ def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request
             sum(each.table.row_bytes * each.bags[rank] for each in asked if _is_sent(each))
             for rank in range(ledger.wire.world)
         )
-        line.count, line.number = len(asked), int(torch.is_grad_enabled())
+        line.count, line.payload = len(asked), int(torch.is_grad_enabled())
     except Exception as raised:
         error = raised
     lines = ledger.agree(line, room, error)
     incoming = _send_ids(ledger, asked, lines.room, max(lines["largest"]))
     tickets = [Ticket(ledger.turn + n, each.table, each.bags) for n, each in enumerate(asked)]
     ledger.turn += len(asked)
-    answers = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["number"]))
+    answers = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["payload"]))
     rows_found = _send_rows(ledger, asked, incoming, answers, max(lines["back"]))
     weights = [each.table.weight for each in asked]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        ledger.alive.update({ticket.number: ticket for ticket in tickets})
+        ledger.alive.update({ticket.index: ticket for ticket in tickets})
         for ticket in tickets:
             _expect(ticket)
         rows_found = list(_Exchanged.apply(tickets, rows_found, *weights))
@@ -158,7 +158,7 @@ def _answer(
                 rows = table.look_up(theirs.ids, theirs.lengths, theirs.factors)
         if wants_grad and table.weight.requires_grad:
             graph, bags = (None, []) if theirs is None else (rows, theirs.bags)
-            ledger.answers[ticket.number] = Answer(table, graph, bags)
+            ledger.answers[ticket.index] = Answer(table, graph, bags)
         found.append(rows.detach())
     return found
 

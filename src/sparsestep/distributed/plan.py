@@ -214,11 +214,11 @@ def placed(
     share = sum(each.size for each in tables) / world
     found = [_chosen(each, asked.get(each.name), share, world) for each in tables]
     load = [0] * world
-    for number in sorted(range(len(found)), key=lambda n: (-found[n].size, n)):
-        if found[number].kind == "tables":
+    for index in sorted(range(len(found)), key=lambda n: (-found[n].size, n)):
+        if found[index].kind == "tables":
             owner = min(range(world), key=lambda rank: (load[rank], rank))
-            load[owner] += found[number].size
-            found[number] = replace(found[number], owner=owner)
+            load[owner] += found[index].size
+            found[index] = replace(found[index], owner=owner)
     return found
 
 
@@ -255,7 +255,7 @@ def _asked(tables: Sequence[Placement], plan: str | Mapping[str, str]) -> dict[s
 
 
 def _found(name: object, names: Sequence[str], who: str) -> int:
-    """The number of a table, by its name or the last word of it."""
+    """The index of a table, by its name or the last word of it."""
     if name in names:
         return names.index(str(name))
     short = [n for n, each in enumerate(names) if each.rpartition(".")[2] == name]

@@ -127,8 +127,8 @@ def _bags(table: Table, bags: Bags) -> Request:
     inverse = _inverse_sizes(table, ids, bag, count) if table.mode == "mean" else None
 
     def finish(rows: Tensor) -> Tensor:
-        wide = rows.float() if rows.dtype in HALVES else rows
-        total = wide.new_zeros(count, table.dim).index_add(0, bag_of_pair, wide).to(rows.dtype)
+        summed = rows.float() if rows.dtype in HALVES else rows
+        total = summed.new_zeros(count, table.dim).index_add(0, bag_of_pair, summed).to(rows.dtype)
         return total if inverse is None else total * inverse
 
     return Request(

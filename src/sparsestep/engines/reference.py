@@ -99,8 +99,8 @@ def compute(update: ParamUpdate) -> Result:
     if grad.numel() == 0:
         return Result(update, slots, [])
     tensors = update.written
-    wide = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
-    dtype = torch.float64 if wide else torch.float32
+    in_double = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
+    dtype = torch.float64 if in_double else torch.float32
     grad = grad.to(dtype)
     if settings.sign < 0:
         grad = -grad

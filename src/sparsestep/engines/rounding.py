@@ -22,14 +22,14 @@ def _mixed(key: int) -> int:
     return key ^ (key >> 31)
 
 
-def seed_for(seed: int, number: int, step: int) -> int:
+def seed_for(seed: int, param_index: int, step: int) -> int:
     """The seed of one parameter's one step.
 
     Example:
         >>> seed_for(0, 0, 1) != seed_for(0, 1, 1) != seed_for(0, 1, 2)
         True
     """
-    return _mixed(_mixed(_mixed(seed & _LONG) + number & _LONG) + step & _LONG)
+    return _mixed(_mixed(_mixed(seed & _LONG) + param_index & _LONG) + step & _LONG)
 
 
 def random_bits(seed: int, tensor: int, elements: Tensor) -> Tensor:
@@ -55,22 +55,22 @@ def rounded(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         0.33
     """
     values = values.float()
-    wide = values.view(torch.int32).long() & _WORD
+    word = values.view(torch.int32).long() & _WORD
     if dtype == torch.bfloat16:
-        half = (wide + (bits & 0xFFFF)) >> 16
+        half = (word + (bits & 0xFFFF)) >> 16
         half = torch.where(values.isnan(), 0x7FC0, half)
     else:
-        half = _float16(wide, bits & 0x1FFF)
+        half = _float16(word, bits & 0x1FFF)
     # From the unsigned number to the int16 that has its bits.
     return (half - ((half & 0x8000) << 1)).to(torch.int16).view(dtype)
 
 
-def _float16(wide: Tensor, chance: Tensor) -> Tensor:
-    sign, magnitude = (wide >> 16) & 0x8000, wide & 0x7FFFFFFF
-    small = magnitude < (113 << 23)
-    few = torch.where(small, magnitude, 0).to(torch.int32).view(torch.float32)
+def _float16(word: Tensor, chance: Tensor) -> Tensor:
+    sign, magnitude = (word >> 16) & 0x8000, word & 0x7FFFFFFF
+    subnormal = magnitude < (113 << 23)
+    few = torch.where(subnormal, magnitude, 0).to(torch.int32).view(torch.float32)
     places = (few * 16777216.0 + chance.float() * (1.0 / 8192.0)).long()
-    half = torch.where(small, places, (magnitude - (112 << 23) + chance) >> 13)
+    half = torch.where(subnormal, places, (magnitude - (112 << 23) + chance) >> 13)
     half = torch.where((magnitude >= 0x47800000) | (half > 0x7C00), 0x7C00, half)
     half = torch.where(magnitude > 0x7F800000, 0x7E00, half)
     return half | sign

@@ -35,14 +35,14 @@ def uninterrupted(work: Callable[[], object]) -> None:
     arrived: list[int] = []
     handlers = {}
     try:
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
+        for signum in _SIGNALS:
+            handler = signal.getsignal(signum)
             if callable(handler):  # else it is no handler of Python's
-                handlers[number] = handler
-                signal.signal(number, lambda number, _: arrived.append(number))
+                handlers[signum] = handler
+                signal.signal(signum, lambda signum, _: arrived.append(signum))
         work()
     finally:
-        for number, handler in reversed(handlers.items()):  # Ctrl-C last: its handler raises
-            signal.signal(number, handler)
-    for number in arrived:
-        signal.raise_signal(number)
+        for signum, handler in reversed(handlers.items()):  # Ctrl-C last: its handler raises
+            signal.signal(signum, handler)
+    for signum in arrived:
+        signal.raise_signal(signum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsestep.contract.options import Engine, number
+from sparsestep.contract.options import Engine, to_number
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.functional.apply import apply_
 from sparsestep.gradients.layouts import Gradient
@@ -56,7 +56,7 @@ def sparse_adam_(
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
     with usable("sparse_adam_: eps must be a number"):
-        is_zero = number(eps) == 0
+        is_zero = to_number(eps) == 0
     if is_zero:
         raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
     hyper = {"lr": lr, "betas": betas, "eps": eps}

@@ -42,10 +42,10 @@ def apply_(
     try:
         with usable("the arguments must be of their kinds: tensors, numbers, True or False"):
             engines.check_engine(engine)
-            number = _checked_step(step)
+            checked_step = _checked_step(step)
             hyper = _checked_options(hyper)
             checks.at_least_zero("weight_decay", weight_decay)
-            decay = float(options.number(weight_decay))
+            decay = float(options.to_number(weight_decay))
             shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
             sign = -1.0 if maximize else 1.0
             rule.numbers(hyper)  # they must be numbers
@@ -68,7 +68,7 @@ def apply_(
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, lambda _: who)
     written, gradient = in_real_numbers(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
-    update.written, update.step, update.seed = written, number, seed
+    update.written, update.step, update.seed = written, checked_step, seed
     engines.run([update], engine)
     tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:
@@ -97,7 +97,7 @@ def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
             checks.betas(value)
         elif name not in _ANY_NUMBER:
             checks.at_least_zero("epsilon" if name == "eps" else name, value)
-    return {name: options.plain(value) for name, value in hyper.items()}
+    return {name: options.to_numbers(value) for name, value in hyper.items()}
 
 
 def _check_param(param: Tensor) -> None:

@@ -25,10 +25,10 @@ class Source(Protocol):
     """Who has the gradients of some parameters that are still elsewhere.
 
     Attributes:
-        number: in the order in which sources were made, which is that of all processes.
+        index: in the order in which sources were made, which is that of all processes.
     """
 
-    number: int
+    index: int
 
     def arrive(self) -> None:
         """Bring them here; all processes call it."""
@@ -87,7 +87,7 @@ def sources_of(params: Iterable[Tensor]) -> list[Source]:
 
 def _in_order(sources: Iterable[Source | None]) -> list[Source]:
     found = {id(source): source for source in sources if source is not None}
-    return sorted(found.values(), key=lambda source: source.number)
+    return sorted(found.values(), key=lambda source: source.index)
 
 
 def arrive(params: Iterable[Tensor]) -> None:

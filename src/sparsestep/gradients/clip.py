@@ -250,8 +250,8 @@ def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tens
         norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
     else:
         norms = list(foreach_norm(tensors, norm_type))
-    wide = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-    together = stack([norm.to(tensors[0].device, wide) for norm in norms])
+    dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+    together = stack([norm.to(tensors[0].device, dtype) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
 

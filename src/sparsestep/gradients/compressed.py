@@ -27,26 +27,26 @@ def from_compressed(grad: Tensor) -> Touched:
     starts = grad.crow_indices() if by_row else grad.ccol_indices()
     others = grad.col_indices() if by_row else grad.row_indices()
     values = grad.values().detach()  # as a view of a sparse tensor it could not be seen as real
-    high, wide = _block_of(grad, starts, others, values)
+    block_rows, block_columns = _block_of(grad, starts, others, values)
     batch_dims = starts.dim() - 1
     rows, columns = grad.shape[batch_dims : batch_dims + 2]
-    high_blocks, wide_blocks = rows // high, columns // wide
+    blocks_down, blocks_across = rows // block_rows, columns // block_columns
     dense = math.prod(grad.shape[batch_dims + 2 :])
 
     starts, others = starts.long(), others.long()
-    values = values.resolve_neg().reshape(others.numel() * high, wide * dense)
-    slots = math.prod(grad.shape[: batch_dims + 1]) * wide_blocks
+    values = values.resolve_neg().reshape(others.numel() * block_rows, block_columns * dense)
+    slots = math.prod(grad.shape[: batch_dims + 1]) * blocks_across
     if by_row and not batch_dims and core is not None and starts.is_cpu:
-        found = _in_order(starts.contiguous(), others.contiguous(), high, wide_blocks)
+        found = _in_order(starts.contiguous(), others.contiguous(), block_rows, blocks_across)
         if found is not None:
-            return Touched(found[0], values, slots, wide * dense, found[1])
+            return Touched(found[0], values, slots, block_columns * dense, found[1])
     entries = others.shape[-1]
     _check_starts(starts, entries)
-    check_index(batch_dims + int(by_row), others, wide_blocks if by_row else high_blocks)
+    check_index(batch_dims + int(by_row), others, blocks_across if by_row else blocks_down)
     # The number of the compressed row or column of each entry, counted through all batches.
     grouped = torch.repeat_interleave(starts.diff(dim=-1).reshape(-1))
     others = others.reshape(-1)
-    down = high * wide_blocks  # from a slot to the same one in the next row of blocks
+    down = block_rows * blocks_across  # from a slot to the same one in the next row of blocks
     if by_row:
         first = torch.add(others, grouped, alpha=down)
     else:
@@ -54,31 +54,31 @@ def from_compressed(grad: Tensor) -> Touched:
         batches = math.prod(grad.shape[:batch_dims])
         if batches > 1:
             batch = torch.arange(batches, device=starts.device).repeat_interleave(entries)
-            first.add_(batch, alpha=(rows - 1) * wide_blocks)
+            first.add_(batch, alpha=(rows - 1) * blocks_across)
     positions = first
-    if high > 1:
-        inside = torch.arange(high, device=starts.device) * wide_blocks
+    if block_rows > 1:
+        inside = torch.arange(block_rows, device=starts.device) * blocks_across
         positions = (first[:, None] + inside).reshape(-1)
-    return Touched(positions, values, slots, wide * dense)
+    return Touched(positions, values, slots, block_columns * dense)
 
 
 def _in_order(
-    starts: Tensor, others: Tensor, high: int, wide: int
+    starts: Tensor, others: Tensor, block_rows: int, row_slots: int
 ) -> tuple[Tensor, Tensor | None] | None:
     """Slots row by row, by the core: in one pass, and so that memory is visited in order.
 
     Returns ``None`` for indices that are not valid; what is wrong with them is said elsewhere.
     """
     assert core is not None
-    positions = others.new_empty(others.numel() * high)
-    source = torch.empty_like(positions) if high > 1 else None
+    positions = others.new_empty(others.numel() * block_rows)
+    source = torch.empty_like(positions) if block_rows > 1 else None
     threads = torch.get_num_threads()
-    valid = core.slots_of(starts, others, high, wide, positions, source, threads)
+    valid = core.slots_of(starts, others, block_rows, row_slots, positions, source, threads)
     return (positions, source) if valid else None
 
 
 def _block_of(grad: Tensor, starts: Tensor, others: Tensor, values: Tensor) -> tuple[int, int]:
-    """How high and wide the blocks are; refuses indices and values that do not fit together."""
+    """Rows and columns of a block; refuses indices and values that do not fit together."""
     batch_dims, shape = starts.dim() - 1, grad.shape
     blocked = grad.layout in _BLOCKED
     block = values.shape[batch_dims + 1 : batch_dims + 3] if blocked else torch.Size([1, 1])

@@ -202,12 +202,12 @@ def _from_masked(param: Tensor, grad: MaskedTensor) -> Touched:
         selected = mask.reshape(-1).nonzero().squeeze(1)
         return Touched(selected, found.values, param.numel(), 1, source=selected)
     # The mask has the data's sparsity: a value for each element that is stored.
-    kept = coo_values(mask) if mask.layout is torch.sparse_coo else mask.values()
-    if bool(kept.all()):
+    present = coo_values(mask) if mask.layout is torch.sparse_coo else mask.values()
+    if bool(present.all()):
         return found
     elements = found.finer(param.numel())
     assert elements.positions is not None
-    source = kept.reshape(-1).nonzero().squeeze(1)
+    source = present.reshape(-1).nonzero().squeeze(1)
     return elements._replace(positions=elements.positions[source], source=source)
 
 

@@ -112,11 +112,11 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
     source, scale = touched.source, touched.scale
     if slots <= touched.slots:  # the mask is as coarse as the gradient, or coarser
         per = touched.slots // slots if slots else 1
-        kept = mask[positions.div(per, rounding_mode="floor")].nonzero().squeeze(1)
+        held = mask[positions.div(per, rounding_mode="floor")].nonzero().squeeze(1)
         return touched._replace(
-            positions=positions[kept],
-            source=kept if source is None else source[kept],
-            scale=None if scale is None else scale[kept],
+            positions=positions[held],
+            source=held if source is None else source[held],
+            scale=None if scale is None else scale[held],
         )
     per = slots // touched.slots
     entries, columns = mask.view(touched.slots, per)[positions].nonzero(as_tuple=True)

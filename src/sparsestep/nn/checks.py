@@ -59,9 +59,9 @@ def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: boo
         raise refusal(table, contract, _kind(offsets), remedy)
     if offsets.device != ids.device:
         raise refusal(table, f"offsets must be on the ids' device, {ids.device}", offsets.device)
-    number, count = ids.numel(), offsets.numel()
+    id_count, count = ids.numel(), offsets.numel()
     if not count:
-        if with_last or number:
+        if with_last or id_count:
             raise refusal(table, "offsets must begin with 0", "no offsets")
         return
     if count <= _FEW:  # in Python: three operations of torch would cost as much as the look-up
@@ -70,11 +70,11 @@ def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: boo
     else:
         first, last = int(offsets[0]), int(offsets[-1])
         rises = not bool((offsets[1:] < offsets[:-1]).any())
-    if first != 0 or not rises or last > number or (with_last and last != number):
-        raise _bad_offset(table, number, offsets.tolist())
+    if first != 0 or not rises or last > id_count or (with_last and last != id_count):
+        raise _bad_offset(table, id_count, offsets.tolist())
 
 
-def _bad_offset(table: nn.Module, number: int, offsets: list[int]) -> InputError:
+def _bad_offset(table: nn.Module, id_count: int, offsets: list[int]) -> InputError:
     if offsets[0] != 0:
         return refusal(table, "offsets must begin with 0", f"{offsets[0]} at position 0")
     for position, (before, value) in enumerate(pairwise(offsets), 1):
@@ -82,10 +82,10 @@ def _bad_offset(table: nn.Module, number: int, offsets: list[int]) -> InputError
             got = f"{value} at position {position}, after {before}"
             return refusal(table, "offsets must not decrease", got)
     for position, value in enumerate(offsets):
-        if value > number:
-            contract = f"offsets must be at most the number of ids, {number}"
+        if value > id_count:
+            contract = f"offsets must be at most the number of ids, {id_count}"
             return refusal(table, contract, f"{value} at position {position}")
-    contract = f"with include_last_offset the last offset must be the number of ids, {number}"
+    contract = f"with include_last_offset the last offset must be the number of ids, {id_count}"
     return refusal(table, contract, f"{offsets[-1]} at position {len(offsets) - 1}")
 
 

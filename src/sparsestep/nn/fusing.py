@@ -63,18 +63,18 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
     """
     found = _tables(model)
-    chosen = _chosen(model, found, only)
-    reasons = {name: why_not(table) for name, table in chosen.items()}
+    selected = _select(model, found, only)
+    reasons = {name: why_not(table) for name, table in selected.items()}
     left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
     if left:
         text = "these tables keep torch's gradient: " + ", ".join(left)
         warn(UserWarning, f"fuse: {text}.")
-    elif not chosen:
+    elif not selected:
         why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
         if found:
             why = f"only={only!r} chooses none of the model's tables"
         warn(UserWarning, f"fuse: nothing to do: {why}.")
-    for name, table in chosen.items():
+    for name, table in selected.items():
         if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag):
             make_ours(table, name)
             _log.info("fused %s, %s", name or "the model", table)
@@ -85,7 +85,7 @@ def _tables(model: torch.nn.Module) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if isinstance(each, _TABLES)}
 
 
-def _chosen(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[str, Any]:
+def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[str, Any]:
     """The tables that ``only`` lets through."""
     if only is None:
         return tables

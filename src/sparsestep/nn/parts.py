@@ -40,10 +40,10 @@ def part(
     # Copies in any case: ids may be a buffer that the next batch is read into, and factors a
     # parameter that the same step updates.
     if padding >= 0:
-        kept = (ids != padding).nonzero().squeeze(1)
-        positions = ids[kept].long()
-        source = kept if source is None else source[kept]
-        scale = None if scale is None else scale[kept]
+        present = (ids != padding).nonzero().squeeze(1)
+        positions = ids[present].long()
+        source = present if source is None else source[present]
+        scale = None if scale is None else scale[present]
     else:
         positions = _copy(ids, torch.int64)
         scale = None if scale is None else _copy(scale, scale.dtype)

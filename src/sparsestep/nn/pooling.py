@@ -275,8 +275,8 @@ class _Pooled(torch.autograd.Function):
         ctx.looked = [_Looked.of(bags) for bags in asked]
         saved: list[Tensor | None] = []
         outputs = []
-        for number, (bags, looked) in enumerate(zip(asked, ctx.looked, strict=True)):
-            factors = tensors[tables + number]
+        for index, (bags, looked) in enumerate(zip(asked, ctx.looked, strict=True)):
+            factors = tensors[tables + index]
             found, counted, winners = _look_up(bags, factors)
             outputs.append(found)
             is_max = looked.mode == "max"
@@ -286,7 +286,7 @@ class _Pooled(torch.autograd.Function):
                 counted if is_max or (looked.mode == "mean" and looked.padding >= 0) else None,
                 winners if is_max else None,
                 factors,
-                bags.weight if ctx.needs_input_grad[1 + tables + number] else None,
+                bags.weight if ctx.needs_input_grad[1 + tables + index] else None,
             )
         ctx.save_for_backward(*saved)
         return tuple(outputs)
@@ -302,14 +302,14 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
     everything = ctx.saved_tensors
     of_weights: list[Any] = [None] * tables
     of_factors: list[Any] = [None] * tables
-    for number, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
+    for index, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
         if grad is None:
             continue
-        saved = _Saved(*everything[fields * number : fields * (number + 1)])
-        if wanted[number]:
-            of_weights[number] = compact([looked.part(saved, grad)], looked.shape, grad)
-        if wanted[tables + number]:
-            of_factors[number] = _of_factors(looked, saved, grad)
+        saved = _Saved(*everything[fields * index : fields * (index + 1)])
+        if wanted[index]:
+            of_weights[index] = compact([looked.part(saved, grad)], looked.shape, grad)
+        if wanted[tables + index]:
+            of_factors[index] = _of_factors(looked, saved, grad)
     return None, *of_weights, *of_factors
 
 

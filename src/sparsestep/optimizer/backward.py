@@ -24,14 +24,14 @@ class StepInBackward:
         if not isinstance(backwards, int) or backwards < 1:
             raise InputError(sentence("backwards must be a whole number, at least 1", backwards))
         places = {
-            id(param): (number, index)
-            for number, group in enumerate(optimizer.param_groups)
+            id(param): (group_index, index)
+            for group_index, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
         }
         # The gradient of a sharded table is complete when all ranks need it: in step().
         everything = (each for each in optimizer._all_params() if source_of(each) is None)
-        chosen = list(params if params is not None else everything)
-        for param in chosen:
+        wanted = list(params if params is not None else everything)
+        for param in wanted:
             if id(param) not in places:
                 contract = "step_in_backward takes parameters of this optimizer"
                 raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
@@ -50,7 +50,7 @@ class StepInBackward:
         self._began = optimizer._rounds
         self._handles = [
             param.register_post_accumulate_grad_hook(self._arrived)
-            for param in chosen
+            for param in wanted
             if param.requires_grad
         ]
 
@@ -86,13 +86,15 @@ class StepInBackward:
 
     def _update(self, param: Tensor) -> None:
         optimizer = self._optimizer
-        number, index = self._places[id(param)]
+        group_index, index = self._places[id(param)]
         groups = optimizer.param_groups
         step = Plan(optimizer)
-        if groups[number].get("stochastic_rounding"):
-            for earlier in range(number):  # the random bits depend on how many parameters they have
+        if groups[group_index].get("stochastic_rounding"):
+            for earlier in range(
+                group_index
+            ):  # the random bits depend on how many parameters they have
                 step.add_group(earlier, groups[earlier], grads=[])
-        step.add_group(number, groups[number], only=index)
+        step.add_group(group_index, groups[group_index], only=index)
         step.run()
 
     def remove(self) -> None:

@@ -78,8 +78,8 @@ class RuleOptimizer(CatchesUp):
 
     def _set_as_a_whole(self) -> dict[str, Any]:
         """What was chosen for the optimizer as a whole, but for the defaults."""
-        chosen = {name: getattr(self, name) for name in options.WHOLE}
-        return {name: value for name, value in chosen.items() if value != options.WHOLE[name]}
+        whole = {name: getattr(self, name) for name in options.WHOLE}
+        return {name: value for name, value in whole.items() if value != options.WHOLE[name]}
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
@@ -96,7 +96,7 @@ class RuleOptimizer(CatchesUp):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own, as torch's optimizers do."""
-        number = len(self.param_groups)
+        group_index = len(self.param_groups)
         with speaking(type(self).__name__):
             if isinstance(param_group, dict):
                 if "params" not in param_group:
@@ -111,10 +111,12 @@ class RuleOptimizer(CatchesUp):
                 with usable(_KINDS):
                     self._check_options(param_group)
                     options.check(param_group)
-                self._check_params(number, param_group)
+                self._check_params(group_index, param_group)
                 by_row = self._rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":
-                    self._groups.read(self, number, param_group)  # refuses what has no such form
+                    self._groups.read(
+                        self, group_index, param_group
+                    )  # refuses what has no such form
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()
@@ -137,8 +139,8 @@ class RuleOptimizer(CatchesUp):
 
     def __repr__(self) -> str:
         who, rest = super().__repr__().split(" (", 1)
-        chosen = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
-        return f"{who} ({chosen}{rest}"
+        settings = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
+        return f"{who} ({settings}{rest}"
 
     # The step
 
@@ -187,8 +189,8 @@ class RuleOptimizer(CatchesUp):
     def _plan_step(self) -> None:
         self._before = None
         plan = Plan(self)
-        for number, group in enumerate(self.param_groups):
-            plan.add_group(number, group)
+        for group_index, group in enumerate(self.param_groups):
+            plan.add_group(group_index, group)
         if plan.repeats:
             uninterrupted(lambda: self._run_with_repeats(plan))
             return
@@ -198,19 +200,19 @@ class RuleOptimizer(CatchesUp):
 
     def _run_with_repeats(self, plan: Plan) -> None:
         plan.run()
-        for number, index in plan.repeats:
+        for group_index, index in plan.repeats:
             # A parameter given more than once (torch warns of it) goes on from where it arrived.
             another = Plan(self)
-            another.add_group(number, self.param_groups[number], only=index)
+            another.add_group(group_index, self.param_groups[group_index], only=index)
             another.run()
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
     # step itself, so it is used only where somebody would notice.
     _observed_step = Optimizer.profile_hook_step(_step)
 
-    def _settings_of(self, number: int, group: dict[str, Any]) -> Settings:
+    def _settings_of(self, group_index: int, group: dict[str, Any]) -> Settings:
         """What a param group says about its updates, now."""
-        return self._groups.settings_of(self, number, group)
+        return self._groups.settings_of(self, group_index, group)
 
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1

@@ -53,21 +53,21 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
     if sizes[0] != sizes[1]:
         return None
     found = Checkpoint([], [])
-    for number, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
+    for group_index, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
         missing = {name: group[name] for name in names if name in group and name not in new}
         known = {**missing, **new, "params": group["params"]}
         found.missing.append(missing)
         try:
-            rule = _rule_of(optimizer, number, known)
+            rule = _rule_of(optimizer, group_index, known)
         except InputError as error:
-            raise InputError(f"{who}: group {number} of the checkpoint: {error}") from None
+            raise InputError(f"{who}: group {group_index} of the checkpoint: {error}") from None
         for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
             if key not in saved["state"]:
                 continue
             try:
                 record = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
             except InputError as error:
-                raise InputError(f"{name_of(who, group, number, index)}: {error}") from None
+                raise InputError(f"{name_of(who, group, group_index, index)}: {error}") from None
             if record.get("step") is not None:
                 record["step"] = optimizer._new_count(known, param, int(record["step"]))
             found.state.append((param, record))
@@ -94,7 +94,7 @@ def _check_form(saved: Any) -> None:
             raise InputError(sentence(contract, got))
 
 
-def _rule_of(optimizer: StateKeeper, number: int, group: Group) -> Rule:
+def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
     """The rule that a group selects; raises where its options are none that it could be made of."""
     with usable("its options must be such as the optimizer could be made with"):
         check_switches(optimizer, group)
@@ -103,7 +103,9 @@ def _rule_of(optimizer: StateKeeper, number: int, group: Group) -> Rule:
         rule = optimizer._rule_for(group)
         by_row = rule.by_row or optimizer.semantics == "dense"
         if optimizer.semantics == "dense":
-            optimizer._groups.read(optimizer, number, dict(group))  # refuses what has no such form
+            optimizer._groups.read(
+                optimizer, group_index, dict(group)
+            )  # refuses what has no such form
         masks.checked(group.get("mask"), group["params"], by_row=by_row)
     return rule
 

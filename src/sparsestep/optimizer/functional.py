@@ -108,8 +108,8 @@ class FunctionalOptimizer:
                 f"parameters! Params length: {len(params)}. Gradients length: {len(gradients)}. "
                 "Pass None for a parameter without a gradient."
             )
-        meant = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
-        with self._alone_with(meant):
+        targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
+        with self._alone_with(targets):
             step = Plan(self._optimizer)
             step.add_group(0, self.param_group, grads=gradients)
             step.run()
@@ -187,8 +187,8 @@ class FunctionalOptimizer:
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date that ``semantics="dense"`` has left behind."""
-        meant = self.param_group["params"] if param is None else [param]
-        with self._alone_with(meant):
+        targets = self.param_group["params"] if param is None else [param]
+        with self._alone_with(targets):
             self._optimizer.catch_up(param, rows)
 
     def state_dict(self) -> StateDict:

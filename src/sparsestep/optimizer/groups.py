@@ -45,16 +45,16 @@ class Groups:
     def __init__(self) -> None:
         self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
 
-    def settings_of(self, optimizer: Declaration, number: int, group: Group) -> Settings:
+    def settings_of(self, optimizer: Declaration, group_index: int, group: Group) -> Settings:
         """What a param group says about its updates, now."""
         values = tuple(group.values())
-        known = self._settings.get(number)
+        known = self._settings.get(group_index)
         if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
             return known[1]
-        settings = self.read(optimizer, number, group)
+        settings = self.read(optimizer, group_index, group)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
         if all(map(_is_constant, changeable)):
-            self._settings[number] = (values, settings)
+            self._settings[group_index] = (values, settings)
         return settings
 
     def as_they_were(self, count: int) -> list[tuple[tuple[Any, ...], Any]] | None:
@@ -64,10 +64,10 @@ class Groups:
             count: how many groups there are.
         """
         before = []
-        for number in range(count):
-            if number not in self._settings:
+        for group_index in range(count):
+            if group_index not in self._settings:
                 return None
-            values, settings = self._settings[number]
+            values, settings = self._settings[group_index]
             group = settings.core.get("group")
             # Masks and random bits are looked after in every step.
             if group is None or "selections" in settings.core or settings.seed is not None:
@@ -76,14 +76,16 @@ class Groups:
         return before
 
     @staticmethod
-    def read(optimizer: Declaration, number: int, group: Group) -> Settings:
+    def read(optimizer: Declaration, group_index: int, group: Group) -> Settings:
         """Read it, whatever is known already.
 
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
         gradients are being applied, it is too late to.
         """
-        with usable(f"the options of param group {number} must be such as it could be made with"):
-            return _settings(optimizer, number, group)
+        with usable(
+            f"the options of param group {group_index} must be such as it could be made with"
+        ):
+            return _settings(optimizer, group_index, group)
 
     @staticmethod
     def selections_of(
@@ -113,10 +115,10 @@ class Groups:
         return known
 
 
-def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
+def _settings(optimizer: Declaration, group_index: int, group: Group) -> Settings:
     if optimizer._has_torch_kernel:
         checks.torch_kernel(group, takes_tensors=optimizer._foreach_takes_tensors)
-        _check_numbers(number, group)
+        _check_numbers(group_index, group)
     missing = optimizer._required_options - group.keys()
     if missing:
         raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
@@ -129,17 +131,17 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer._own_options
     hyper = {
-        name: group[name] if name in own else options.plain(group[name])
+        name: group[name] if name in own else options.to_numbers(group[name])
         for name in rule.hyperparameters
     }
-    lr = options.number(group.get("lr", 0.0))  # a user's own rule may have none, or another kind
+    lr = options.to_number(group.get("lr", 0.0))  # a user's own rule may have none, or another kind
     if "lr" not in own:
         lr = lr + 0.0  # neither text nor a pair
     if "lr" in hyper:
         hyper["lr"] = lr
     decay = 0.0 if "weight_decay" in optimizer._own_options else group.get("weight_decay", 0.0)
     if decay:
-        decay = options.number(decay)
+        decay = options.to_number(decay)
     decoupled = decay and (
         optimizer._always_decoupled or options.read(group, "decoupled_weight_decay")
     )
@@ -158,17 +160,17 @@ def _settings(optimizer: Declaration, number: int, group: Group) -> Settings:
         float(1 - lr * decay) if decoupled else 1.0,
         group.get("state_dtype"),
         options.seed_of(group),
-        partial(name_of, type(optimizer).__name__, group, number),
+        partial(name_of, type(optimizer).__name__, group, group_index),
         optimizer._uses_torch(group),
     )
 
 
-def _check_numbers(number: int, group: Group) -> None:
+def _check_numbers(group_index: int, group: Group) -> None:
     """Refuse what is no number; a formula may not look at an option that torch's kernel takes."""
     for name in NUMBERS:
         if name in group:
-            with usable(f"{name} of param group {number} must be a number"):
-                options.number(group[name]) + 0.0
+            with usable(f"{name} of param group {group_index} must be a number"):
+                options.to_number(group[name]) + 0.0
 
 
 def check_switches(optimizer: Declaration, group: Group) -> None:
@@ -188,18 +190,18 @@ def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> m
     return masks.Selection(mask, param.shape)
 
 
-def name_of(who: str, group: Group, number: int, index: int) -> str:
+def name_of(who: str, group: Group, group_index: int, index: int) -> str:
     """How messages name a parameter.
 
     Args:
         who: the optimizer's name.
         group: the param group.
-        number: the group's.
+        group_index: of the group in the optimizer.
         index: the parameter's, in the group.
     """
     names = group.get("param_names")
     name = f" ({names[index]})" if names and index < len(names) else ""
-    return f"{who}: param {index} of group {number}{name}"
+    return f"{who}: param {index} of group {group_index}{name}"
 
 
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:

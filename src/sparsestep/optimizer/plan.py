@@ -51,7 +51,7 @@ class Plan:
 
     def add_group(
         self,
-        number: int,
+        group_index: int,
         group: Group,
         only: int | None = None,
         grads: Sequence[Gradient | None] | None = None,
@@ -59,14 +59,14 @@ class Plan:
         """Take the gradients of a param group.
 
         Args:
-            number: the group's.
+            group_index: of the group in the optimizer.
             group: the param group.
-            only: the number of the one parameter that is meant.
-            grads: gradients passed by hand, one for each parameter that is meant.
+            only: the index of the one parameter to update.
+            grads: gradients passed by hand, one for each parameter to update.
         """
         optimizer, params = self._optimizer, group["params"]
         try:
-            settings = optimizer._groups.settings_of(optimizer, number, group)
+            settings = optimizer._groups.settings_of(optimizer, group_index, group)
             selections = None
             if group.get("mask") is not None:
                 selections = optimizer._groups.selections_of(optimizer, group, settings)
@@ -82,7 +82,7 @@ class Plan:
             if grad is None:
                 continue
             if id(param) in self._seen:
-                self.repeats.append((number, index))
+                self.repeats.append((group_index, index))
                 continue
             self._seen.add(id(param))
             selection = None if selections is None else selections[index]
@@ -115,23 +115,23 @@ class Plan:
         params: list[Tensor],
         grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
-        """Let the core claim what is in its usual form; the numbers of the other parameters."""
+        """Let the core claim what is in its usual form; the indices of the other parameters."""
         optimizer, native = self._optimizer, self._native
-        numbers = range(first, first + len(params))
+        indices = range(first, first + len(params))
         if native is None or group.get("differentiable"):
-            return numbers
-        chosen = None
+            return indices
+        for_core = None
         if selections is not None:
             if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
-                return numbers
-            chosen = [None if s is None else s.for_core for s in selections[first : numbers.stop]]
+                return indices
+            for_core = [None if s is None else s.for_core for s in selections[first : indices.stop]]
         declined = native.try_claim(
-            settings, params, optimizer.state, optimizer._known, self._seen, chosen, grads, first
+            settings, params, optimizer.state, optimizer._known, self._seen, for_core, grads, first
         )
         if self._catch_ups is not None:
             given = [param.grad for param in params] if grads is None else grads
             left = set(declined)
-            for index, param, grad in zip(numbers, params, given, strict=True):
+            for index, param, grad in zip(indices, params, given, strict=True):
                 if grad is not None and index not in left:
                     try:
                         self._catch_ups.add(

@@ -115,11 +115,15 @@ class StateKeeper(Declaration):
         """
         self._materialize(lambda param: True)
 
-    def _materialize(self, chosen: Callable[[Tensor], bool]) -> None:
+    def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
             rule = self._rule_for(group)
             for param in group["params"]:
-                if self.state.get(param) or not self._begins_with_zeros(group) or not chosen(param):
+                if (
+                    self.state.get(param)
+                    or not self._begins_with_zeros(group)
+                    or not is_wanted(param)
+                ):
                     continue
                 memory = parameters.memory_of(param)
                 made = states.new(rule, memory, group, group.get("state_dtype"))

@@ -177,7 +177,7 @@ class RAdam(RuleOptimizer, Optimizer):
     @staticmethod
     def _torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
-        beta1, beta2 = options.plain(batch.group["betas"])
+        beta1, beta2 = options.to_numbers(batch.group["betas"])
         torch_radam(
             batch.params,
             batch.grads,

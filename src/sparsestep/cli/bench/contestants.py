@@ -39,8 +39,8 @@ class Contestant(ABC):
     def __init__(self, workload: Workload) -> None: ...
 
     @abstractmethod
-    def before(self, number: int) -> None:
-        """Get ready for a step with the gradients of set ``number``; not timed."""
+    def before(self, set_index: int) -> None:
+        """Get ready for a step with the gradients of ``set_index``; not timed."""
 
     @abstractmethod
     def step(self) -> None:
@@ -66,9 +66,9 @@ class OptimizerContestant(Contestant):
     def make(self, params: list[Parameter]) -> Optimizer:
         """The optimizer."""
 
-    def before(self, number: int) -> None:
+    def before(self, set_index: int) -> None:
         """Put the gradients where the optimizer looks for them."""
-        for param, gradient in zip(self.params, self._gradients[number], strict=True):
+        for param, gradient in zip(self.params, self._gradients[set_index], strict=True):
             param.grad = gradient
 
     def step(self) -> None:
@@ -169,9 +169,9 @@ class Native(OptimizerContestant):
             self.step()
             workload.states[rule.name] = tensors(rule, self.optimizer, self.params)
 
-    def before(self, number: int) -> None:
+    def before(self, set_index: int) -> None:
         """The same; and soon, off the clock, the huge pages that a long training gets in time."""
-        super().before(number)
+        super().before(set_index)
         self._steps += 1
         if self._steps == _STEPS_UNTIL_STATE_IS_KNOWN:
             assert isinstance(self.optimizer, RuleOptimizer)

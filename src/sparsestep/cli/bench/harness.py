@@ -49,8 +49,8 @@ Follow = Callable[[float], None]
 class Racer(Protocol):
     """What takes turns; see ``Contestant``."""
 
-    def before(self, number: int, /) -> None:
-        """Get ready for a step with the gradients of set ``number``; not timed."""
+    def before(self, set_index: int, /) -> None:
+        """Get ready for a step with the gradients of ``set_index``; not timed."""
 
     def step(self) -> None:
         """The step; timed."""
@@ -75,12 +75,12 @@ def race(
     """
     times: list[list[float]] = [[] for _ in racers]
     with _no_garbage_collection():
-        for number in range(WARM_UP_ROUNDS):
-            _round(racers, number)
+        for round_index in range(WARM_UP_ROUNDS):
+            _round(racers, round_index)
             follow(0.0)
         began = perf_counter()
-        for number in range(WARM_UP_ROUNDS, WARM_UP_ROUNDS + most):
-            for each, elapsed in zip(times, _round(racers, number), strict=True):
+        for round_index in range(WARM_UP_ROUNDS, WARM_UP_ROUNDS + most):
+            for each, elapsed in zip(times, _round(racers, round_index), strict=True):
                 each.append(elapsed)
             count, used = len(times[0]), perf_counter() - began
             follow(max(min(count / LEAST_ROUNDS, used / seconds), count / most))
@@ -89,10 +89,10 @@ def race(
     return times
 
 
-def _round(racers: Sequence[Racer], number: int) -> list[float]:
+def _round(racers: Sequence[Racer], round_index: int) -> list[float]:
     times = []
     for turn, racer in enumerate(racers):
-        racer.before((number + 3 * turn) % SETS)
+        racer.before((round_index + 3 * turn) % SETS)
         began = perf_counter_ns()
         racer.step()
         times.append((perf_counter_ns() - began) / 1e6)

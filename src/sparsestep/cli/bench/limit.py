@@ -122,12 +122,12 @@ class Limit(Contestant):
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 
-    def before(self, number: int) -> None:
+    def before(self, set_index: int) -> None:
         """Look up the addresses."""
         self._step += 1
         self._calls = []
         tables = zip(
-            self._plans[number], self.params, self._states, self._sets[number], strict=True
+            self._plans[set_index], self.params, self._states, self._sets[set_index], strict=True
         )
         for each, param, state, gradient in tables:
             order = _addresses(each.slots, each.offsets, each.entries, gradient.values)
@@ -164,7 +164,7 @@ def _first_states(optimizer: RuleOptimizer, gradients: list[Gradient]) -> list[l
     optimizer._huge_pages.move_all()
     states = tensors(rule, optimizer, params)
     for state, gradient in zip(states, gradients, strict=True):
-        for kept, tensor in zip(rule.state, state, strict=True):
-            initial = group[kept.initial] if isinstance(kept.initial, str) else kept.initial
+        for spec, tensor in zip(rule.state, state, strict=True):
+            initial = group[spec.initial] if isinstance(spec.initial, str) else spec.initial
             tensor[gradient.positions] = initial
     return states

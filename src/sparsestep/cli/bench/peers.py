@@ -85,9 +85,9 @@ class FbgemmAdagrad(_Peer):
             values = [gradient.values for gradient in gradients]
             self._sets.append((positions, values[0] if len(values) == 1 else torch.cat(values, 1)))
 
-    def before(self, number: int) -> None:
+    def before(self, set_index: int) -> None:
         """Forward."""
-        positions, self._gradient = self._sets[number]
+        positions, self._gradient = self._sets[set_index]
         self._output = self._tables(positions, self._offsets)
 
     def step(self) -> None:
@@ -125,10 +125,10 @@ class DglSparseAdam(_Peer):
         self._optimizer = optimizers.SparseAdam(self._embeddings, lr=LEARNING_RATE)
         self._sets = workload.sets
 
-    def before(self, number: int) -> None:
+    def before(self, set_index: int) -> None:
         """Forward and backward."""
         self._optimizer.zero_grad()
-        for embedding, gradient in zip(self._embeddings, self._sets[number], strict=True):
+        for embedding, gradient in zip(self._embeddings, self._sets[set_index], strict=True):
             embedding(gradient.positions).backward(gradient.values)
 
     def step(self) -> None:

@@ -61,10 +61,10 @@ def gradient_sets(case: Case) -> list[list[Gradient]]:
     ]
     return [
         [
-            _gradient(case, case.positions(number * case.tables + table), each)
-            for table, each in enumerate(values[number % distinct])
+            _gradient(case, case.positions(set_index * case.tables + table), each)
+            for table, each in enumerate(values[set_index % distinct])
         ]
-        for number in range(SETS)
+        for set_index in range(SETS)
     ]
 
 
