@@ -6,13 +6,14 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import quantiles
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from sparsestep.cli.bench.harness import Racer, race
+from sparsestep.cli.bench.results import WIDEST_SPREAD, spread
 from sparsestep.cli.options import whole_number
 
 
@@ -41,8 +42,12 @@ class Stepping:
 
 
 def medians(racers: Sequence[Racer], rounds: int) -> list[float]:
-    """The median time of each, in milliseconds."""
-    return [median(times) for times in race(racers, math.inf, most=rounds)]
+    """The median time of each, in milliseconds; says so where the machine was disturbed."""
+    measured = race(racers, math.inf, most=rounds)
+    quartiles = [quantiles(times, n=4, method="inclusive") for times in measured]
+    if max(spread(*each) for each in quartiles) > WIDEST_SPREAD:
+        print("The machine was disturbed: wait and run again before you trust this:")
+    return [middle for _, middle, _ in quartiles]
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:

@@ -51,6 +51,17 @@ Extent extent(const T* begin, int64_t count) {
 // Rows of values that a job may read.
 int64_t value_rows(const Job& job) { return job.source ? job.rows : job.entries; }
 
+// The rows of values of all entries one after the other.
+std::unique_ptr<char[]> gathered_values(const Job& job) {
+    const size_t item = size_t(element_bytes(job.values.dtype)), row = size_t(job.block) * item;
+    auto copy = std::make_unique<char[]>(size_t(job.entries) * row);
+    const char* const from = static_cast<const char*>(job.values.data);
+    for (int64_t i = 0; i < job.entries; ++i) {
+        std::memcpy(copy.get() + size_t(i) * row, from + job.source[i] * int64_t(item), row);
+    }
+    return copy;
+}
+
 // Calls visit(extent) for everything that the job writes.
 template <class Visit>
 void for_each_written(const Job& job, const Visit& visit) {
@@ -120,31 +131,48 @@ void Step::find_overlaps() {
             std::lower_bound(written.begin(), written.end(), Extent{read.end, read.end});
         return after != written.begin() && std::prev(after)->end > read.begin;
     };
+    for (int64_t j = 0; j < count_; ++j) {
+        copy_if(jobs_[j], is_written);
+        uniques_[size_t(j)].use_positions(jobs_[j].positions);
+    }
+}
+
+template <class IsWritten>
+void Step::copy_if(Job& job, const IsWritten& is_written) {
     const auto copied = [&](const Extent& read) -> char* {
         const size_t bytes = size_t(read.end - read.begin);
         copies_.push_back(std::make_unique<char[]>(bytes));
         return static_cast<char*>(std::memcpy(copies_.back().get(), read.begin, bytes));
     };
-    for (int64_t j = 0; j < count_; ++j) {
-        Job& job = jobs_[j];
-        const Extent positions = extent(job.positions, job.entries);
-        const Extent source = extent(job.source, job.entries);
+    const Extent positions = extent(job.positions, job.entries);
+    const Extent source = extent(job.source, job.entries);
+    const Extent scale = extent(job.scale, job.entries, 1);
+    const Extent held = extent(job.held, value_rows(job) * job.block);
+    const bool same = job.positions == job.source;
+    if (job.value_parts) {
+        bool any = false;
+        for (int64_t i = 0; i < job.value_part_count; ++i) {
+            const Memory& part = job.value_parts[i];
+            any |= is_written(extent(static_cast<const char*>(part.data), part.bytes));
+        }
+        if (any) {
+            copies_.push_back(gathered_values(job));
+            job.values = {copies_.back().get(), job.values.dtype, job.block, 1};
+            job.source = nullptr;
+        }
+    } else {
         const Extent values = extent(job.values, value_rows(job), job.block);
-        const Extent scale = extent(job.scale, job.entries, 1);
-        const Extent held = extent(job.held, value_rows(job) * job.block);
-        const bool same = job.positions == job.source;
-        if (is_written(positions)) {
-            job.positions = reinterpret_cast<const int64_t*>(copied(positions));
-            uniques_[size_t(j)].use_positions(job.positions);
-            if (same) job.source = job.positions;
-        }
-        if (!same && is_written(source)) {
-            job.source = reinterpret_cast<const int64_t*>(copied(source));
-        }
         if (is_written(values)) job.values.data = copied(values);
-        if (is_written(scale)) job.scale.data = copied(scale);
-        if (is_written(held)) job.held = reinterpret_cast<const bool*>(copied(held));
     }
+    if (is_written(positions)) {
+        job.positions = reinterpret_cast<const int64_t*>(copied(positions));
+        if (same) job.source = job.positions;
+    }
+    if (job.source && !same && is_written(source)) {
+        job.source = reinterpret_cast<const int64_t*>(copied(source));
+    }
+    if (is_written(scale)) job.scale.data = copied(scale);
+    if (is_written(held)) job.held = reinterpret_cast<const bool*>(copied(held));
 }
 
 void Step::find_chains() {

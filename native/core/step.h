@@ -38,6 +38,8 @@ private:
     std::optional<BadEntry> first_bad_entry();
     void find_chains();
     void find_overlaps();
+    template <class IsWritten>
+    void copy_if(Job& job, const IsWritten& is_written);  // what it reads and the step writes
     void add_pieces(int64_t job);
     void add_heavy(int64_t job, int64_t entry);
     void apply(size_t begin, size_t end);

@@ -17,6 +17,11 @@ struct View {
     int64_t element_stride;
 };
 
+struct Memory {
+    const void* data;
+    int64_t bytes;
+};
+
 constexpr int max_states = 4;
 constexpr int max_slot_states = 2;
 constexpr int max_options = 8;
@@ -64,6 +69,10 @@ struct Job {
     bool stochastic;  // round half-precision tensors up or down at random
     uint64_t seed;    // of that randomness: one for each parameter and step
     View values;      // [rows, block]
+    // Where values are in several places: all of them. Then `source` has the elements between
+    // values.data and each entry's row instead of the row's number, and the slot stride is 1.
+    const Memory* value_parts;
+    int64_t value_part_count;
     View param;
     View state[max_states];            // a number for each element
     View slot_state[max_slot_states];  // a number for each slot

@@ -33,13 +33,24 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int6
 }
 
 // The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
-// where the core has no way to read it; a position, where that is no slot.
-nb::object run_norms(nb::tuple touched, int order, nb::object norms, int threads,
+// where the core has no way to read its parts; a position, where that is no slot.
+nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
                      int instruction_set) {
     const KernelTable& table = kernels_of(instruction_set);
-    if (nb::len(touched) != 7 || !touched[6].is_none()) throw nb::value_error("no such gradient");
     Job job{};
-    if (!read_gradient(touched, job) || job.whole) return nb::none();
+    std::vector<std::unique_ptr<Joined>> joined;
+    if (nb::len(parts) > 1) {
+        job.slots = nb::cast<int64_t>(parts[0][2]);
+        job.block = nb::cast<int64_t>(parts[0][3]);
+        if (!names().exchange || !read_parts(parts, job.slots, job.block, job, joined)) {
+            return nb::none();
+        }
+    } else {
+        const nb::tuple touched = nb::cast<nb::tuple>(parts[0]);
+        if (nb::len(touched) != 7 || !touched[6].is_none())
+            throw nb::value_error("no such gradient");
+        if (!read_gradient(touched, job) || job.whole) return nb::none();
+    }
     if (numel(norms) != job.entries) throw nb::value_error("there must be a norm for each entry");
     job.by_slot = true;
     job.order = Norm(order);
@@ -116,7 +127,7 @@ NB_MODULE(_native, module) {
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
                nb::arg("source").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
-    module.def("norms", &run_norms, nb::arg("touched"), nb::arg("order"), nb::arg("norms"),
+    module.def("norms", &run_norms, nb::arg("parts"), nb::arg("order"), nb::arg("norms"),
                nb::arg("threads"), nb::arg("instruction_set"),
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "
                "cannot, else a tuple with a position that is no slot, or None.");

@@ -182,7 +182,7 @@ private:
             return false;
         }
         Job job{};
-        if (!read_usual(own, grad, selection, job, alive_)) return false;
+        if (!read_usual(own, grad, selection, job, alive_, joined_)) return false;
         const auto view = own.view(job.block);
         if (!view) return false;
         job.param = *view;
@@ -240,6 +240,7 @@ private:
     std::unique_ptr<Step> step_;  // once it is prepared
     nb::list written_;            // parameters
     std::vector<nb::object> alive_;
+    std::vector<std::unique_ptr<Joined>> joined_;
 };
 
 }  // namespace

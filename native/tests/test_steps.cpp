@@ -205,6 +205,34 @@ void test_rows_of_values_by_number() {
     });
 }
 
+void test_values_in_several_places() {
+    Problem<float> problem(500, 24, random_positions(3000, 500, 14), 14);
+    Problem<float> expected = problem;
+    expected.solve_plainly();
+    for_each_set([&](const InstructionSet& set) {
+        Problem<float> ours = problem;
+        Job job = ours.job(set);
+        std::vector<float> first(ours.values.begin(), ours.values.begin() + 1000 * 24);
+        std::vector<float> second(ours.values.begin() + 1000 * 24, ours.values.end());
+        std::vector<int64_t> source;
+        const int64_t apart =
+            (reinterpret_cast<intptr_t>(second.data()) - reinterpret_cast<intptr_t>(first.data())) /
+            int64_t(sizeof(float));
+        for (int64_t i = 0; i < 3000; ++i) {
+            source.push_back(i < 1000 ? i * 24 : apart + (i - 1000) * 24);
+        }
+        const Memory parts[] = {{first.data(), int64_t(first.size() * sizeof(float))},
+                                {second.data(), int64_t(second.size() * sizeof(float))}};
+        job.source = source.data();
+        job.values.data = first.data();
+        job.values.slot_stride = 1;
+        job.value_parts = parts;
+        job.value_part_count = 2;
+        check(!step(&job, 1, 2), "values in several places");
+        check(ours == expected, std::string("values in several places with ") + set.name);
+    });
+}
+
 void test_bad_positions_change_nothing() {
     for (int64_t bad : {int64_t(-1), int64_t(1000), int64_t(1) << 62, INT64_MIN, INT64_MAX}) {
         for (size_t at : {size_t(0), size_t(8191), size_t(8192), size_t(29999)}) {
@@ -272,6 +300,7 @@ void sparsestep::testing::test_steps() {
     test_regular_distances();
     test_whole_parameter();
     test_rows_of_values_by_number();
+    test_values_in_several_places();
     test_bad_positions_change_nothing();
     test_several_jobs_and_shared_memory();
     test_concurrent_steps();

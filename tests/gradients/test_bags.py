@@ -75,7 +75,7 @@ def test_norms_are_those_of_the_sums(engine: str, order: float, grad: Touched, d
     assert slots is not None
     wanted = torch.linalg.vector_norm(total.double(), order, dim=1)
     with running_on(engine):
-        found = slot_norms(grad, order)
+        found = slot_norms((grad,), order)
     assert found is not None
     first = [grad.positions.tolist().index(slot) for slot in slots.tolist()]
     torch.testing.assert_close(found[first], wanted, rtol=1e-12, atol=0)
@@ -97,7 +97,7 @@ def test_the_bits_of_norms_depend_neither_on_threads_nor_on_the_instruction_set(
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with running_on(engine):
-                norms = slot_norms(large(), 2.0)
+                norms = slot_norms((large(),), 2.0)
                 assert norms is not None
                 found.append(norms)
     assert all(same_bits(found[0], other) for other in found[1:])
@@ -107,7 +107,7 @@ def test_the_bits_of_norms_depend_neither_on_threads_nor_on_the_instruction_set(
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
     values = torch.tensor([[math.nan, 1.0], [math.inf, 2.0], [3e38, 3e38]])
-    norms = slot_norms(Touched(torch.tensor([2, 0, 1]), values, 3, 2), order)
+    norms = slot_norms((Touched(torch.tensor([2, 0, 1]), values, 3, 2),), order)
     assert norms is not None
     assert norms[0].isnan()
     assert norms[1] == math.inf
@@ -119,12 +119,13 @@ def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
 @needs_core
 def test_norms_at_places_that_are_no_slots_are_refused():
     with pytest.raises(InputError, match=r"must be in \[0, 3\). Got 3"):
-        slot_norms(Touched(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2), 2.0)
+        slot_norms((Touched(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2),), 2.0)
 
 
 @needs_core
 def test_what_the_core_declines_is_none_and_not_a_norm():
     """So that whoever asks goes another way; all else above must have an answer."""
     grad = Touched(torch.tensor([0]), torch.ones(1, 2), 3, 2)
-    assert slot_norms(grad, 3.0) is None
-    assert slot_norms(grad._replace(values=torch.ones(1, 2, dtype=torch.complex64)), 2.0) is None
+    assert slot_norms((grad,), 3.0) is None
+    wrong = grad._replace(values=torch.ones(1, 2, dtype=torch.complex64))
+    assert slot_norms((wrong,), 2.0) is None

@@ -102,7 +102,12 @@ class Core(Protocol):
         threads: int,
     ) -> bool: ...
     def norms(
-        self, touched: Touched, order: int, norms: Tensor, threads: int, instruction_set: int
+        self,
+        parts: tuple[Touched, ...],
+        order: int,
+        norms: Tensor,
+        threads: int,
+        instruction_set: int,
     ) -> tuple[int | None] | None: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
     def motions(self) -> list[str]: ...

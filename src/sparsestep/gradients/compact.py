@@ -88,13 +88,15 @@ class Compact(Tensor):
 
     def touched(self) -> Touched:
         """The gradient in canonical form; no row is written out. Not once it is materialized."""
+        parts = self.parts()
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def parts(self) -> tuple[Touched, ...]:
+        """The same in parts, at least one: each look-up has left its own."""
         assert self._materialized is None
         if self.is_pending:
             summon(self)
-        if len(self._parts) == 1:
-            only: Touched = self._parts[0]
-            return only
-        return _joined(self._parts) if self._parts else _nothing(self)
+        return self._parts or (_nothing(self),)
 
     def materialize_(self) -> Tensor:
         """The ordinary gradient that it is from now on."""

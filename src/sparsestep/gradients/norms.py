@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 
 from sparsestep.core import core, isa
 from sparsestep.errors import InputError
-from sparsestep.gradients.compact import Compact
+from sparsestep.gradients.compact import Compact, positions_of
 from sparsestep.gradients.merge import summed, sums
 from sparsestep.gradients.touched import Touched, bad_index
 from sparsestep.surroundings import cat, stack
@@ -77,24 +77,27 @@ def _with_the_rest(values: Tensor, count: int, grad: Tensor, order: float) -> Te
 def _row_norms(grad: Tensor, order: float) -> Tensor | None:
     """The norms of the rows, or whatever else a gradient holds; ``None`` without the core."""
     if isinstance(grad, Compact):
-        touched = grad.touched()
+        parts = grad.parts()
+        found = slot_norms(parts, order)
+        if found is None and len(parts) > 1:
+            found = slot_norms((grad.touched(),), order)
     elif grad.sparse_dim() == 1 and not grad.is_coalesced():
         indices, values = coo_indices(grad).contiguous(), coo_values(grad).resolve_neg()
         touched = Touched(indices, values, grad.shape[0], math.prod(grad.shape[1:]))
+        found = slot_norms((touched,), order)
     else:  # its values are all there is to look at, or have to be looked for
         return None
-    found = slot_norms(touched, order)
     return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 _NORMS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/types.h
 
 
-def slot_norms(touched: Touched, order: float) -> Tensor | None:
+def slot_norms(parts: tuple[Touched, ...], order: float) -> Tensor | None:
     """The norm of every slot of a gradient, in float64; no sum is written out.
 
     Args:
-        touched: the gradient; it has positions.
+        parts: of the gradient; all have positions.
         order: of the norm.
 
     Returns:
@@ -103,22 +106,20 @@ def slot_norms(touched: Touched, order: float) -> Tensor | None:
 
     Example:
         >>> values = torch.tensor([[3.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
-        >>> slot_norms(Touched(torch.tensor([3, 1, 3]), values, 5, 2), 2.0)
+        >>> slot_norms((Touched(torch.tensor([3, 1, 3]), values, 5, 2),), 2.0)
         tensor([5., 1., 0.], dtype=torch.float64)
     """
     code = _NORMS.get(order)
-    if core is None or code is None or not touched.values.is_cpu:
+    if core is None or code is None or not all(part.values.is_cpu for part in parts):
         return None
-    positions = touched.positions
-    assert positions is not None
-    if not touched.values.is_contiguous():
-        touched = touched.in_rows()
-    found = torch.zeros(positions.numel(), dtype=torch.float64, device="cpu")
-    done = core.norms(touched, code, found, torch.get_num_threads(), isa.index)
+    parts = tuple(part if part.values.is_contiguous() else part.in_rows() for part in parts)
+    entries = sum(positions_of(part).numel() for part in parts)
+    found = torch.zeros(entries, dtype=torch.float64, device="cpu")
+    done = core.norms(parts, code, found, torch.get_num_threads(), isa.index)
     if done is None:
         return None
     if done[0] is not None:
-        raise InputError(bad_index(0, touched.slots, done[0]))
+        raise InputError(bad_index(0, parts[0].slots, done[0]))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,26 @@ def test_a_table_is_80_columns_wide(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1] == ["geometric", "mean", "12.5x", "0.75"]
 
 
+def test_there_is_no_mean_of_what_was_disturbed(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = made_up(100)
+    wide = [replace(each, upper_ms=each.median_ms * 1.4) for each in quiet.timings]
+    assert not quiet.is_disturbed
+    screen.Screen().summarise("lookups", [quiet, replace(quiet, timings=wide)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "geometric" not in shown
+    assert "no mean: the machine was disturbed; wait and run again" in shown
+    assert shown.count("(disturbed)") == 1
+
+
 def test_bars_without_unicode() -> None:
     table = screen.case_table(made_up(), plain=True)
     assert all("█" not in str(cell) for column in table.columns for cell in column.cells)
 
 
-def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "WIDEST_SPREAD", float("inf"))
     out, svg = tmp_path / "out.json", tmp_path / "out.svg"
     before = torch.get_num_threads()
     arguments = ["--suite", "small", "--suite", "lookups", "--only", "sparsestep"]
@@ -141,6 +156,7 @@ def test_unavailable_contestants_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(core, "core", None)
+    monkeypatch.setattr(results, "WIDEST_SPREAD", float("inf"))
     assert main([*TINY, "--suite", "small"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("- sparsestep, limit: installed without the C++ core.") == 2

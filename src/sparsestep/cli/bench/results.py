@@ -44,6 +44,25 @@ class Timing:
     times_torch: float | None
     of_limit: float | None
 
+    @property
+    def spread(self) -> float:
+        """Half of the distance between the quartiles, as a part of the median."""
+        return spread(self.lower_ms, self.median_ms, self.upper_ms)
+
+
+# A machine that has nothing else to do spreads a step's times by a few percent.
+WIDEST_SPREAD = 0.15
+
+
+def spread(lower: float, median: float, upper: float) -> float:
+    """Half of the distance between the quartiles, as a part of the median.
+
+    Example:
+        >>> spread(9.0, 10.0, 12.0)
+        0.15
+    """
+    return (upper - lower) / 2 / median
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -79,6 +98,11 @@ class CaseResult:
     def timing(self, contestant: str) -> Timing | None:
         """That of one contestant, if it took part."""
         return next((each for each in self.timings if each.contestant == contestant), None)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the times of a contestant vary too much for a ratio to mean anything."""
+        return any(timing.spread > WIDEST_SPREAD for timing in self.timings)
 
 
 @dataclass(frozen=True)

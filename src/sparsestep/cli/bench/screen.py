@@ -132,7 +132,10 @@ def case_table(result: CaseResult, plain: bool) -> Table:
 
 
 def summary_table(results: Sequence[CaseResult]) -> Table:
-    """This library against torch and the limit on each case, and the geometric means."""
+    """This library against torch and the limit on each case, and the geometric means.
+
+    There are no means where the machine was disturbed: they would be taken for a result.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("case")
     table.add_column("x torch", justify="right", style="bold")
@@ -141,9 +144,14 @@ def summary_table(results: Sequence[CaseResult]) -> Table:
     differ = len({result.threads for result in results}) > 1
     for result, timing in ours:
         name = _with_threads(result) if differ else result.case.name
+        if result.is_disturbed:
+            name += " (disturbed)"
         against = (timing.times_torch, timing.of_limit) if timing else (None, None)
         table.add_row(name, times(against[0]), fraction(against[1]))
     table.add_section()
+    if any(result.is_disturbed for result in results):
+        table.add_row("no mean: the machine was disturbed; wait and run again", _MISSING, _MISSING)
+        return table
     taken = [timing for _, timing in ours if timing]
     table.add_row(
         "geometric mean",
@@ -210,6 +218,4 @@ def milliseconds(value: float) -> str:
 
 
 def _spread(timing: Timing, plain: bool) -> str:
-    """Half of the distance between the quartiles, as a part of the median."""
-    part = (timing.upper_ms - timing.lower_ms) / 2 / timing.median_ms
-    return f"{'+-' if plain else '±'}{part:.0%}"
+    return f"{'+-' if plain else '±'}{timing.spread:.0%}"
