@@ -58,7 +58,12 @@ def save_half(folder: Path, rank: int, world: int, mesh: Any = None) -> None:
     for name, case in CASES.items():
         model, opt = begin(case, case.kind, mesh)
         go_on(case, model, opt, HALF, rank, world)
-        sparsestep.distributed.save(folder / f"{name}-{world}", model, opt)
+        if name == "rows":  # training goes on while it is saved, and must not be seen
+            saving = sparsestep.distributed.async_save(folder / f"{name}-{world}", model, opt)
+            go_on(case, model, opt, WHOLE, rank, world)
+            saving.result()
+        else:
+            sparsestep.distributed.save(folder / f"{name}-{world}", model, opt)
 
 
 def load_half(

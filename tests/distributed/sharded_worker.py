@@ -1,4 +1,7 @@
-"""One of two processes that share a model by FSDP2, so that its parameters are DTensors."""
+"""One of the processes that share a model by FSDP2, so that its parameters are DTensors.
+
+Two of them share each parameter. Four are two such pairs, with the same rows each: HSDP.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from sparsestep.rules import OPTIMIZERS
 from tests.distributed import pair
 
 ROWS = 7  # not the same number for both
+HYBRID = [sparsestep.AdamW, sparsestep.RowwiseAdagrad, sparsestep.SGD]
 
 
 class Model(nn.Module):
@@ -44,10 +48,12 @@ def work(rank: int, meeting: str) -> pair.Results:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, init_device_mesh
 
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    world = pair.world_size()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    names = ("replicate", "shard")[2 - world // 2 :]
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     found: pair.Results = {}
-    for optimizer in OPTIMIZERS:
+    for optimizer in OPTIMIZERS if world == 2 else HYBRID:
         model = fully_shard(Model(), mesh=mesh)
         opt = optimizer(model.parameters(), **options_of(optimizer))
         train(model, opt, range(3))

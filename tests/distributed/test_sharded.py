@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ from tests.torch_versions import SUMS_SHARDED_GRADIENTS
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
-from tests.distributed.pair import Results, run_pair
-from tests.distributed.sharded_worker import ROWS, Model, options_of, train
+from tests.distributed.pair import Results, run_pair, run_ranks
+from tests.distributed.sharded_worker import HYBRID, ROWS, Model, options_of, train
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +31,29 @@ def test_sharded_training_has_the_bits_of_one_process(
 
     Where torch takes their sum, that is twice the one.
     """
+    assert_bits_of_one_process(found, optimizer, [4, 3])
+
+
+def assert_bits_of_one_process(
+    found: list[Results], optimizer: type[torch.optim.Optimizer], rows_of_rank: list[int]
+) -> None:
     model = Model()
     opt = optimizer(model.parameters(), **options_of(optimizer))
     train(model, opt, range(6), times=2.0 if SUMS_SHARDED_GRADIENTS else 1.0)
     state = opt.state[model.table.weight]
-    for rank, rows in ((0, 4), (1, 3)):
+    for rank, rows in enumerate(rows_of_rank):
         result = found[rank][optimizer.__name__]
         assert all(map(same_bits, result["params"], model.parameters()))
         assert result["state"], "the state is sharded like the parameter"
         assert all(same_bits(value, state[name]) for name, value in result["state"].items())
         assert result["rows"] == rows
+
+
+def test_a_mesh_of_copies_and_shards(tmp_path: Path):
+    """HSDP: two pairs of processes, each of which shares the whole model."""
+    found = run_ranks("tests.distributed.sharded_worker", tmp_path, 4)
+    for optimizer in HYBRID:
+        assert_bits_of_one_process(found, optimizer, [4, 3, 4, 3])
 
 
 def test_a_sparse_gradient_is_that_of_the_local_rows(found: list[Results]):

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from sparsestep.distributed import overlap, scripted
-from sparsestep.distributed.checkpoints import consolidate, load, save
+from sparsestep.distributed.checkpoints import async_save, consolidate, load, save
 from sparsestep.distributed.lockstepping import lockstep
 from sparsestep.distributed.plan import Placement, Plan
 from sparsestep.distributed.sharding import shard
@@ -24,6 +24,7 @@ from sparsestep.rules.functional import FUNCTIONAL
 __all__ = [
     "Placement",
     "Plan",
+    "async_save",
     "consolidate",
     "load",
     "lockstep",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from concurrent.futures import Future
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.stored import Stored, as_stored, in_order, wanted
 from sparsestep.distributed.table import Table
+from sparsestep.distributed.writing import Path, read, write, write_in_background
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
 
-Path: TypeAlias = str | os.PathLike[str]
 _ABOUT = "about"
 
 
@@ -49,20 +47,38 @@ def save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     what = _Model(model, optimizer)
-    optimizer.catch_up()
-    bool(optimizer.state)  # makes what is missing: a checkpoint has the state of every parameter
-    entries: dict[str, Any] = {}
-    for name, tensor in what.model.state_dict().items():
-        entries[f"model.{name}"] = as_stored(what.tables.get(name), tensor)
-    for name, param in what.params.items():
-        table = what.tables.get(name)
-        if table is None or table.is_here:
-            for key, value in optimizer.state.get(param, {}).items():
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                entries[f"state.{name}.{key}"] = as_stored(table, tensor)
-    entries = {key: value for key, value in entries.items() if value is not None}
-    entries[_ABOUT] = tuple(_About(what.stored_tables(), what.groups()))
-    _write(entries, path, **what.processes())
+    write(what.entries(), path, **what.processes())
+
+
+def async_save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
+    """Save in the background, while training goes on; all ranks call it.
+
+    Everything is copied first: that takes as much memory as the checkpoint has, and what is saved
+    is of this moment, whatever the next steps do. The ranks write it by a process group of its own.
+    A checkpoint that was not written to its end cannot be loaded, so use another folder for each.
+    Where tables are shared by some of the processes, it is written before this returns.
+
+    Args:
+        path: a folder that all ranks see.
+        model: as for :func:`save`.
+        optimizer: of its parameters.
+
+    Returns:
+        A future, whose ``result()`` waits until this rank has written its part, and raises what
+        went wrong. A process that ends waits for it, too.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> model = nn.EmbeddingBag(10, 4)
+        >>> optimizer = sparsestep.Adam(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     saving = async_save(path, model, optimizer)
+        ...     # train on
+        ...     saving.result()
+        ...     load(path, model, optimizer)
+    """
+    what = _Model(model, optimizer)
+    return write_in_background(what.entries(copy=True), path, **what.processes())
 
 
 def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
@@ -90,7 +106,7 @@ def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
             if found is not None:
                 targets[key] = found
     entries = {key: found.target for key, found in targets.items()}
-    _read(entries, path, **what.processes())
+    read(entries, path, **what.processes())
     what.take(own, {key: found.finish() for key, found in targets.items()}, groups)
 
 
@@ -106,7 +122,7 @@ def consolidate(path: Path) -> dict[str, Any]:
     """
     about, stored = _about(path), _stored(path)
     entries = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in stored.items()}
-    _read(entries, path, no_dist=True)
+    read(entries, path, no_dist=True)
     groups, indices = [], dict[str, int]()
     for group in about.groups:
         for name in group["params"]:
@@ -167,6 +183,29 @@ class _Model:
                     raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
                 self.params[names[id(param)]] = param
         self._names = names
+
+    def entries(self, *, copy: bool = False) -> dict[str, Any]:
+        """What this rank stores, by name.
+
+        Args:
+            copy: with memory of its own.
+        """
+        self._optimizer.catch_up()
+        state = self._optimizer.state
+        bool(state)  # makes what is missing: a checkpoint has the state of every parameter
+        found: dict[str, Any] = {}
+        for name, tensor in self.model.state_dict().items():
+            found[f"model.{name}"] = as_stored(self.tables.get(name), tensor, copy=copy)
+        for name, param in self.params.items():
+            table = self.tables.get(name)
+            if table is None or table.is_here:
+                for key, value in state.get(param, {}).items():
+                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                    found[f"state.{name}.{key}"] = as_stored(table, tensor, copy=copy)
+        found = {key: value for key, value in found.items() if value is not None}
+        groups = deepcopy(self.groups()) if copy else self.groups()
+        found[_ABOUT] = tuple(_About(self.stored_tables(), groups))
+        return found
 
     def processes(self) -> dict[str, Any]:
         """Which processes save and load together."""
@@ -245,33 +284,10 @@ def _parted(key: str) -> tuple[str, str, str]:
     return kind, name, entry
 
 
-def _write(entries: dict[str, Any], path: Path, **processes: Any) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    with _quiet():
-        save(entries, checkpoint_id=path, **processes)
-
-
-def _read(entries: dict[str, Any], path: Path, **processes: Any) -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with _quiet():
-        load(entries, checkpoint_id=path, **processes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings that there is one process, and of its own storages."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-        yield
-
-
 def _about(path: Path) -> _About:
     """What a checkpoint says about itself."""
     found: dict[str, Any] = {_ABOUT: ()}
-    _read(found, path, no_dist=True)
+    read(found, path, no_dist=True)
     return _About(*found[_ABOUT])
 
 

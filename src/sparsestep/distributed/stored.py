@@ -16,20 +16,20 @@ from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Reader
 
 
-def as_stored(table: Table | None, tensor: Tensor) -> Any:
+def as_stored(table: Table | None, tensor: Tensor, *, copy: bool = False) -> Any:
     """What is stored of a tensor; ``None`` where another rank stores it.
 
     Args:
         table: whose weight it is, or whose state; ``None`` of a parameter that is not sharded.
         tensor: the part that is here.
+        copy: with memory of its own.
     """
-    if table is None or not tensor.dim() or table.wire.world == 1:
-        return tensor.detach()
-    if table.kind == "tables":
-        return tensor.detach() if table.is_here else None
-    if table.kind == "copy":
-        return tensor.detach()
-    return _distributed(table, tensor.detach().unsqueeze(1), 1, table.wire.world)
+    if table is not None and table.kind == "tables" and tensor.dim() and not table.is_here:
+        return None
+    stored = tensor.detach().clone() if copy else tensor.detach()
+    if table is None or not tensor.dim() or table.wire.world == 1 or table.kind != "rows":
+        return stored
+    return _distributed(table, stored.unsqueeze(1), 1, table.wire.world)
 
 
 def _distributed(table: Table, local: Tensor, dim: int, size: int) -> Any:
