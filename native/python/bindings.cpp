@@ -12,6 +12,7 @@
 #include "python/again.h"
 #include "python/catch_up.h"
 #include "python/jobs.h"
+#include "python/owners.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;
@@ -123,6 +124,7 @@ NB_MODULE(_native, module) {
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
     bind_catch_up(module);
+    bind_owners(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
                nb::arg("source").none(), nb::arg("threads"),

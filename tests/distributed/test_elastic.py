@@ -21,6 +21,7 @@ from tests.distributed.elastic_worker import EVERY, STEPS, train
 from tests.distributed.pair import ROOT, TIMEOUT
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_rank_was_killed(tmp_path: Path):
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()

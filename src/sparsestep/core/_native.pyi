@@ -95,8 +95,8 @@ class Core(Protocol):
         self,
         starts: Tensor,
         others: Tensor,
-        high: int,
-        wide: int,
+        block_rows: int,
+        row_slots: int,
         positions: Tensor,
         source: Tensor | None,
         threads: int,
@@ -109,6 +109,17 @@ class Core(Protocol):
         threads: int,
         instruction_set: int,
     ) -> tuple[int | None] | None: ...
+    def split_by_owner(
+        self,
+        ids: Tensor,
+        starts: Tensor | None,
+        world: int,
+        rows: Tensor,
+        order: Tensor | None,
+        bags: Tensor | None,
+        lengths: Tensor | None,
+    ) -> tuple[list[int], list[int]]: ...
+    def distinct(self, ids: Tensor, rows: int, distinct: Tensor, which: Tensor) -> int: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
     def motions(self) -> list[str]: ...
     def instruction_sets(self) -> list[tuple[str, bool]]: ...

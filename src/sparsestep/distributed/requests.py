@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsestep.distributed import owners
 from sparsestep.distributed.table import Table
 from sparsestep.gradients.touched import HALVES
 from sparsestep.nn.checks import check_ids, refusal
 from sparsestep.nn.pooling import Bags
+from sparsestep.surroundings import cat
 
 
 @dataclass(slots=True)
@@ -73,29 +75,25 @@ def _singles(table: Table, ids: Tensor, factors: Tensor | None) -> Request:
     if table.kind == "tables" or world == 1:
         counts = _all_to(table)(len(ids))
         return Request(table, ids, counts, None, counts, factors, lambda rows: rows)
-    order, counts = _by_owner(ids, world)
-    factors = None if factors is None else factors[order]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    ids = ids[order].div(world, rounding_mode="floor")
-    return Request(table, ids, counts, None, counts, factors, lambda rows: rows[back])
+    found = owners.split_singles(ids, world, table.id_dtype)
+    factors = None if factors is None else factors[found.order]
+    back = torch.empty_like(found.order)
+    back[found.order] = torch.arange(len(back))
+    counts = found.counts
+    return Request(table, found.rows, counts, None, counts, factors, lambda rows: rows[back])
 
 
 def _distinct(table: Table, ids: Tensor) -> Request:
     """Each id once; the gradient of a row is the sum of those of its copies."""
     world = table.wire.world
-    if table.kind == "tables":
-        asked, which = torch.unique(ids, return_inverse=True)
-        counts = _all_to(table)(len(asked))
-    else:
-        per = -(-table.rows // world)
-        ids = ids.long()
-        places, which = torch.unique(
-            (ids % world) * per + ids.div(world, rounding_mode="floor"), return_inverse=True
-        )
-        ends = torch.searchsorted(places, torch.arange(1, world + 1) * per)
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        asked = places % per
+    asked, which = owners.distinct(ids, table.rows)
+    counts = _all_to(table)(len(asked))
+    if table.kind == "rows":
+        found = owners.split_singles(asked, world, table.id_dtype)
+        asked, counts = found.rows, found.counts
+        place = torch.empty_like(found.order)
+        place[found.order] = torch.arange(len(place))
+        which = place[which]
 
     def finish(rows: Tensor) -> Tensor:
         if rows.dtype not in HALVES:
@@ -107,7 +105,8 @@ def _distinct(table: Table, ids: Tensor) -> Request:
 
 
 def _bags(table: Table, bags: Bags) -> Request:
-    ids, factors, lengths = bags.ids, bags.factors, _lengths(bags)
+    ids, factors = bags.ids, bags.factors
+    lengths = (starts := _starts(bags)).diff()
     world = table.wire.world
     if table.kind == "copy":
         return Request(table, ids, [len(ids)], lengths, [len(lengths)], factors, lambda rows: rows)
@@ -117,53 +116,41 @@ def _bags(table: Table, bags: Bags) -> Request:
             table, ids, to(len(ids)), lengths, to(len(lengths)), factors, lambda rows: rows
         )
     count = len(lengths)
-    bag = torch.repeat_interleave(lengths.long(), output_size=len(ids))
-    order, counts = _by_owner(ids, world)
-    owners = (ids % world)[order]
-    # A bag as far as one owner has it.
-    pairs, parts = torch.unique_consecutive(owners * count + bag[order], return_counts=True)
-    sent = torch.bincount(pairs.div(max(count, 1), rounding_mode="floor"), minlength=world)
-    bag_of_pair = pairs % max(count, 1)
-    inverse = _inverse_sizes(table, ids, bag, count) if table.mode == "mean" else None
+    found = owners.split(ids, starts, world, table.id_dtype)  # a bag as far as one owner has it
+    inverse = _inverse_sizes(table, ids, lengths) if table.mode == "mean" else None
 
     def finish(rows: Tensor) -> Tensor:
         summed = rows.float() if rows.dtype in HALVES else rows
-        total = summed.new_zeros(count, table.dim).index_add(0, bag_of_pair, summed).to(rows.dtype)
+        total = summed.new_zeros(count, table.dim).index_add(0, found.bags, summed).to(rows.dtype)
         return total if inverse is None else total * inverse
 
     return Request(
         table,
-        ids[order].div(world, rounding_mode="floor"),
-        counts,
-        parts,
-        sent.tolist(),
-        None if factors is None else factors[order],
+        found.rows,
+        found.counts,
+        found.lengths,
+        found.parts,
+        None if factors is None else factors[found.order],
         finish,
     )
 
 
-def _lengths(bags: Bags) -> Tensor:
+def _starts(bags: Bags) -> Tensor:
+    """Where each bag begins, and where the last one ends."""
     if bags.length >= 0:
-        return torch.full((bags.count,), bags.length, dtype=torch.int64)
+        return torch.arange(bags.count + 1) * bags.length
     starts = bags.starts.long()
-    return starts.diff() if bags.ends else starts.diff(append=torch.tensor([len(bags.ids)]))
+    return starts if bags.ends else cat([starts, torch.tensor([len(bags.ids)])])
 
 
-def _inverse_sizes(table: Table, ids: Tensor, bag: Tensor, count: int) -> Tensor:
+def _inverse_sizes(table: Table, ids: Tensor, lengths: Tensor) -> Tensor:
     """What the sum of a bag is multiplied with to be its mean; padding does not count."""
     if table.padding is not None:
-        bag = bag[ids != table.padding]
-    sizes = torch.bincount(bag, minlength=count).clamp(min=1)
-    return sizes.to(table.weight.dtype).reciprocal().unsqueeze(1)
+        bag = torch.repeat_interleave(lengths, output_size=len(ids))[ids != table.padding]
+        lengths = torch.bincount(bag, minlength=len(lengths))
+    return lengths.clamp(min=1).to(table.weight.dtype).reciprocal().unsqueeze(1)
 
 
 def _all_to(table: Table) -> Callable[[int], list[int]]:
     """A count for each rank, where the owner of a whole table gets everything."""
     return lambda count: [count if r == table.owner else 0 for r in range(table.wire.world)]
-
-
-def _by_owner(ids: Tensor, world: int) -> tuple[Tensor, list[int]]:
-    """The places of ids rank by rank, in order of appearance; and how many each rank has."""
-    owners = ids % world
-    order = torch.argsort(owners, stable=True)
-    return order, torch.bincount(owners, minlength=world).tolist()

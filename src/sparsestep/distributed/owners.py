@@ -1,0 +1,103 @@
+"""Which ids go to which rank: row ``i`` is rank ``i % world``'s, which calls it ``i // world``.
+
+The core does it in two passes over the ids; without it, torch sorts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsestep.core import core
+
+
+class Split(NamedTuple):
+    """Ids in the order of the ranks that own their rows, and otherwise in their own.
+
+    Attributes:
+        rows: the owner's number of each row.
+        counts: how many of them each rank has.
+        order: which id it was.
+        bags: of the bags of which a rank has a part, which they are.
+        lengths: how many ids such a part has.
+        parts: how many parts each rank has.
+    """
+
+    rows: Tensor
+    counts: list[int]
+    order: Tensor
+    bags: Tensor
+    lengths: Tensor
+    parts: list[int]
+
+
+def split(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
+    """Divide bags of ids among the owners of their rows.
+
+    Args:
+        ids: rows of a table, one bag after the other.
+        starts: where each bag begins, and where the last one ends; int64.
+        world: how many ranks there are.
+        dtype: of the owner's numbers.
+
+    Example:
+        >>> found = split(torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4]), 2, torch.int32)
+        >>> found.rows.tolist(), found.counts, found.order.tolist()
+        ([2, 1, 2, 1], [2, 2], [1, 2, 0, 3])
+        >>> found.bags.tolist(), found.lengths.tolist(), found.parts
+        ([0, 0, 1], [2, 1, 1], [1, 2])
+    """
+    ids, count = ids.long().contiguous(), len(ids)
+    if core is None:
+        return _split_by_torch(ids, starts, world, dtype)
+    rows = torch.empty(count, dtype=dtype)
+    order, bags, lengths = (torch.empty(count, dtype=torch.int64) for _ in range(3))
+    counts, parts = core.split_by_owner(ids, starts.contiguous(), world, rows, order, bags, lengths)
+    total = sum(parts)
+    return Split(rows, counts, order, bags[:total], lengths[:total], parts)
+
+
+def _split_by_torch(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
+    owners = ids % world
+    order = torch.argsort(owners, stable=True)
+    count = len(starts) - 1
+    bag_of_id = torch.repeat_interleave(starts.diff(), output_size=len(ids))
+    pairs, lengths = torch.unique_consecutive(
+        owners[order] * count + bag_of_id[order], return_counts=True
+    )
+    parts = torch.bincount(pairs.div(max(count, 1), rounding_mode="floor"), minlength=world)
+    rows = ids[order].div(world, rounding_mode="floor").to(dtype)
+    counts = torch.bincount(owners, minlength=world)
+    return Split(rows, counts.tolist(), order, pairs % max(count, 1), lengths, parts.tolist())
+
+
+def split_singles(ids: Tensor, world: int, dtype: torch.dtype) -> Split:
+    """The same for ids that are bags of their own.
+
+    Example:
+        >>> split_singles(torch.tensor([5, 4, 2]), 2, torch.int64).rows
+        tensor([2, 1, 2])
+    """
+    return split(ids, torch.arange(len(ids) + 1), world, dtype)
+
+
+def distinct(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Each id once, and which of these every id is.
+
+    Args:
+        ids: rows of a table.
+        rows: how many the table has.
+
+    Example:
+        >>> found, which = distinct(torch.tensor([5, 3, 5]), 10)
+        >>> torch.equal(found[which], torch.tensor([5, 3, 5])), len(found)
+        (True, 2)
+    """
+    ids = ids.long().contiguous()
+    if core is None:
+        found, which = torch.unique(ids, return_inverse=True)
+        return found, which
+    found, which = torch.empty_like(ids), torch.empty_like(ids)
+    return found[: core.distinct(ids, rows, found, which)], which
