@@ -13,6 +13,7 @@ int main() {
     test_norms();
     test_catch_up();
     test_compressed();
+    test_owners();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

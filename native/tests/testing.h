@@ -57,5 +57,6 @@ void test_tiles();
 void test_norms();
 void test_catch_up();
 void test_compressed();
+void test_owners();
 
 }  // namespace sparsestep::testing
