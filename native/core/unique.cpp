@@ -74,7 +74,7 @@ Unique::Unique(const Job& job)
     : positions_(job.positions),
       entries_(job.entries),
       slots_(job.slots),
-      chunk_size_(std::max(min_chunk_size, (job.entries + max_chunks - 1) / max_chunks)),
+      chunk_size_(chunk_size_for(job.entries)),
       chunks_(job.whole ? 0 : (job.entries + chunk_size_ - 1) / chunk_size_),
       keys_count_(job.entries),
       marks_slots_(chunks_ == 1 && job.slots <= most_slots_per_entry * job.entries),
@@ -86,6 +86,11 @@ Unique::Unique(const Job& job)
     if (!job.whole && (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64)) {
         throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
     }
+}
+
+int64_t Unique::chunk_size_for(int64_t entries) {
+    if (entries <= most_in_one) return most_in_one;
+    return std::max(min_chunk_size, (entries + max_chunks - 1) / max_chunks);
 }
 
 int64_t Unique::chunk_end(int64_t chunk) const {

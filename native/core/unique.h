@@ -54,8 +54,12 @@ private:
         return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
     }
 
-    static constexpr int64_t min_chunk_size = 8192;
+    // A gradient of up to most_in_one entries is one chunk. A longer one has chunks for as many
+    // threads as machines have, none so short that fetching it costs more than its work.
+    static constexpr int64_t most_in_one = 8192;
+    static constexpr int64_t min_chunk_size = 2048;
     static constexpr int64_t max_chunks = 64;
+    static int64_t chunk_size_for(int64_t entries);
     static constexpr int64_t bucket_size = 2048;
     static constexpr int max_bucket_bits = 10;
     static constexpr int64_t most_slots_per_entry = 64;  // of a gradient for which bits are cleared
