@@ -1,0 +1,233 @@
+"""Stand-ins for tensors: a formula that is called on them writes its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.contract.program import OF_ROWS, OPERATIONS, Program, RecordError, Value
+from sparsestep.contract.rule import Rule
+
+
+def record(rule: Rule, step: int, hyper: Mapping[str, Any]) -> Program:
+    """What a rule does in a step with these options.
+
+    Args:
+        rule: the rule.
+        step: the number of the update.
+        hyper: the options of its formula.
+
+    Raises:
+        RecordError: the formula looks at values, shapes, or uses an operation without a form
+            here.
+    """
+    program = Program(("param", "grad", *(spec.name for spec in rule.state)))
+    stand_ins = []
+    for per_row in (False, False, *(spec.per_row for spec in rule.state)):
+        stand_ins.append(StandIn(program, program.add("input", (), per_row=per_row)))
+    counted = {"step": step} if rule.takes_step else {}
+    new = rule.update(*stand_ins, **counted, **hyper)
+    results = list(new) if isinstance(new, tuple | list) else [new]
+    kinds = [False, *(spec.per_row for spec in rule.state)]
+    if len(results) != len(kinds):
+        raise RecordError(f"it returns {len(results)} values, not {len(kinds)}")
+    for result, per_row in zip(results, kinds, strict=True):
+        if not isinstance(result, StandIn) or (per_row and not result.is_per_row):
+            raise RecordError("it returns something that is not computed from its arguments")
+    program.results = tuple(result.place for result in results)
+    return program
+
+
+class StandIn:
+    """Stands for a tensor of any number of rows."""
+
+    __slots__ = ("place", "program")
+
+    def __init__(self, program: Program, place: int) -> None:
+        self.program = program
+        self.place = place
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether it is a column with a number for each row."""
+        return self.program.operations[self.place].per_row
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call(getattr(func, "__name__", repr(func)), args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OF_VALUES:
+            raise RecordError(f"it asks for {name}")
+        return lambda *args, **kwargs: call(name, (self, *args), kwargs)
+
+    def __bool__(self) -> bool:
+        raise RecordError("it decides by values")
+
+    __hash__ = object.__hash__
+
+
+_OF_VALUES = ("shape", "device", "dtype", "data", "grad", "T", "mT", "is_cpu", "ndim")
+
+
+# What a formula calls, in terms of the operations there are
+
+_SAME_AS = {
+    **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"},
+    **{"negative": "neg", "absolute": "abs", "sgn": "sign", "float_power": "pow"},
+    **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
+    **{"not_equal": "ne", "clip": "clamp"},
+}
+
+
+def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    """Write down what a function of torch does."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    name = name.rstrip("_") if is_in_place else name
+    name = _SAME_AS.get(name, name)
+    made = _COMPOSED[name](*args, **kwargs) if name in _COMPOSED else _plain(name, args, kwargs)
+    if is_in_place:
+        args[0].place = made.place
+        return args[0]  # type: ignore[no-any-return]
+    return made
+
+
+def _plain(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    if name in OF_ROWS:
+        return _of_row(name, *args, **kwargs)
+    if name not in OPERATIONS:
+        raise RecordError(f"it calls {name}")
+    if kwargs.keys() == {"alpha"} and name in ("add", "sub"):
+        args, kwargs = (args[0], make("mul", kwargs["alpha"], args[1])), {}
+    if kwargs:
+        raise RecordError(f"it calls {name} with {', '.join(kwargs)}")
+    return make(name, *args)
+
+
+def make(name: str, *args: Any) -> StandIn:
+    """Write down an operation."""
+    given = [_argument(arg) for arg in args]
+    stand_ins = [arg for arg in args if isinstance(arg, StandIn)]
+    if not stand_ins:
+        raise RecordError(f"it calls {name} on numbers alone")
+    program = stand_ins[0].program
+    per_row = all(each.is_per_row for each in stand_ins)
+    return StandIn(program, program.add(name, given, per_row=per_row))
+
+
+def _argument(arg: Any) -> Value | float:
+    if isinstance(arg, StandIn):
+        return Value(arg.place)
+    if isinstance(arg, Tensor) and arg.dim() == 0 and not arg.is_complex():
+        return float(arg)
+    if isinstance(arg, bool | int | float):
+        return float(arg)
+    raise RecordError(f"it uses a {type(arg).__name__} of its own")
+
+
+def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> StandIn:
+    """A sum over the elements of each row."""
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        (dim,) = dim
+    if dim not in (1, -1) or not keepdim or row.is_per_row:
+        raise RecordError(f"it takes the {name} of something else than rows, kept as a column")
+    return StandIn(row.program, row.program.add(name, (Value(row.place),), per_row=True))
+
+
+def _norm(row: StandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False) -> StandIn:
+    if ord not in (2, 2.0, "fro", None):
+        raise RecordError(f"it takes a norm of order {ord}")
+    return make("sqrt", _of_row("sum", make("mul", row, row), dim, keepdim))
+
+
+def _clamp(value: Any, min: Any = None, max: Any = None) -> StandIn:
+    if min is not None:
+        value = make("maximum", value, min)
+    return value if max is None else make("minimum", value, max)
+
+
+def _pow(base: Any, exponent: Any) -> StandIn:
+    # As torch computes them.
+    if exponent == 2:
+        return make("mul", base, base)
+    if exponent == 3:
+        return make("mul", make("mul", base, base), base)
+    if exponent == 0.5:
+        return make("sqrt", base)
+    return make("rsqrt", base) if exponent == -0.5 else make("pow", base, exponent)
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> StandIn:
+    """From whichever end is nearer, as torch does."""
+    if isinstance(weight, StandIn):
+        raise RecordError("it calls lerp with a weight that depends on values")
+    apart = make("sub", end, start)
+    if abs(float(weight)) < 0.5:
+        return make("add", start, make("mul", weight, apart))
+    return make("sub", end, make("mul", apart, 1 - float(weight)))
+
+
+def _add_to(name: str) -> Callable[..., StandIn]:
+    def add(start: Any, first: Any, second: Any, *, value: Any = 1) -> StandIn:
+        scaled = first if value == 1 else make("mul", value, first)
+        return make("add", start, make(name, scaled, second))
+
+    return add
+
+
+def _to(value: StandIn, dtype: Any = None) -> StandIn:
+    if dtype is not torch.float32:
+        raise RecordError(f"it converts values to {dtype}")
+    return value
+
+
+_COMPOSED: dict[str, Callable[..., StandIn]] = {
+    "clone": lambda value, **_: StandIn(value.program, value.place),
+    "contiguous": lambda value: StandIn(value.program, value.place),
+    "detach": lambda value: StandIn(value.program, value.place),
+    "square": lambda value: make("mul", value, value),
+    "pow": _pow,
+    "clamp": _clamp,
+    "clamp_min": lambda value, min: _clamp(value, min=min),
+    "clamp_max": lambda value, max: _clamp(value, max=max),
+    "lerp": _lerp,
+    "addcmul": _add_to("mul"),
+    "addcdiv": _add_to("div"),
+    "norm": _norm,
+    "vector_norm": _norm,
+    "linalg_vector_norm": _norm,
+    "where": lambda condition, a, b: make("where", condition, a, b),
+    "zeros_like": lambda value: make("mul", value, 0.0),
+    "to": _to,
+    "float": lambda value: value,
+    # Of a condition, which is 1 or 0.
+    "logical_not": lambda value: make("eq", value, 0.0),
+    "logical_and": lambda a, b: make("mul", make("ne", a, 0.0), make("ne", b, 0.0)),
+    "logical_or": lambda a, b: make("maximum", make("ne", a, 0.0), make("ne", b, 0.0)),
+}
+
+
+def _reversed(name: str) -> Callable[[StandIn, Any], StandIn]:
+    return lambda self, other: make(name, other, self)
+
+
+def _define_operators() -> None:
+    named = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
+    for sign, name in named.items():
+        setattr(StandIn, f"__{sign}__", lambda a, b, name=name: call(name, (a, b), {}))
+        setattr(StandIn, f"__i{sign}__", lambda a, b, name=name: call(f"{name}_", (a, b), {}))
+        setattr(StandIn, f"__r{sign}__", _reversed(name))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(StandIn, f"__{name}__", lambda a, b, name=name: make(name, a, b))
+    for sign, name in {"neg": "neg", "abs": "abs", "invert": "logical_not"}.items():
+        setattr(StandIn, f"__{sign}__", lambda a, name=name: call(name, (a,), {}))
+    for sign, name in {"and": "logical_and", "or": "logical_or"}.items():
+        setattr(StandIn, f"__{sign}__", lambda a, b, name=name: call(name, (a, b), {}))
+
+
+_define_operators()
