@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module bench clean
+.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -81,8 +81,18 @@ sanitize-module: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/sparsestep bench
 
+# The site, in docs/_build/html. What it is built with is installed when it is first wanted.
+docs: $(VENV)/.docs
+	rm -rf docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -n -q -j 2 -d docs/_build/doctrees docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt "sparsestep[docs]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-torch-* build
+	rm -rf .venv .venv-torch-* build dist docs/_build
 
 # Python sources are used in place; a new folder of them, or what the native core is built from, makes
 # this run again.

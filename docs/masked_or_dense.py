@@ -31,6 +31,8 @@ _INK = "#222222"
 _FAINT = "#6b6b6b"
 _MASKED = "#d1812f"
 _DENSE = "#1f6fb4"
+# The same bytes every time, and text that a reader can search for.
+_SVG = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
 _TORCH_EVERY = 5  # steps between the marks of torch's numbers
 
 
@@ -247,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, draw in PICTURES.items():
         path = options.folder / f"{name}.{options.format}"
         dated = {"Date": None} if options.format == "svg" else None
-        with matplotlib.rc_context({"svg.hashsalt": "sparsestep"}):  # the same bytes every time
+        with matplotlib.rc_context(_SVG):
             draw().savefig(path, format=options.format, metadata=dated, dpi=160)
         print(f"wrote {path}")
 

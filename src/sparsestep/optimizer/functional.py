@@ -80,7 +80,7 @@ class FunctionalOptimizer:
 
     @property
     def param_group(self) -> dict[str, Any]:
-        """The one group: the parameters and the options, which may be changed between steps."""
+        """The parameters and the options, which you may change between steps."""
         return self._optimizer.param_groups[0]
 
     @property

@@ -24,6 +24,8 @@ _OTHERS = ("#7a8a5c", "#9467a8", "#8c6d5a", "#5f8f96", "#a3627a", "#7f7f7f")
 
 _LABEL_GAP = 0.05  # between labels, as a part of the height
 _SIZE = (8.5, 5.0)
+# The same bytes for the same input, and text that a reader can search for.
+_SVG = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
 
 Line = tuple[str, list[int], list[float]]
 
@@ -51,7 +53,7 @@ def draw(path: Path, results: Sequence[CaseResult], format: str = "svg") -> None
     _dress(axes, [result.case.lookups for result in ordered])
     _label_ends(axes, drawn, colours)
     _write_titles(axes, ordered[0])
-    with matplotlib.rc_context({"svg.hashsalt": "sparsestep"}):  # the same bytes for the same input
+    with matplotlib.rc_context(_SVG):
         figure.savefig(path, format=format, metadata={"Date": None} if format == "svg" else None)
 
 

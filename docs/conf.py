@@ -1,0 +1,82 @@
+"""How the site is built: `make docs`. Nothing is fetched from the network, before or after."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_extensions"))
+
+from inventories import write_inventories  # noqa: E402
+
+import sparsestep  # noqa: E402
+
+project = "sparsestep"
+author = "the sparsestep developers"
+project_copyright = f"{author}, BSD-3-Clause"
+version = release = sparsestep.__version__
+language = "en"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # MathJax as files of the site
+    "sphinx_copybutton",
+    "sphinx_design",
+    "optimizer_state",
+    "source_links",
+]
+exclude_patterns = ["_build", "README.md"]
+nitpicky = True
+
+# Markdown
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]  # the pages of others begin where they like
+
+# Reference
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+# Torch's and Python's names lead to their documentation; the inventories are written here.
+intersphinx_mapping = write_inventories(HERE / "_build" / "inventories")
+intersphinx_timeout = 1
+# Types that are written in signatures and have no page of their own.
+nitpick_ignore_regex = [
+    ("py:.*", r"(sparsestep\.)?(contract|dense|gradients|nn|optimizer|distributed|rules)\..*"),
+    (
+        "py:.*",
+        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|Kind|Reduce|Order)",
+    ),
+]
+
+# Look
+html_theme = "furo"
+html_title = "sparsestep"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_theme_options = {
+    "source_repository": "https://github.com/sparsestep/sparsestep/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-brand-primary": "#1f6fb4", "color-brand-content": "#1f6fb4"},
+    "dark_css_variables": {"color-brand-primary": "#7db8ea", "color-brand-content": "#7db8ea"},
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
