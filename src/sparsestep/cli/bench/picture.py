@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ _OTHERS = ("#7a8a5c", "#9467a8", "#8c6d5a", "#5f8f96", "#a3627a", "#7f7f7f")
 _LABEL_GAP = 0.05  # between labels, as a part of the height
 _SIZE = (8.5, 5.0)
 # The same bytes for the same input, and text that a reader can search for.
-_SVG = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
+_SVG: Any = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
 
 Line = tuple[str, list[int], list[float]]
 
