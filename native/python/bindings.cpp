@@ -13,6 +13,7 @@
 #include "python/catch_up.h"
 #include "python/jobs.h"
 #include "python/owners.h"
+#include "python/storage.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;
@@ -125,6 +126,7 @@ NB_MODULE(_native, module) {
                "Say which class compact gradients have.");
     bind_catch_up(module);
     bind_owners(module);
+    bind_storage(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
                nb::arg("source").none(), nb::arg("threads"),

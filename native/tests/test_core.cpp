@@ -14,6 +14,7 @@ int main() {
     test_catch_up();
     test_compressed();
     test_owners();
+    test_mapped();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

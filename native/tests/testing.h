@@ -58,5 +58,6 @@ void test_norms();
 void test_catch_up();
 void test_compressed();
 void test_owners();
+void test_mapped();
 
 }  // namespace sparsestep::testing

@@ -1,6 +1,6 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
-from sparsestep import distributed, functional, nn
+from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
 from sparsestep.gradients.touched import Touched
@@ -67,4 +67,5 @@ __all__ = [
     "functional",
     "nn",
     "rule",
+    "storage",
 ]

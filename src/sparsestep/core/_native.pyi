@@ -120,6 +120,27 @@ class Core(Protocol):
         lengths: Tensor | None,
     ) -> tuple[list[int], list[int]]: ...
     def distinct(self, ids: Tensor, rows: int, distinct: Tensor, which: Tensor) -> int: ...
+    def reserve_rows(
+        self,
+        rows: Tensor,
+        count: int,
+        row_bytes: int,
+        offset: int,
+        page_bytes: int,
+        file: int,
+        known: Tensor,
+    ) -> int: ...
+    def prefetch_rows(
+        self,
+        rows: Tensor,
+        count: int,
+        row_bytes: int,
+        offset: int,
+        page_bytes: int,
+        memory: int,
+        known: Tensor,
+    ) -> int: ...
+    def mark_rows(self, rows: Tensor, marks: Tensor) -> None: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
     def motions(self) -> list[str]: ...
     def instruction_sets(self) -> list[tuple[str, bool]]: ...

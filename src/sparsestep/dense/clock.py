@@ -22,6 +22,7 @@ from sparsestep.dense.history import History
 from sparsestep.dense.stamps import Stamps
 from sparsestep.engines.protocol import Settings
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
+from sparsestep.memory.files import about_to_write, mapped_files, written
 from sparsestep.memory.parameters import memory_of
 from sparsestep.torch_internals import version_of
 
@@ -146,6 +147,8 @@ class RowClock:
             engine: as for a step.
         """
         rows = None if rows is None else rows.reshape(-1).long()
+        if mapped_files:
+            about_to_write(param, state, rows)
         busy, self.busy = self.busy, True
         try:
             self._stamps.begin(rows)
@@ -156,6 +159,8 @@ class RowClock:
             if stale is None:
                 stale = reference.catch_up(*missed, param, state, rows)
             self._mark = _mark_of(param)
+            if mapped_files:
+                written([param])
             return stale
         finally:
             self.busy = busy

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sparsestep.memory.files import file_of
+
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux; the second from 6.1 on
 
@@ -62,13 +64,13 @@ class HugePages:
         """Have a tensor's memory moved when it has been used enough.
 
         Args:
-            tensor: in memory of the CPU, contiguous; any other is left alone.
+            tensor: in memory of the CPU, contiguous, and no file; any other is left alone.
             touches: how many of its rows a step touches, about.
             round: the present one.
         """
         if tensor.nbytes < 2 * _HUGE_PAGE or not tensor.is_cpu or not tensor.is_contiguous():
             return
-        if not touches or not _system_has_huge_pages():
+        if not touches or not _system_has_huge_pages() or file_of(tensor) is not None:
             return
         rounds = tensor.nbytes // (_BYTES_PER_TOUCH * touches)
         if rounds < _MOST_ROUNDS:

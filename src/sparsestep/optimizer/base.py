@@ -28,8 +28,10 @@ from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import arrive, elsewhere
+from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
+from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.catching_up import CatchesUp
 from sparsestep.optimizer.declaration import speaking
@@ -179,9 +181,13 @@ class RuleOptimizer(CatchesUp):
         with self._lock:
             if elsewhere:
                 arrive(self._all_params())
+            if mapped_files:
+                announce(self.state, self._all_params())
             before = self._before if self.engine != "reference" else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
+            if mapped_files:
+                written(self._all_params())
             if self._rounds >= self._huge_pages.due:
                 self._huge_pages.move(self._rounds)
         return loss

@@ -21,7 +21,9 @@ from sparsestep.engines.torch_kernels import TorchKernels
 from sparsestep.errors import InputError
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
+from sparsestep.memory.files import mapped_files, written
 from sparsestep.optimizer import state as states
+from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.records import StateKeeper
 from sparsestep.optimizer.updates import complete, examined
 
@@ -76,6 +78,9 @@ class Plan:
         some = params if only is None else params[only : only + 1]
         if grads is not None:
             some = some[: len(grads)]  # others may be added meanwhile
+        if mapped_files:
+            chosen = None if selections is None else [None if s is None else s.mask for s in selections]
+            announce(optimizer.state, some, grads, chosen)
         for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]
@@ -161,6 +166,8 @@ class Plan:
             if self._native is not None:
                 self._native.prepare()
                 self._native.commit()  # one call of the core, which counts the steps as well
+            if mapped_files:
+                written(self._optimizer._all_params())
             return
         self._engines = SparseEngines(
             self._optimizer.engine, self._native, self._optimizer._all_params
@@ -172,6 +179,8 @@ class Plan:
                 self._catch_ups.cancel()
             raise
         uninterrupted(self._commit)
+        if mapped_files:
+            written(self._optimizer._all_params())
 
     def _prepare(self) -> None:
         """Do all that may raise."""

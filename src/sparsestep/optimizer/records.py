@@ -14,6 +14,7 @@ from sparsestep.dense.clock import RowClock
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import Touched
 from sparsestep.memory import parameters
+from sparsestep.memory.files import file_of
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.declaration import Declaration, speaking
@@ -168,7 +169,9 @@ class StateKeeper(Declaration):
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
+            if (
+                isinstance(tensor, Tensor) and file_of(tensor) is None
+            ):  # files are shared as they are
                 tensor.share_memory_()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import COMPLEX, FLOATS
-from sparsestep.memory import pages
+from sparsestep.memory import files, pages
 from sparsestep.memory.parameters import memory_of
 
 _COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -87,7 +87,9 @@ def _made(
     if not spec.per_row and not param.is_contiguous():
         # Elements in the parameter's own order, as torch does it.
         return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
-    return pages.full(shape_for(spec, param), _in(dtype, value), dtype, param.device)
+    shape, initial = shape_for(spec, param), _in(dtype, value)
+    beside = files.full_beside(param, spec.name, shape, initial, dtype)
+    return pages.full(shape, initial, dtype, param.device) if beside is None else beside
 
 
 def _in(dtype: torch.dtype, value: float) -> complex:
@@ -165,5 +167,7 @@ def loaded(
             dtype = dtype_for(known[name], param, state_dtype)
             if value.layout is not torch.strided:  # torch's SGD keeps sparse momentum sparse
                 value = value.to_dense()
-            result[name] = value.detach().to(param.device, dtype, copy=True)
+            beside = files.copy_beside(param, name, value, dtype)
+            copied = value.detach().to(param.device, dtype, copy=True) if beside is None else beside
+            result[name] = copied
     return result

@@ -15,7 +15,9 @@ from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
 from sparsestep.memory import parameters
+from sparsestep.memory.files import mapped_files
 from sparsestep.optimizer import state as states
+from sparsestep.optimizer.announcing import announce_first
 from sparsestep.optimizer.records import StateKeeper
 
 
@@ -100,6 +102,8 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
         if selection.shape != param.shape:
             masks.checked(selection.mask, [param], by_row=rule.by_row)
         gradient = masks.select(gradient, selection, param.numel())
+    if mapped_files:
+        announce_first(param, update.state, gradient)
     update.written, update.touched = in_real_numbers(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:

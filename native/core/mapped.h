@@ -1,0 +1,91 @@
+// Rows of a table that lies in a file: which of its pages they are, and what the operating system
+// is asked for them. A map of bytes, one per page, says what was asked for already.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <vector>
+
+#if defined(__linux__)
+#include <fcntl.h>
+#endif
+
+namespace sparsestep {
+
+// Row r lies at [offset + r * row_bytes, offset + (r + 1) * row_bytes) of the file.
+struct RowsInFile {
+    const int64_t* rows;
+    int64_t entries;
+    int64_t count;  // rows that there are; others are left alone
+    int64_t row_bytes, offset, page_bytes;
+};
+
+struct PageRun {
+    int64_t first, pages;
+};
+
+// The pages of these rows that the map does not know, in order, neighbours together.
+inline std::vector<PageRun> unknown_pages(const RowsInFile& of, const uint8_t* known) {
+    std::vector<int64_t> found;
+    for (int64_t e = 0; e < of.entries; ++e) {
+        const int64_t row = of.rows[e];
+        if (uint64_t(row) >= uint64_t(of.count)) continue;
+        const int64_t begin = of.offset + row * of.row_bytes;
+        const int64_t last = (begin + of.row_bytes - 1) / of.page_bytes;
+        for (int64_t page = begin / of.page_bytes; page <= last; ++page) {
+            if (!known[page]) found.push_back(page);
+        }
+    }
+    std::sort(found.begin(), found.end());
+    std::vector<PageRun> runs;
+    for (int64_t page : found) {
+        const int64_t end = runs.empty() ? -1 : runs.back().first + runs.back().pages;
+        if (page == end) ++runs.back().pages;
+        if (page > end) runs.push_back({page, 1});
+    }
+    return runs;
+}
+
+// Has the file system hold blocks ready for rows that are about to be written, so that the disk
+// cannot turn out to be full while they are. An errno, or 0; a file system that has no such call is
+// left to itself.
+inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
+    for (const PageRun& run : unknown_pages(of, known)) {
+#if defined(__linux__)
+        int error;
+        do {
+            const int64_t begin = run.first * of.page_bytes, size = run.pages * of.page_bytes;
+            error = fallocate(file, FALLOC_FL_KEEP_SIZE, begin, size) ? errno : 0;
+        } while (error == EINTR);
+        if (error && error != EOPNOTSUPP) return error;
+#else
+        (void)file;
+#endif
+        std::fill_n(known + run.first, run.pages, uint8_t(1));
+    }
+    return 0;
+}
+
+// Has the operating system begin to read the pages of rows. How many were asked for.
+inline int64_t prefetch_rows(const RowsInFile& of, char* memory, uint8_t* known) {
+    int64_t asked = 0;
+    for (const PageRun& run : unknown_pages(of, known)) {
+        madvise(memory + run.first * of.page_bytes, size_t(run.pages * of.page_bytes),
+                MADV_WILLNEED);
+        std::fill_n(known + run.first, run.pages, uint8_t(1));
+        asked += run.pages;
+    }
+    return asked;
+}
+
+// Notes which rows are about to be written.
+inline void mark_rows(const int64_t* rows, int64_t entries, int64_t count, uint8_t* marks) {
+    for (int64_t e = 0; e < entries; ++e) {
+        if (uint64_t(rows[e]) < uint64_t(count)) marks[rows[e]] = 1;
+    }
+}
+
+}  // namespace sparsestep

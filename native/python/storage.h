@@ -1,0 +1,67 @@
+// Rows of tables in files: see src/sparsestep/memory/files.py. Included by bindings.cpp alone.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "core/mapped.h"
+#include "python/tensors.h"
+
+namespace sparsestep {
+namespace {
+
+// The bytes of a map, one for each row or page; of a tensor that Python's side has made.
+uint8_t* map_of(nb::handle tensor, int64_t size) {
+    if (numel(tensor) < size || nb::cast<int64_t>(get(tensor, names().itemsize)) != 1) {
+        throw nb::value_error("sparsestep: a map must have a byte for each row or page");
+    }
+    return static_cast<uint8_t*>(own_address(tensor));
+}
+
+RowsInFile rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64_t offset,
+                        int64_t page_bytes) {
+    if (count < 0 || row_bytes < 1 || offset < 0 || page_bytes < 1) {
+        throw nb::value_error("sparsestep: no such rows");
+    }
+    return {integers(rows), numel(rows), count, row_bytes, offset, page_bytes};
+}
+
+int64_t pages_in(const RowsInFile& of) {
+    return (of.offset + of.count * of.row_bytes + of.page_bytes - 1) / of.page_bytes;
+}
+
+int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
+                     int64_t page_bytes, int file, nb::object known) {
+    const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
+    uint8_t* const map = map_of(known, pages_in(of));
+    nb::gil_scoped_release release;
+    return reserve_rows(of, file, map);
+}
+
+int64_t run_prefetch_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
+                          int64_t page_bytes, uintptr_t memory, nb::object known) {
+    const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
+    uint8_t* const map = map_of(known, pages_in(of));
+    nb::gil_scoped_release release;
+    return prefetch_rows(of, reinterpret_cast<char*>(memory), map);
+}
+
+void run_mark_rows(nb::object rows, nb::object marks) {
+    const int64_t *const from = integers(rows), entries = numel(rows), count = numel(marks);
+    uint8_t* const to = map_of(marks, count);
+    nb::gil_scoped_release release;
+    mark_rows(from, entries, count, to);
+}
+
+void bind_storage(nb::module_& module) {
+    module.def("reserve_rows", &run_reserve_rows, nb::arg("rows"), nb::arg("count"),
+               nb::arg("row_bytes"), nb::arg("offset"), nb::arg("page_bytes"), nb::arg("file"),
+               nb::arg("known"), "Have blocks of a file held ready for rows; an errno, or 0.");
+    module.def("prefetch_rows", &run_prefetch_rows, nb::arg("rows"), nb::arg("count"),
+               nb::arg("row_bytes"), nb::arg("offset"), nb::arg("page_bytes"), nb::arg("memory"),
+               nb::arg("known"), "Have rows of a mapped file read; how many pages were asked for.");
+    module.def("mark_rows", &run_mark_rows, nb::arg("rows"), nb::arg("marks"),
+               "Set the bytes of these rows.");
+}
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,141 @@
+"""Rows are read from the disk before they are needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory.files import MappedFile, file_of
+
+Batch = TypeVar("Batch")
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class _Reader:
+    """A thread that asks for rows. To ask takes as long as the disk's queue is full."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[tuple[MappedFile, Tensor]] | None = None
+
+    def ask(self, file: MappedFile, rows: Tensor) -> None:
+        if self._requests is None:
+            self._requests = SimpleQueue()
+            thread = threading.Thread(target=_read, args=(self._requests,), daemon=True)
+            thread.start()
+        self._requests.put((file, rows))
+
+    def forget(self) -> None:
+        """In a forked process there is no such thread."""
+        self._requests = None
+
+
+def _read(requests: SimpleQueue[tuple[MappedFile, Tensor]]) -> None:
+    while True:
+        file, rows = requests.get()
+        file.prefetch(rows)
+        del file, rows  # or the last file asked for would stay open
+
+
+_reader = _Reader()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reader.forget)
+
+
+def prefetch(table: Tensor, rows: Tensor) -> None:
+    """Have rows of a table read from the disk ahead of time, with their optimizer state.
+
+    It returns at once; the disk works meanwhile. Rows that are in memory already cost little.
+
+    Args:
+        table: what :func:`mapped` returned, or a parameter made from it. Any other tensor lies in
+            memory, and nothing is done.
+        rows: integers of any shape, with repetitions.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = sparsestep.storage.mapped(f"{folder}/items", (1000, 16))
+        ...     items = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        ...     sparsestep.storage.prefetch(items.weight, torch.tensor([3, 997]))
+    """
+    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(sentence("rows to prefetch must be integers, in a tensor", got))
+    rows = rows.detach().reshape(-1)
+    if rows.numel():
+        low, high = (int(bound) for bound in rows.aminmax())
+        if low < 0 or high >= len(table):
+            contract = f"rows to prefetch must be in [0, {len(table)})"
+            raise InputError(sentence(contract, low if low < 0 else high))
+    file = file_of(table)
+    if file is not None:
+        _reader.ask(file, rows.to("cpu", torch.int64).contiguous())
+
+
+class Prefetching(Generic[Batch]):
+    """What :func:`prefetching` returns: the batches, each of them announced ahead of time."""
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        rows: Mapping[Tensor, Callable[[Batch], Tensor]],
+        ahead: int,
+    ) -> None:
+        if not isinstance(ahead, int) or ahead < 1:
+            raise InputError(sentence("ahead must be a whole number, at least 1", ahead))
+        self._batches = batches
+        self._rows = dict(rows)
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[Batch]:
+        waiting: deque[Batch] = deque()
+        for batch in self._batches:
+            for table, rows_of in self._rows.items():
+                prefetch(table, rows_of(batch))
+            waiting.append(batch)
+            if len(waiting) > self._ahead:
+                yield waiting.popleft()
+        yield from waiting
+
+    def __len__(self) -> int:
+        if not isinstance(self._batches, Sized):
+            raise TypeError(f"a {type(self._batches).__name__} has no len()")
+        return len(self._batches)
+
+
+def prefetching(
+    batches: Iterable[Batch],
+    rows: Mapping[Tensor, Callable[[Batch], Tensor]],
+    *,
+    ahead: int = 1,
+) -> Prefetching[Batch]:
+    """Go through batches, while the rows of the next ones are read from the disk.
+
+    Args:
+        batches: a ``DataLoader``, or anything else that yields batches.
+        rows: for each table which of its rows a batch needs.
+        ahead: how many batches before it is needed a batch is read.
+
+    Returns:
+        The same batches, in the same order.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> batches = [torch.tensor([1, 2]), torch.tensor([2, 3])]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = sparsestep.storage.mapped(f"{folder}/items", (1000, 16))
+        ...     for batch in prefetching(batches, {table: lambda batch: batch}):
+        ...         print(batch.tolist())
+        [1, 2]
+        [2, 3]
+    """
+    return Prefetching(batches, rows, ahead)

@@ -1,0 +1,283 @@
+"""Checkpoints have what was written since the one before, and stand whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sparsestep
+from sparsestep.storage import checkpoints, journal, load, mapped, save, writing
+from tests.storage.training import DIM, ROWS, batches, embedding, initial, state_of, table_in, train
+from tests.table import WITH_DENSE, same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Run:
+    """A model with a table in a file and other parameters, and what it was at checkpoints."""
+
+    def __init__(self, folder: Path, optimizer=sparsestep.Adam, **options):
+        self.folder = folder
+        self.model = nn.Sequential(embedding(table_in(folder / "table")), nn.Linear(DIM, 3))
+        nn.init.constant_(self.model[1].weight, 0.1)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
+        if options.get("semantics") == "dense":
+            self.optimizer.track(self.model)
+        self.batches = batches(0)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(next(self.batches)).square().sum().backward()
+            self.optimizer.step()
+
+    def save(self, **more) -> None:
+        save(self.folder / "saved", self.model, self.optimizer, **more)
+
+    def load(self):
+        return load(self.folder / "saved", self.model, self.optimizer)
+
+    @property
+    def now(self) -> list[torch.Tensor]:
+        tensors = [*self.model.state_dict().values(), *state_of(self.optimizer)]
+        return [tensor.clone() for tensor in tensors]
+
+    @property
+    def journals(self) -> list[int]:
+        found = journal.read_manifest(self.folder / "saved")
+        return [sum(part.rows for part in each.parts) for each in found.journals]
+
+
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(map(same_bits, before, after))
+
+
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize("optimizer", WITH_DENSE, ids=lambda o: o.__name__)
+def test_a_checkpoint_brings_back_what_was(optimizer, semantics, tmp_path: Path):
+    run = Run(tmp_path, optimizer, semantics=semantics)
+    for number in range(3):
+        run.train(2)
+        run.save(extra={"number": number, "random": torch.get_rng_state()})
+    before = run.now
+    run.train(3)
+    assert not same(before, run.now)
+    assert run.load()["number"] == 2
+    assert same(before, run.now)
+    fresh = Run(tmp_path, optimizer, semantics=semantics)  # as another process would
+    fresh.load()
+    assert same(before, fresh.now)
+    run.batches, fresh.batches = batches(1), batches(1)
+    run.train(2)
+    after = run.now
+    fresh.load()
+    fresh.train(2)
+    assert same(after, fresh.now)
+
+
+def test_only_rows_that_were_written_are_saved_again(tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    run.save()
+    assert run.journals == []
+    seen = set()
+    for count in (1, 3):
+        rows = next(run.batches)
+        run.optimizer.zero_grad()
+        run.model(rows).sum().backward()
+        run.optimizer.step()
+        seen.add(len(rows.unique()))
+        run.save()
+        assert len(run.journals) == (1 if count == 1 else 2)
+        assert run.journals[-1] == len(rows.unique())
+    run.save()  # nothing since
+    assert len(run.journals) == 2
+    before = run.now
+    run.train()
+    run.load()
+    run.train()
+    run.save()
+    assert len(run.journals) == 3, "a loaded checkpoint is gone on from"
+    assert run.journals[-1] < ROWS
+    assert not same(before, run.now)
+
+
+def test_rows_written_in_backward_and_by_hand_are_saved(tmp_path: Path):
+    run = Run(tmp_path, sparsestep.RowwiseAdagrad)
+    run.train()
+    run.save()
+    run.optimizer.zero_grad()
+    handle = run.optimizer.step_in_backward()
+    run.train(1)
+    handle.remove()
+    run.save()
+    assert 0 < run.journals[-1] <= 9
+    weight = run.model[0].weight
+    rows = torch.tensor([250, 299])
+    with writing(weight, rows), torch.no_grad():
+        weight[rows] = 7.0
+    run.save()
+    assert run.journals[-1] == 2
+    with torch.no_grad():
+        weight[251] = 8.0  # unannounced: who wrote shows, where does not
+    run.save()
+    assert run.journals[-1] == ROWS
+    with torch.no_grad():
+        weight[252] = 9.0
+    run.train()  # a step after it does not hide it
+    run.save()
+    assert run.journals[-1] == ROWS
+    before = run.now
+    with torch.no_grad():
+        weight.zero_()
+    run.load()
+    assert same(before, run.now)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_journals_are_written_into_the_base(tmp_path: Path, monkeypatch, steps):
+    monkeypatch.setattr(checkpoints, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(checkpoints, "_MOST_OF_BASE", 0.03 * steps)
+    run = Run(tmp_path)
+    lengths = []
+    for _ in range(12):
+        run.train()
+        run.save()
+        lengths.append(len(run.journals))
+        before = run.now
+        run.train()
+        run.load()
+        assert same(before, run.now)
+    assert 0 in lengths[1:]
+    assert max(lengths) >= steps
+    named = journal.read_manifest(tmp_path / "saved").files
+    assert set(os.listdir(tmp_path / "saved")) == named, "nothing else is left"
+
+
+def test_a_new_optimizer_begins_a_new_base(tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    run.save()
+    run.optimizer = sparsestep.Adam(run.model.parameters(), lr=0.1)
+    run.train()
+    run.save()
+    assert run.journals == []
+    before = run.now
+    run.train()
+    run.load()
+    assert same(before, run.now)
+
+
+def test_a_checkpoint_elsewhere_is_whole_too(tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    run.save()
+    save(tmp_path / "other", run.model, run.optimizer)
+    before = run.now
+    run.train()
+    run.save()
+    assert run.journals == []
+    load(tmp_path / "other", run.model, run.optimizer)
+    assert same(before, run.now)
+
+
+@pytest.mark.parametrize("where", ["rest", "rows", "base"])
+def test_a_full_disk_leaves_the_checkpoint_before(where, tmp_path: Path, monkeypatch):
+    run = Run(tmp_path)
+    run.train()
+    if where != "base":
+        run.save()
+    before = run.now
+    run.train()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if where == "rest":
+            patch.setattr(torch, "save", lambda what, file: full() if what else None)
+        else:
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises((OSError, sparsestep.InputError)):
+            run.save()
+    left = set(os.listdir(tmp_path / "saved"))
+    if where == "base":
+        assert not any(name.startswith("base") for name in left)
+        return
+    after = run.now
+    run.load()
+    assert same(before, run.now)
+    run.save()
+    run.load()
+    assert same(before, run.now)
+    assert not same(after, before)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "manifest"])
+def test_damage_is_told(damage, tmp_path: Path):
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.train()
+        run.save()
+    before = run.now
+    path = next((tmp_path / "saved").glob("rows-*"))
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "changed":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        (tmp_path / "saved" / "manifest.json").write_text("{}")
+    run.train()
+    now = run.now
+    with pytest.raises(sparsestep.InputError, match=r"must be (as it was|what save\(\))"):
+        run.load()
+    assert same(now, run.now)
+    assert not same(now, before)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    with pytest.raises(sparsestep.InputError, match="must be a folder that save"):
+        load(tmp_path / "nothing", run.model, run.optimizer)
+    run.save()
+    now = run.now
+    other = nn.Sequential(embedding(mapped(tmp_path / "other", (ROWS, DIM))))
+    opt = sparsestep.Adam(other.parameters())
+    with pytest.raises(sparsestep.InputError, match="must have the parameters and buffers"):
+        load(tmp_path / "saved", other, opt)
+    with pytest.raises(sparsestep.InputError, match="must have the tables in files"):
+        load(tmp_path / "saved", run.model, sparsestep.RowwiseAdagrad(run.model.parameters()))
+    with pytest.raises(sparsestep.InputError, match="extra must be"):
+        run.save(extra=run)
+    assert same(now, run.now)
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    assert manifest["number"] == 1
+
+
+def test_a_table_that_the_model_does_not_have_and_tied_ones(tmp_path: Path):
+    table = table_in(tmp_path / "table")
+    model = nn.Sequential(embedding(table), nn.Linear(DIM, ROWS, bias=False))
+    model[1].weight = model[0].weight
+    extra = nn.Parameter(mapped(tmp_path / "extra", (50, 4)))
+    opt = sparsestep.Adagrad([*model.parameters(), extra], lr=0.1, initial_accumulator_value=0.5)
+    for step in range(3):
+        extra.grad = torch.sparse_coo_tensor([[step]], torch.ones(1, 4), extra.shape)
+        train(model[0], opt, 1)
+        save(tmp_path / "saved", model, opt)
+    before = [table.clone(), extra.detach().clone(), *(t.clone() for t in state_of(opt))]
+    extra.grad = torch.sparse_coo_tensor([[40]], torch.ones(1, 4), extra.shape)
+    train(model[0], opt, 1)
+    load(tmp_path / "saved", model, opt)
+    assert same(before, [table, extra.detach(), *state_of(opt)])
+    assert same_bits(table[299], initial()[299])
