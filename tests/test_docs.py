@@ -61,7 +61,13 @@ def test_the_links_of_a_page_lead_somewhere(page: Path):
             assert link["heading"] in headings(target), f"{page}: {link[0]}"
 
 
-PUBLIC = (sparsestep, sparsestep.functional, sparsestep.nn, sparsestep.distributed)
+PUBLIC = (
+    sparsestep,
+    sparsestep.functional,
+    sparsestep.nn,
+    sparsestep.distributed,
+    sparsestep.storage,
+)
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)

@@ -79,8 +79,7 @@ class Plan:
         if grads is not None:
             some = some[: len(grads)]  # others may be added meanwhile
         if mapped_files:
-            chosen = None if selections is None else [None if s is None else s.mask for s in selections]
-            announce(optimizer.state, some, grads, chosen)
+            announce(optimizer.state, some, grads, masks.listed(group.get("mask"), params)[first:])
         for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]

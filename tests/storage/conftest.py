@@ -1,0 +1,16 @@
+"""Tables in files go with the tests that made them."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from sparsestep.memory.files import mapped_files
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_file_stays_open() -> Iterator[None]:
+    """Other tests count what a step does where there are no such tables."""
+    yield
+    gc.collect()
+    assert not mapped_files
