@@ -57,7 +57,10 @@ intersphinx_mapping = write_inventories(HERE / "_build" / "inventories")
 intersphinx_timeout = 1
 # Types that are written in signatures and have no page of their own.
 nitpick_ignore_regex = [
-    ("py:.*", r"(sparsestep\.)?(contract|dense|gradients|nn|optimizer|distributed|storage|rules)\..*"),
+    (
+        "py:.*",
+        r"(sparsestep\.)?(contract|dense|gradients|nn|optimizer|distributed|storage|rules)\..*",
+    ),
     (
         "py:.*",
         r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|Kind|Reduce|Order)",
