@@ -1,6 +1,6 @@
 """What dense semantics costs: three questions about ``semantics="dense"``.
 
-A tracked step: the rows of a look-up are brought up to date, as ``optimizer.track`` does it, then
+A tracked step: the rows of a lookup are brought up to date, as ``optimizer.track`` does it, then
 updated; against the step of masked semantics, which only updates them. Both are AdamW with sparse
 gradients and fresh rows in every step.
 
@@ -36,7 +36,7 @@ LR, DECAY = 1e-3, 0.01
 
 
 class Lookup(Embedding):
-    """An embedding whose look-up is nothing but what was hooked in before it."""
+    """An embedding whose lookup is nothing but what was hooked in before it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Leave the ids as they are."""
@@ -44,7 +44,7 @@ class Lookup(Embedding):
 
 
 class Tracked(Stepping):
-    """The look-up's part of dense semantics, and the step."""
+    """The lookup's part of dense semantics, and the step."""
 
     def __init__(self, param: Parameter, grads: Sequence[Tensor]) -> None:
         optimizer = sparsestep.AdamW([param], lr=LR, weight_decay=DECAY, semantics="dense")

@@ -4,7 +4,7 @@ The model is the demo's, skip-gram with negative sampling, with 4,096 lookups pe
 ``semantics="dense"``, so both compute the same thing. They start from the same weights, see the
 same batches and take turns. Printed are the losses of both at every hundredth step, and what a step
 costs each: the whole training step, and the optimizer's part of it, which for ours includes what is
-done before the look-ups.
+done before the lookups.
 
 The standard library has some 25,000 identifiers. For a larger vocabulary they are repeated, each
 time as other words.

@@ -3,7 +3,7 @@
 Ranks on this machine, one thread each. ``alone`` is the same training in each rank by itself,
 without a word to the others: what no sharing can be faster than. ``tables`` and ``rows`` are
 sharded. ``ddp`` is torch's: DistributedDataParallel with sparse gradients and SparseAdam. Each step
-is look-up, backward and update of all tables; contestants take turns.
+is lookup, backward and update of all tables; contestants take turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A table that is looked up twice in a forward, as in skip-gram: fused, plain, and torch's own.
 
 A table of 400,000 x 128 with centre words and context words, whole iteration and step alone.
-``nn.fuse`` must not lose against the plain module: each look-up leaves a part of the gradient, and
+``nn.fuse`` must not lose against the plain module: each lookup leaves a part of the gradient, and
 the core reads the parts where they are.
 """
 

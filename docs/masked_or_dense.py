@@ -60,7 +60,7 @@ class Run:
         return Point(round(self.table.weight[0].item(), 5), round(momentum, 5))
 
     def step(self) -> Point:
-        """Take a step; returns what was stored between the look-up and the update."""
+        """Take a step; returns what was stored between the lookup and the update."""
         self.taken += 1
         gradient = GRADIENTS.get(self.taken)
         self.optimizer.zero_grad()

@@ -24,7 +24,7 @@ struct Keys {
     int entry_bits;
 };
 
-// How often a look-up may meet another slot, on average, before the table is given up. Slots that
+// How often a lookup may meet another slot, on average, before the table is given up. Slots that
 // are chosen to collide would otherwise take time in the square of their number.
 constexpr int64_t most_collisions = 16;
 
@@ -222,7 +222,7 @@ void Unique::link(int64_t bucket) {
     const Keys keys{keys_ + begin, count, entry_bits_};
     bool linked;
     if (count <= bucket_size + bucket_size / 2) {
-        // Sparsely filled, most look-ups succeed at once: a wrong guess costs more than the memory.
+        // Sparsely filled, most lookups succeed at once: a wrong guess costs more than the memory.
         uint16_t table[8 * (bucket_size + bucket_size / 2)];
         linked = link_keys(keys, table, 8 * count, links_);
     } else {

@@ -1,4 +1,4 @@
-// Compact gradients: what the look-ups of a table have left, a part for each. Included by usual.h
+// Compact gradients: what the lookups of a table have left, a part for each. Included by usual.h
 // alone.
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace sparsestep {
 namespace {
 
-// One look-up: see touched.py.
+// One lookup: see touched.py.
 struct Part {
     int64_t entries = 0, rows = 0, element_bytes = 0;
     const int64_t* positions = nullptr;
@@ -66,7 +66,7 @@ void join_scales(const std::vector<Part>& parts, T* to) {
     }
 }
 
-// Several look-ups as one. The rows of values stay where they are; only what is small is copied:
+// Several lookups as one. The rows of values stay where they are; only what is small is copied:
 // positions, factors, and where each entry's row begins, in elements from the first part's first.
 std::unique_ptr<Joined> join(const std::vector<Part>& parts, int64_t block, Job& job) {
     const int64_t bytes = parts[0].element_bytes;

@@ -103,12 +103,12 @@ graph_task_id: Callable[[], int] = _find(
 
 is_transforming: Callable[[], bool] = _find(
     "torch._C._are_functorch_transforms_active",
-    "leave look-ups under vmap and the like to torch",
+    "leave lookups under vmap and the like to torch",
     lambda: False,
 )
 
 is_tracing: Callable[[], bool] = _find(
-    "torch.jit.is_tracing", "leave look-ups to torch where they are traced", lambda: False
+    "torch.jit.is_tracing", "leave lookups to torch where they are traced", lambda: False
 )
 
 
@@ -116,7 +116,7 @@ def is_exporting() -> bool:
     """Whether torch.export looks into a call.
 
     Before torch 2.12, torch.compile takes ``torch.compiler.is_exporting()`` to be true wherever it
-    comes across it: look-ups would be compiled, with dense gradients. So there it is made to call
+    comes across it: lookups would be compiled, with dense gradients. So there it is made to call
     this function when it traces, and its own tracer tells.
     """
     if torch.compiler.is_exporting():

@@ -1,6 +1,6 @@
 """Whoever reads a table directly under dense semantics: right, or told so.
 
-Each case reads the table beside the look-ups of a tracked model. The oracle is the same program
+Each case reads the table beside the lookups of a tracked model. The oracle is the same program
 with dense gradients and torch's AdamW.
 """
 

@@ -82,7 +82,7 @@ def left_out(rank: int, world: int, kind: str) -> Found:
 
 
 def loops(rank: int, world: int, kind: str) -> Found:
-    """Several look-ups, several backward calls, a gradient that is thrown away, an older graph."""
+    """Several lookups, several backward calls, a gradient that is thrown away, an older graph."""
     made, opt = table(kind, order="global")
     ones = torch.ones(2, 2)
     made(torch.tensor([5, 6])).backward(ones)

@@ -86,7 +86,7 @@ def test_gradients_add_up_however_they_come(found: list[Results], kind: str, chu
             after[row] -= 1
     key: Any = "in_chunks" if chunked else ("loops", kind)
     torch.testing.assert_close(whole(found, key, kind), after)
-    assert all(each[key]["kept"] == 0 for each in found), "no look-up is kept for ever"
+    assert all(each[key]["kept"] == 0 for each in found), "no lookup is kept for ever"
 
 
 def test_what_is_refused_says_why(found: list[Results]):
@@ -259,4 +259,4 @@ def test_a_weight_that_is_read_otherwise_is_refused():
     loss = table(torch.tensor([1])).sum() + table.weight.square().sum()
     with pytest.raises(sparsestep.InputError) as raised:
         loss.backward()
-    assert "must be read by look-ups alone" in str(raised.value)
+    assert "must be read by lookups alone" in str(raised.value)

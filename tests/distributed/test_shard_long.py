@@ -29,6 +29,6 @@ def test_the_others_raise_when_a_rank_is_killed(tmp_path: Path):
 def test_many_steps_neither_hang_nor_grow(tmp_path: Path):
     found = run_ranks(WORKER, tmp_path, 4)
     for each in found:
-        assert each["kept"] <= 6, "look-ups of the step before, and of this one"
+        assert each["kept"] <= 6, "lookups of the step before, and of this one"
         assert each["grown"] < 20_000, "kilobytes"
         assert set(each["steps"]) <= set(found[0]["steps"])

@@ -196,7 +196,7 @@ def _masked_coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
 
 
 def compact(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
-    """By a look-up of its own, with a gradient of the output that is given."""
+    """By a lookup of its own, with a gradient of the output that is given."""
     usable = type(param) is torch.nn.Parameter and param.requires_grad
     if not usable or param.dim() != 2 or not param.numel() or dtype != param.dtype:
         return None

@@ -28,7 +28,7 @@ RULES = {
 
 
 def part(seed: int, entries: int, form: str, dtype: torch.dtype) -> Touched:
-    """What one look-up leaves: a row for each id, or one for each bag, with factors or without."""
+    """What one lookup leaves: a row for each id, or one for each bag, with factors or without."""
     chance = torch.Generator().manual_seed(seed)
     positions = torch.randint(ROWS, (entries,), generator=chance)
     bags = entries if form == "rows" else 3

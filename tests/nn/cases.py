@@ -1,4 +1,4 @@
-"""Look-ups of every kind, for hypothesis; and what is done with two models side by side."""
+"""Lookups of every kind, for hypothesis; and what is done with two models side by side."""
 
 from __future__ import annotations
 

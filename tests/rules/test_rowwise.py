@@ -1,4 +1,4 @@
-"""Rules that keep numbers per row, and gradients that hold a part of a row."""
+"""Rules that keep state per row, and gradients that hold a part of a row."""
 
 from __future__ import annotations
 

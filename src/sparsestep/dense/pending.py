@@ -45,7 +45,7 @@ class PendingCatchUps:
                 StaleWarning,
                 "rows got a gradient that were read before they were brought up to date "
                 "(semantics='dense'). Call optimizer.track(model) once, or "
-                "optimizer.catch_up(param, rows) before each look-up.",
+                "optimizer.catch_up(param, rows) before each lookup.",
             )
 
     def cancel(self) -> None:

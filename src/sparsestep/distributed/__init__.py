@@ -1,6 +1,6 @@
 """Several processes: tables that they share, and the optimizers within ``torch.distributed``.
 
-``sharding`` divides the tables of a model. A look-up then is an exchange (``exchange``): what a
+``sharding`` divides the tables of a model. A lookup then is an exchange (``exchange``): what a
 rank asks for (``requests``) goes over the ``wire`` to those who have the rows and comes back
 (``lookups``); gradients follow when they are needed (``arrivals``). Each exchange begins with an
 ``agreement``.

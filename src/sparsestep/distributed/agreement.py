@@ -39,9 +39,9 @@ class Line:
     Attributes:
         doing: what the exchange is for.
         table: which table, or the first of several; -1 for all.
-        turn: how many look-ups there were before.
+        turn: how many lookups there were before.
         count: how many tables are looked up.
-        oldest: the oldest look-up whose gradient may still come from this rank.
+        oldest: the oldest lookup whose gradient may still come from this rank.
         largest: the most bytes that this rank will send another.
         back: the most bytes that it expects from another in return.
         payload: whatever else the exchange needs.

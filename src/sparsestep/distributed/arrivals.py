@@ -1,7 +1,7 @@
 """Arrivals: gradients to the owners of rows, all that are pending at once.
 
-Each rank says which look-ups it has a gradient of, and sends the gradients of the rows that it was
-sent. An owner knows what it has answered: it runs the backward of its own look-up. Of copies, every
+Each rank says which lookups it has a gradient of, and sends the gradients of the rows that it was
+sent. An owner knows what it has answered: it runs the backward of its own lookup. Of copies, every
 rank sends all others the rows that it has summed.
 """
 
@@ -210,7 +210,7 @@ def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]
     parts = _backward(answer.found, table.weight, rows)._parts
     if None not in arrived:
         return parts
-    # A rank that left the look-up out of its loss touches nothing with it, not even with zeros.
+    # A rank that left the lookup out of its loss touches nothing with it, not even with zeros.
     counts = torch.tensor(answer.bags)
     present = torch.tensor([piece is not None for piece in arrived]).repeat_interleave(counts)
     return [_only(part, present, table.dim) for part in parts]

@@ -1,4 +1,4 @@
-"""What ranks that share tables do together: look-ups, arrivals of gradients, norms."""
+"""What ranks that share tables do together: lookups, arrivals of gradients, norms."""
 
 from __future__ import annotations
 

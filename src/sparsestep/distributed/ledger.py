@@ -1,4 +1,4 @@
-"""Which look-ups there were, and which of them may still get a gradient."""
+"""Which lookups there were, and which of them may still get a gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparsestep.distributed.agreement import Doing, Line, Lines, agree
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
 
-NUMBERS = 3  # that a rank has for another, for each table of a look-up or each gradient
+NUMBERS = 3  # that a rank has for another, for each table of a lookup or each gradient
 
 
 class Ticket:
-    """One look-up in one table, for the rank that asked. It lives as long as its gradient may come.
+    """One lookup in one table, for the rank that asked. It lives as long as its gradient may come.
 
     Attributes:
         index: the same on all ranks.
@@ -35,7 +35,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Answer:
-    """One look-up in one table, for the ranks that answered.
+    """One lookup in one table, for the ranks that answered.
 
     Attributes:
         table: which table.
@@ -49,13 +49,13 @@ class Answer:
 
 
 class Ledger:
-    """What the ranks that share some tables know of each other's look-ups.
+    """What the ranks that share some tables know of each other's lookups.
 
     Attributes:
         wire: the ranks.
         tables: those that were sharded together.
         room: how many numbers a rank has for each other at the begin of an exchange.
-        turn: how many look-ups there were; the index of the next ticket.
+        turn: how many lookups there were; the index of the next ticket.
         alive: the tickets of this rank whose gradient may still come.
         answers: what this rank has answered, by index of ticket.
     """

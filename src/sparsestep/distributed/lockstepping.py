@@ -22,7 +22,7 @@ _NOTHING, _EXAMPLE, _BATCH = 0, 1, 2
 def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
     """The batches of a loader, and empty ones until every rank has come to the end.
 
-    Look-ups in sharded tables are things that all ranks do together. So a rank whose data ends goes
+    Lookups in sharded tables are things that all ranks do together. So a rank whose data ends goes
     on with empty batches: every tensor of its last batch cut to length 0 along the first dim, in
     lists, tuples, dicts and dataclasses; other things stay as they are. A batch that has a method
     ``empty`` is asked for one instead, for example where offsets must keep their last. A rank

@@ -1,4 +1,4 @@
-"""Look-ups: ids to the owners of rows, rows back to who asked."""
+"""Lookups: ids to the owners of rows, rows back to who asked."""
 
 from __future__ import annotations
 

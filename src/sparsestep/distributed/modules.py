@@ -1,4 +1,4 @@
-"""Embeddings whose look-ups are exchanges: the same objects, with another ``forward``."""
+"""Embeddings whose lookups are exchanges: the same objects, with another ``forward``."""
 
 from __future__ import annotations
 

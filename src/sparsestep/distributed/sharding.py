@@ -36,12 +36,12 @@ def shard(
 
     All ranks call it with the same model and the same arguments. Every ``nn.Embedding``,
     ``nn.EmbeddingBag`` and ``sparsestep.nn.EmbeddingBagCollection`` stays the same object and keeps
-    its weight, of which only the part remains that belongs to this rank. Its look-ups ask the
+    its weight, of which only the part remains that belongs to this rank. Its lookups ask the
     ranks that have the rows; its gradient is exchanged when it is needed, in ``optimizer.step()``
     and in ``sparsestep.clip_grad_norm_``, and is compact. Every optimizer of this library updates
     the part that is here. ``DistributedDataParallel`` leaves sharded tables alone.
 
-    Look-ups, clipping and steps are then things that all ranks do together, in the same order. A
+    Lookups, clipping and steps are then things that all ranks do together, in the same order. A
     loss may leave a table out on some ranks. A rank that has no data takes part with empty batches;
     see :func:`lockstep`.
 

@@ -38,7 +38,7 @@ def adagrad_(
         eps: added to the square root.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -81,7 +81,7 @@ def rowwise_adagrad_(
         eps: added to the square root.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -126,7 +126,7 @@ def ftrl_(
         beta: the paper's :math:`\beta`.
         l1: the strength of L1 regularisation.
         l2: the strength of L2 regularisation.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.

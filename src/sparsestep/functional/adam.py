@@ -38,9 +38,9 @@ def sparse_adam_(
         exp_avg_sq: that of its square.
         step: the number of this update, from 1.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages forget.
+        betas: decay rates of the running averages.
         eps: added to the square root before bias correction.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -98,11 +98,11 @@ def adam_(
         max_exp_avg_sq: the largest of these so far, for AMSGrad.
         step: the number of this update, from 1.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages forget.
+        betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -156,10 +156,10 @@ def adamw_(
         max_exp_avg_sq: the largest of these so far, for AMSGrad.
         step: the number of this update, from 1.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages forget.
+        betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
         weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -204,11 +204,11 @@ def radam_(
         exp_avg_sq: that of its square.
         step: the number of this update, from 1.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages forget.
+        betas: decay rates of the running averages.
         eps: added to the square root before bias correction.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -260,11 +260,11 @@ def rowwise_adam_(
         exp_avg_sq: that of its square's mean over a row; one number for each row.
         step: the number of this update, from 1.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages forget.
+        betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.

@@ -45,7 +45,7 @@ def sgd_(
         nesterov: look ahead by the momentum.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -101,12 +101,12 @@ def rmsprop_(
         grad_avg: that of the gradient, for the centered form.
         step: the number of this update, for which the formula does not ask.
         lr: learning rate, a number or a one-element tensor.
-        alpha: how slowly the running averages forget.
+        alpha: decay rates of the running averages.
         eps: added to the square root.
         momentum: how much of the buffer is kept.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.
@@ -154,7 +154,7 @@ def lion_(
         lr: learning rate, a number or a one-element tensor.
         betas: how much of the average goes into the step, and how slowly it forgets.
         weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         seed: round half-precision tensors at random, with this seed; another one for each step.

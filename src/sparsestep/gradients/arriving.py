@@ -47,7 +47,7 @@ class Pending(NamedTuple):
     """A part of a gradient that is still to be sent to the process that has the rows.
 
     Attributes:
-        ticket: of the look-up that it belongs to; the source knows it.
+        ticket: of the lookup that it belongs to; the source knows it.
         values: the gradient of the rows that were looked up.
     """
 
@@ -167,8 +167,8 @@ class Unscaled(Tensor):
 
 
 def read_otherwise() -> InputError:
-    """Say that a loss has a sharded weight in it by other ways than look-ups."""
-    contract = "a sharded table must be read by look-ups alone: its gradient is not all here"
+    """Say that a loss has a sharded weight in it by other ways than lookups."""
+    contract = "a sharded table must be read by lookups alone: its gradient is not all here"
     remedy = "For a penalty on all rows use the optimizer's weight_decay"
     return InputError(sentence(contract, "a dense gradient to be added to it", remedy))
 

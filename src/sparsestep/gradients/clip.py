@@ -115,7 +115,7 @@ def clip_grad_value_(
 
     Raises:
         InputError: a gradient is neither strided nor COO nor a MaskedTensor, or is sparse and
-            complex, or names a place that there is not; nothing was changed.
+            complex, or has an out-of-range index; nothing was changed.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2, sparse=True)

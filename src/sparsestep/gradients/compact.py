@@ -92,7 +92,7 @@ class Compact(Tensor):
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def parts(self) -> tuple[Touched, ...]:
-        """The same in parts, at least one: each look-up has left its own."""
+        """The same in parts, at least one: each lookup has left its own."""
         assert self._materialized is None
         if self.is_pending:
             summon(self)

@@ -31,7 +31,7 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
     Args:
         param: the parameter.
         grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, Compact, a MaskedTensor or a Touched.
-        by_row: slots have to be rows, for a rule that keeps numbers per row.
+        by_row: slots have to be rows, for a rule that keeps state per row.
 
     Example:
         >>> param = torch.zeros(5, 2)

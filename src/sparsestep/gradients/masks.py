@@ -2,7 +2,7 @@
 
 A mask turns a gradient into a smaller one. A strided gradient becomes one that touches what the
 mask selects; a sparse one loses the entries outside. Either way no value is copied, and everything
-after it works as for any other gradient: what is not touched keeps its bits.
+after it works as for any other gradient: what is not touched is bit-for-bit unchanged.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     except OSError as error:
         contract = f"the state of a parameter needs {size:,} bytes of address space"
-        remedy = "Choose a smaller state_dtype, or an optimizer that keeps numbers per row"
+        remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
         raise InputError(sentence(contract, error.strerror, remedy)) from None
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 

@@ -58,14 +58,14 @@ def local_gradient(param: DTensor, grad: Any, *, by_row: bool) -> Any:
     Args:
         param: the parameter.
         grad: its gradient.
-        by_row: whether the rule keeps numbers per row, and so has to see whole rows.
+        by_row: whether the rule keeps state per row, and so has to see whole rows.
     """
     if any(placement.is_partial() for placement in param.placements):
         contract = "a DTensor parameter must be sharded or replicated"
         raise InputError(sentence(contract, f"placements {param.placements}"))
     cut = [p for p in param.placements if p.is_shard() and p.dim != 0]  # type: ignore[attr-defined]
     if by_row and cut:
-        contract = "rules that keep numbers per row need whole rows: shard along dim 0"
+        contract = "rules that keep state per row need whole rows: shard along dim 0"
         raise InputError(sentence(contract, f"placements {param.placements}"))
     if not is_distributed(grad):
         # Torch makes no sparse DTensors: a sparse gradient is passed as it is, for the local part.

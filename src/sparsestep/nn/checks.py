@@ -64,7 +64,7 @@ def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: boo
         if with_last or id_count:
             raise refusal(table, "offsets must begin with 0", "no offsets")
         return
-    if count <= _FEW:  # in Python: three operations of torch would cost as much as the look-up
+    if count <= _FEW:  # in Python: three operations of torch would cost as much as the lookup
         values = offsets.tolist()
         first, last, rises = values[0], values[-1], values == sorted(values)
     else:

@@ -160,7 +160,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             yield table.weight, ids
 
     def _split(self, inputs: Any, offsets: Any, factors: Any) -> list[Any]:
-        """The table, ids, offsets and factors of each look-up."""
+        """The table, ids, offsets and factors of each lookup."""
         tables = self.tables._modules.values()  # of a list or a dict; some may be the same
         if isinstance(inputs, Tensor) and not inputs.is_nested:
             begins = [None] * len(self.tables)

@@ -20,7 +20,7 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
     """Run a function as it is when torch.compile comes across it.
 
     This is ``torch.compiler.disable`` without its cost where nothing is compiled: it would import
-    the compiler, and a call of what it returns takes half as long as a small look-up.
+    the compiler, and a call of what it returns takes half as long as a small lookup.
     """
 
     @functools.wraps(function)
@@ -49,7 +49,7 @@ def scripted_as(
 
 
 def is_for_torch(*weights: Tensor) -> bool:
-    """Whether a look-up is left to torch's own operation, with its ordinary gradient.
+    """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 
     The transforms of torch.func, export and tracing know no other, and where there are no numbers
     (the device ``meta``, fake tensors) there is nothing to check. A weight of another kind may have

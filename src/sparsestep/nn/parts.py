@@ -24,7 +24,7 @@ def part(
     padding: int = -1,
     by_frequency: bool = False,
 ) -> Touched:
-    """The part of a table's gradient that comes from one look-up.
+    """The part of a table's gradient that comes from one lookup.
 
     Args:
         weight: the table's shape.

@@ -1,4 +1,4 @@
-"""Look-ups of bags in any number of tables, and their compact gradients."""
+"""Lookups of bags in any number of tables, and their compact gradients."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _look_up(bags: Bags, factors: Tensor | None) -> tuple[Tensor, Tensor, Tensor
 
 
 class _Saved(NamedTuple):
-    """The tensors of a look-up that its gradient needs."""
+    """The tensors of a lookup that its gradient needs."""
 
     ids: Tensor
     starts: Tensor | None  # where the bags are not of equal length
@@ -183,7 +183,7 @@ class _Saved(NamedTuple):
 
 @dataclass(slots=True)
 class _Looked:
-    """What the gradient has to know of a look-up beside its tensors."""
+    """What the gradient has to know of a lookup beside its tensors."""
 
     shape: torch.Size
     mode: str
@@ -224,7 +224,7 @@ class _Looked:
         return bags.unsqueeze(1).expand(self.count, self.length).reshape(-1).contiguous()
 
     def part(self, saved: _Saved, grad: Tensor) -> Touched:
-        """The part of the table's gradient that comes from this look-up."""
+        """The part of the table's gradient that comes from this lookup."""
         if self.mode == "max":
             return _won(self.shape, saved, grad)
         sizes = self.sizes(saved)
@@ -266,7 +266,7 @@ def _won(shape: torch.Size, saved: _Saved, grad: Tensor) -> Touched:
 
 
 class _Pooled(torch.autograd.Function):
-    """All look-ups at once; called with the weights of all tables, then the factors of all."""
+    """All lookups at once; called with the weights of all tables, then the factors of all."""
 
     @staticmethod
     def forward(ctx: Any, asked: Sequence[Bags], *tensors: Any) -> tuple[Tensor, ...]:

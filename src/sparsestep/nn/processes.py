@@ -14,7 +14,7 @@ def write_out_for_ddp(weight: Tensor) -> None:
 
     DDP reduces gradients in C++, which takes a compact one for a dense one. It does so when a
     gradient has been accumulated, after the hooks of the weight. So a hook is all it takes; the
-    look-up registers it when it is called from within DDP's forward. It stays, for the weight stays
+    lookup registers it when it is called from within DDP's forward. It stays, for the weight stays
     DDP's: what activation checkpointing computes again is computed outside of that forward.
     """
     if DistributedDataParallel._active_ddp_module is None or not weight.requires_grad:

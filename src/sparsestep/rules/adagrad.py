@@ -58,13 +58,13 @@ class Adagrad(RuleOptimizer, Optimizer):
         initial_accumulator_value: what ``sum`` starts with.
         eps: added to the square root.
         foreach: for torch's kernel.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

@@ -186,7 +186,7 @@ class Adam(Family, Optimizer):
 
     A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
     are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
-    by default its state is float32). Entries that a sparse gradient does not hold keep their bits,
+    by default its state is float32). Entries that a sparse gradient does not hold are unchanged,
     moments included. With ``amsgrad`` the largest :math:`v` so far divides.
 
     The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
@@ -195,12 +195,12 @@ class Adam(Family, Optimizer):
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages of the gradient and its square forget.
+        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
         weight_decay: :math:`\lambda`.
         amsgrad: divide by the largest second moment so far.
         foreach: for torch's kernel.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
@@ -208,7 +208,7 @@ class Adam(Family, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

@@ -30,11 +30,11 @@ class AdamW(Family, Optimizer):
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages of the gradient and its square forget.
+        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
         weight_decay: :math:`\lambda`.
         amsgrad: divide by the largest second moment so far.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         foreach: for torch's kernel.
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
@@ -43,13 +43,13 @@ class AdamW(Family, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
 
     Example:
-        Only the rows of three new tokens are trained; all others keep their bits.
+        Only the rows of three new tokens are trained; all others stay bit-for-bit unchanged.
 
         >>> import torch, sparsestep
         >>> table = torch.nn.Embedding(10, 4)

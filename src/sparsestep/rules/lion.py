@@ -52,10 +52,10 @@ class Lion(RuleOptimizer, Optimizer):
             AdamW.
         betas: how much of the average goes into the step, and how slowly the average forgets.
         weight_decay: :math:`\lambda`.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

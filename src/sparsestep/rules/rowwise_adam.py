@@ -69,15 +69,15 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
-        betas: how slowly the running averages of the gradient and its square forget.
+        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
         weight_decay: :math:`\lambda`.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

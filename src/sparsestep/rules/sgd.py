@@ -76,8 +76,8 @@ class SGD(RuleOptimizer, Optimizer):
     At a parameter's first step :math:`b = g`; a row that is first touched later starts from
     :math:`b = (1 - \tau) g`. Without momentum :math:`b` is :math:`g` itself and
     nothing is kept. For a dense gradient torch's own kernel computes the step, and the numbers are
-    torch's, bit for bit. Entries that a sparse gradient does not hold keep their bits and their
-    momentum; torch's class would move them by it.
+    torch's, bit for bit. Entries that a sparse gradient does not hold are unchanged, their
+    momentum included; torch's class would move them by it.
 
     The state is torch's: ``momentum_buffer``; checkpoints go back and forth. Stochastic rounding
     needs a ``step`` too.
@@ -89,14 +89,14 @@ class SGD(RuleOptimizer, Optimizer):
         dampening: :math:`\tau`.
         weight_decay: :math:`\lambda`.
         nesterov: look ahead by the momentum.
-        maximize: go along the gradient instead of against it.
+        maximize: maximize the objective instead of minimizing it.
         foreach: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         fused: for torch's kernel.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

@@ -26,7 +26,7 @@ class UserOptimizer(RuleOptimizer):
         params: parameters or param groups, as for every torch optimizer.
         engine: ``"auto"`` or ``"reference"``; a formula in Python has no native twin.
         semantics: ``"masked"``; a formula does not say what it does without a gradient.
-        mask: a bool for each row or element; what is outside keeps its bits. A list for several.
+        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: the seed of it; by default that of ``torch.manual_seed``.

@@ -80,7 +80,7 @@ class Pair:
         return found
 
     def train(self) -> None:
-        """A look-up, its gradient, perhaps clipped, and a step of both."""
+        """A lookup, its gradient, perhaps clipped, and a step of both."""
         given = self.arguments()
         self.say(f"forward and backward {_shown(given)}")
         ours, theirs = self.ours(**given), self.theirs(**given)
@@ -140,7 +140,7 @@ class Pair:
         self.optimizer = getattr(sparsestep, self.name)(self.ours.parameters(), lr=0.125)
 
     def garbage(self) -> None:
-        """One thing about a look-up is wrong."""
+        """One thing about a lookup is wrong."""
         given = self.arguments()
         name = self.chance.pick(list(given))
         ids = given["input"]
