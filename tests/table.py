@@ -29,9 +29,12 @@ from sparsestep.rules import OPTIMIZERS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INSTRUCTION_SETS = [name for name, available in core.instruction_sets().items() if available]
 # The widest alone, unless everything is to be tested: that all have the same bits is a property of
-# its own (tests/properties).
-EVERYTHING = os.environ.get("SPARSESTEP_TESTS") == "all"
+# its own (tests/properties). With "triton" it is that engine alone, in Triton's interpreter.
+WANTED = os.environ.get("SPARSESTEP_TESTS")
+EVERYTHING = WANTED == "all"
 ENGINES = ["reference", *(INSTRUCTION_SETS if EVERYTHING else INSTRUCTION_SETS[-1:])]
+if WANTED == "triton":
+    ENGINES = ["triton"]
 
 # Options that select another formula or another treatment of it.
 OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
@@ -149,8 +152,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @contextmanager
 def running_on(engine: str) -> Iterator[str]:
     """The ``engine=`` argument for an engine of the table, with its instruction set in use."""
-    if engine == "reference":
-        yield "reference"
+    if engine in ("reference", "triton"):
+        yield engine
         return
     before = core.instruction_set()
     assert before is not None

@@ -74,6 +74,12 @@ disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _find(
     torch.compiler.disable,
 )
 
+assert_async: Callable[[Tensor, str], None] = _find(
+    "torch._assert_async",
+    "refuse indices on a GPU where the host is not to wait for it",
+    lambda condition, message: None,  # the step still writes nothing, but nobody is told
+)
+
 # Subclasses of tensors
 
 without_torch_function: Callable[[], Any] = _find(

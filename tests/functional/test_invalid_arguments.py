@@ -110,7 +110,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "step 1.5": ({"step": 1.5}, "from 1. Got 1.5"),
     "step nan": ({"step": torch.tensor(float("nan"))}, "from 1. Got nan"),
     "two steps": ({"step": torch.tensor([1, 2])}, "from 1. Got a tensor"),
-    "engine": ({"engine": "quantum"}, "engine must be one of auto, native, reference. Got 'qua"),
+    "engine": ({"engine": "quantum"}, "must be one of auto, native, reference, triton. Got 'qua"),
     "lr": ({"lr": -1.0}, "Invalid learning rate: -1.0"),
     "two lrs": ({"lr": torch.tensor([0.1, 0.2])}, "Tensor lr must be 1-element"),
     "mask of numbers": ({"mask": ROWS.float()}, "must be a bool tensor. Got torch.float32"),

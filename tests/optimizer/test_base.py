@@ -69,7 +69,7 @@ def test_zero_learning_rate_moves_nothing_but_counts(variant: Variant):
         ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"betas": (0.9,)}, "betas must be a pair"),
-        ({"engine": "cuda"}, "engine must be one of auto, native, reference. Got 'cuda'"),
+        ({"engine": "cuda"}, "engine must be one of auto, native, reference, triton. Got 'cuda'"),
     ],
 )
 def test_bad_options(options: dict, message: str):

@@ -18,7 +18,7 @@ from sparsestep.gradients.masks import Masks
 from sparsestep.gradients.touched import FLOATS
 
 # Who computes. "auto" takes the core where it can; all agree to the last places.
-Engine: TypeAlias = Literal["auto", "native", "reference"]
+Engine: TypeAlias = Literal["auto", "native", "reference", "triton"]
 
 # What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
 # gradient is zero, so momentum and decoupled decay go on, when the row is next needed.

@@ -1,8 +1,8 @@
 """Engines run a rule over the touched part of a parameter; here one is chosen.
 
 ``protocol`` says what an engine is and what it is given. ``torch_kernels`` is for dense gradients,
-``native`` is fast and ``reference`` can do everything; ``auto`` takes them in this order. An engine
-knows rules and gradients, no optimizer.
+``native`` is fast and ``reference`` can do everything; ``auto`` takes them in this order.
+``triton`` is for GPUs, and has to be asked for. An engine knows rules and gradients, no optimizer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from sparsestep.engines.native import Native
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.engines.reference import Reference
 from sparsestep.engines.signals import uninterrupted
+from sparsestep.engines.triton import Triton, check_available
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
 
-ENGINES = ("auto", "native", "reference")
+ENGINES = ("auto", "native", "reference", "triton")
 
 
 def check_engine(engine: str) -> None:
@@ -33,11 +34,13 @@ def check_engine(engine: str) -> None:
                 "Reinstall without SPARSESTEP_PURE, or use engine='auto'",
             )
         )
+    if engine == "triton":
+        check_available()
 
 
 def native_engine(engine: str) -> Native | None:
     """The native engine for a step, where there is one that may be used."""
-    return None if engine == "reference" or core.core is None else Native()
+    return Native() if engine in ("auto", "native") and core.core is not None else None
 
 
 class SparseEngines:
@@ -54,11 +57,14 @@ class SparseEngines:
     ) -> None:
         self._engine = engine
         self._native = native
+        self._triton = Triton() if engine == "triton" else None
         self._reference = Reference(params)
 
     def claim(self, update: ParamUpdate) -> None:
         """Give an update to the engine that can run it; raises where that is not the one wanted."""
         if self._native is not None and self._native.claim(update):
+            return
+        if self._triton is not None and self._triton.claim(update):
             return
         if self._engine == "native":
             raise update.refuse(_why_not_native(update))
@@ -69,12 +75,14 @@ class SparseEngines:
     @property
     def is_native(self) -> bool:
         """Whether the core runs all of it."""
-        return self._reference.is_idle
+        return self._reference.is_idle and self._triton is None
 
     def check(self) -> None:
         """The part of the preparations that does not depend on the values: positions, memory."""
         if self._native is not None:
             self._native.prepare()
+        if self._triton is not None:
+            self._triton.prepare()
 
     def prepare(self) -> None:
         """The rest: what is computed from the values as they are now."""
@@ -84,6 +92,8 @@ class SparseEngines:
         """Write; nothing can fail."""
         if self._native is not None:
             self._native.commit()
+        if self._triton is not None:
+            self._triton.commit()
         self._reference.commit()
 
 

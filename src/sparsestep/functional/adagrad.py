@@ -40,7 +40,7 @@ def adagrad_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
@@ -83,7 +83,7 @@ def rowwise_adagrad_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "eps": eps}
@@ -128,7 +128,7 @@ def ftrl_(
         l2: the strength of L2 regularisation.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}

@@ -42,7 +42,7 @@ def sparse_adam_(
         eps: added to the square root before bias correction.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
 
     Example:
@@ -104,7 +104,7 @@ def adam_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
 
     Example:
@@ -161,7 +161,7 @@ def adamw_(
         weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}
@@ -210,7 +210,7 @@ def radam_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
 
     Example:
@@ -266,7 +266,7 @@ def rowwise_adam_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}

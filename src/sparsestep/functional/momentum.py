@@ -47,7 +47,7 @@ def sgd_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     with usable("sgd_: the options must be of their kinds: numbers, True or False"):
@@ -108,7 +108,7 @@ def rmsprop_(
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
@@ -156,7 +156,7 @@ def lion_(
         weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
         maximize: maximize the objective instead of minimizing it.
         mask: which rows or elements may move at all; a bool tensor.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
     hyper = {"lr": lr, "betas": betas}

@@ -183,7 +183,7 @@ class RuleOptimizer(CatchesUp):
                 arrive(self._all_params())
             if mapped_files:
                 announce(self.state, self._all_params())
-            before = self._before if self.engine != "reference" else None
+            before = self._before if self.engine in ("auto", "native") else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
             if mapped_files:

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep.contract.rule import State
-from sparsestep.core import core
 from sparsestep.dense.pending import PendingCatchUps
-from sparsestep.engines import SparseEngines
-from sparsestep.engines.native import Native
+from sparsestep.engines import SparseEngines, native_engine
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.torch_kernels import TorchKernels
@@ -40,8 +38,7 @@ class Plan:
 
     def __init__(self, optimizer: StateKeeper) -> None:
         self._optimizer = optimizer
-        usable = optimizer.engine != "reference" and core is not None
-        self._native = Native() if usable else None
+        self._native = native_engine(optimizer.engine)
         self._torch: TorchKernels | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":

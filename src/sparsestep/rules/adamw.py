@@ -41,7 +41,7 @@ class AdamW(Family, Optimizer):
         fused: for torch's kernel.
         decoupled_weight_decay: always ``True``.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
         mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.

@@ -111,7 +111,7 @@ class RAdam(RuleOptimizer, Optimizer):
         maximize: maximize the objective instead of minimizing it.
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
         mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.

@@ -80,7 +80,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
         eps: added to the square root before bias correction.
         maximize: maximize the objective instead of minimizing it.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"`` or ``"reference"``; they agree to the last places.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
         mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.

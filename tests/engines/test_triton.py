@@ -1,0 +1,239 @@
+"""The Triton engine in Triton's interpreter: the bits of the core, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep.engines import triton as engine
+from sparsestep.errors import InputError
+from tests.table import EVERY, VARIANTS, Variant, same_bits, snapshot, state_tensors, unchanged
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed: make gpu-check does it",
+)
+
+ROWS, COLUMNS = 20, 12
+COUNTED_BY_ROW = "per_row"  # bias correction in float64, which has no form yet
+
+RECORDED = [v for v in VARIANTS if COUNTED_BY_ROW not in str(v)]
+
+
+def train(
+    variant: Callable[..., Any],
+    engine: str,
+    gradient: Callable[[torch.Generator, torch.dtype], Any],
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Tensor]:
+    """The parameter and its state after three steps with random gradients."""
+    draw = torch.Generator().manual_seed(7)
+    param = torch.nn.Parameter(torch.randn(ROWS, COLUMNS, generator=draw).to(dtype))
+    optimizer = variant([param], engine=engine, **options)
+    for _ in range(3):
+        param.grad = gradient(draw, dtype)
+        optimizer.step()
+    return [param.detach(), *state_tensors(optimizer)]
+
+
+def coo(draw: torch.Generator, dtype: torch.dtype, entries: int = 33) -> Tensor:
+    rows = torch.randint(0, ROWS, (1, entries), generator=draw)
+    values = torch.randn(entries, COLUMNS, generator=draw).to(dtype)
+    return torch.sparse_coo_tensor(rows, values, (ROWS, COLUMNS))
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert [same_bits(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
+
+
+HALF = {"stochastic_rounding": True, "rounding_seed": 3}
+TREATMENTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "maximize": (torch.float32, {"maximize": True}),
+    "float64": (torch.float64, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "float16": (torch.float16, {"maximize": True}),
+    "random-bfloat16": (torch.bfloat16, {**HALF, "state_dtype": torch.bfloat16}),
+    "random-float16": (torch.float16, {**HALF, "state_dtype": torch.float16}),
+}
+
+
+@pytest.mark.parametrize("variant", RECORDED, ids=str)
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_every_rule_has_the_bits_of_the_core(variant: Variant, treatment: str):
+    """Also those that sum up rows: the kernel adds in the order in which the core does."""
+    dtype, options = TREATMENTS[treatment]
+    ours = train(variant, "triton", coo, dtype, **options)
+    assert_same(ours, train(variant, "native", coo, dtype, **options))
+
+
+# Forms of gradients
+
+
+def bags(draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Of an embedding bag: rows of values that several entries share, each with a factor."""
+    module = sparsestep.nn.EmbeddingBag(ROWS, COLUMNS, mode="sum", dtype=dtype)
+    ids = torch.randint(0, ROWS, (4, 6), generator=draw)
+    factors = torch.randn(4, 6, generator=draw).to(dtype)
+    weights = torch.randn(4, COLUMNS, generator=draw).to(dtype)
+    (module(ids, per_sample_weights=factors) * weights).sum().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad
+
+
+def elements(draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Single elements; a rule with numbers per row gets rows that are held in part."""
+    places = torch.stack(
+        [torch.randint(0, n, (15,), generator=draw) for n in (ROWS, COLUMNS)]
+    ).long()
+    values = torch.randn(15, generator=draw).to(dtype)
+    return torch.sparse_coo_tensor(places, values, (ROWS, COLUMNS))
+
+
+def dense(draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=draw).to(dtype)
+
+
+def nothing(draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return coo(draw, dtype, entries=0)
+
+
+SOME_ROWS = torch.arange(ROWS) % 3 == 0
+SOME_ELEMENTS = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 5 == 0
+LAYOUTS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "bags": (bags, {}),
+    "elements": (elements, {}),
+    "dense": (dense, {}),
+    "masked rows": (dense, {"mask": SOME_ROWS}),
+    "masked elements": (dense, {"mask": SOME_ELEMENTS}),
+    "masked lookups": (coo, {"mask": SOME_ROWS}),
+    "nothing": (nothing, {}),
+}
+FEW = [
+    Variant(sparsestep.SparseAdam, {}),
+    Variant(sparsestep.RowwiseAdagrad, {"weight_decay": 0.1}),
+    Variant(sparsestep.Lion, {"weight_decay": 0.1}),
+]
+
+
+# Rules with numbers per row take no masks of elements.
+GIVEN = [(v, x) for x in LAYOUTS for v in FEW if not (v.rule.by_row and x == "masked elements")]
+
+
+@pytest.mark.parametrize(("variant", "layout"), GIVEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_form_of_a_gradient_has_the_bits_of_the_core(
+    variant: Variant, layout: str, dtype: torch.dtype
+):
+    gradient, options = LAYOUTS[layout]
+    ours = train(variant, "triton", gradient, dtype, **options)
+    assert_same(ours, train(variant, "native", gradient, dtype, **options))
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 2), (4, 1500), (7,), ()], ids=str)
+def test_any_shape(shape: tuple[int, ...]):
+    def moved(engine: str) -> Tensor:
+        draw = torch.Generator().manual_seed(1)
+        param = torch.randn(shape, generator=draw, dtype=torch.complex64).requires_grad_()
+        param.grad = torch.randn(shape, generator=draw, dtype=torch.complex64)
+        sparsestep.RowwiseAdagrad([param], engine=engine).step()
+        return param.detach()
+
+    assert same_bits(moved("triton"), moved("native"))
+
+
+@pytest.mark.parametrize("entries", [64, 65, 130, 300])
+def test_long_runs_are_summed_in_blocks(entries: int):
+    """First the blocks of 64, each in order, then their sums in order."""
+    draw = torch.Generator().manual_seed(entries)
+    rows = torch.randint(0, 3, (entries,), generator=draw)
+    rows[: entries // 2] = 1
+    values = torch.randn(entries, 4, generator=draw) * 10 ** torch.randn(entries, 1, generator=draw)
+    param = torch.zeros(3, 4)
+    grad = sparsestep.Touched(rows, values)
+    sparsestep.functional.sgd_(param, grad, lr=1.0, engine="triton")
+
+    def in_order(parts: Any) -> Tensor:
+        first, *others = parts
+        for other in others:
+            first = first + other
+        return first
+
+    for row in range(3):
+        blocks = values[rows == row].split(64)
+        assert same_bits(param[row], -in_order(in_order(block) for block in blocks))
+
+
+@pytest.mark.parametrize("variant", EVERY[-4:], ids=str)
+def test_rules_of_users_run_too(variant: Variant):
+    ours = train(variant, "triton", coo)
+    for tensor, theirs in zip(ours, train(variant, "reference", coo), strict=True):
+        torch.testing.assert_close(tensor, theirs, rtol=3e-7, atol=3e-7)
+
+
+# Refusals
+
+
+def two_tables() -> tuple[list[Tensor], sparsestep.Adam]:
+    params = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5, 2))]
+    optimizer = sparsestep.Adam(params, engine="triton")
+    for param in params:
+        values = torch.ones(2, param.shape[1])
+        param.grad = torch.sparse_coo_tensor([[0, 1]], values, param.shape)
+    optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("index", [-1, 5])
+def test_a_bad_index_changes_nothing(index: int):
+    params, optimizer = two_tables()
+    params[1].grad = torch.sparse_coo_tensor(
+        torch.tensor([[0, index]]), torch.ones(2, 2), (5, 2), check_invariants=False
+    )
+    before = snapshot(optimizer)
+    words = rf"param 1 of group 0: .* dim 0 must be in \[0, 5\). Got {index}"
+    with pytest.raises(InputError, match=words):
+        optimizer.step()
+    assert unchanged(optimizer, before)
+
+
+def test_parameters_have_to_be_contiguous():
+    param = torch.nn.Parameter(torch.ones(3, 4).T)
+    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
+    optimizer = sparsestep.Adam([param], engine="triton")
+    with pytest.raises(InputError, match=r"contiguous parameters and state.*strides"):
+        optimizer.step()
+
+
+def test_a_formula_has_to_be_one_that_can_be_recorded():
+    @sparsestep.rule()
+    def by_hand(param, grad, *, lr=0.1):
+        return param - lr * grad if bool(grad > 0) else param
+
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = by_hand([param], engine="triton")
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(
+        InputError, match=r"can be recorded. Got rule 'by_hand': it decides by values"
+    ):
+        optimizer.step()
+
+
+def test_the_cpu_is_refused_but_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
+    _, optimizer = two_tables()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match=r"takes parameters on a GPU. Got one on the CPU"):
+        optimizer.step()
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs Triton.*pip install 'sparsestep\[triton\]'"):
+        sparsestep.Adam([torch.ones(2)], engine="triton")
