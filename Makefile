@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module bench docs clean
+.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module gpu-check bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -77,6 +77,19 @@ sanitize-module: $(INSTALLED)
 	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/core/
 	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
 	$(UNDER_SANITIZERS) -m pytest tests/properties/test_properties.py -k "position_anywhere or never_written"
+
+# The kernels for GPUs, on a machine without one: their code as compiled ahead of time for five GPUs,
+# and their numbers in Triton's interpreter, over the table of properties too.
+gpu-check: $(VENV)/.triton
+	TRITON_CACHE_DIR=build/triton $(BIN)/python -W ignore -m tests.engines.triton_compile
+	SPARSESTEP_TESTS=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto \
+		tests/engines/test_triton.py tests/engines/test_triton_waits.py tests/gradients/test_bags.py \
+		tests/gradients/test_masked_tensors.py tests/gradients/test_mask_groups.py
+
+# Some hundred megabytes, so it comes only where it is wanted.
+$(VENV)/.triton: $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt triton
+	touch $@
 
 bench: $(INSTALLED)
 	$(BIN)/sparsestep bench

@@ -93,8 +93,8 @@ class Launch:
             self.blocks = self.touched.values.new_empty(count, block, dtype=self.dtype)
 
     def bounds(self) -> list[Tensor]:
-        """The smallest and the largest position, where they are to be looked at."""
-        return [] if self.order is None else [self._sorted[:1], self._sorted[-1:]]
+        """The smallest and the largest position."""
+        return [self._sorted[:1], self._sorted[-1:]]
 
     def is_inside(self) -> Tensor:
         """Whether all positions are slots, as a tensor, which the host does not look at."""
@@ -194,14 +194,17 @@ class Triton:
     @staticmethod
     def _look(launches: Iterable[Launch]) -> None:
         """Wait for the smallest and the largest positions, all at once; refuse what is no slot."""
-        sorted_ones = [launch for launch in launches if launch.order is not None]
-        if not sorted_ones:
-            return
-        found = torch.cat([bound for launch in sorted_ones for bound in launch.bounds()]).tolist()
-        for launch, low, high in zip(sorted_ones, found[::2], found[1::2], strict=True):
-            slots = launch.touched.slots
-            if low < 0 or high >= slots:
-                raise launch.update.refuse(bad_index(0, slots, low if low < 0 else high))
+        by_device: dict[torch.device, list[Launch]] = {}
+        for launch in launches:
+            if launch.order is not None:
+                by_device.setdefault(launch.order.device, []).append(launch)
+        for some in by_device.values():
+            bounds = torch.cat([bound for launch in some for bound in launch.bounds()])
+            found = bounds.cpu().tolist()  # here the host waits
+            for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
+                slots = launch.touched.slots
+                if low < 0 or high >= slots:
+                    raise launch.update.refuse(bad_index(0, slots, low if low < 0 else high))
 
     @torch.no_grad()
     def commit(self) -> None:
