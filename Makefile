@@ -11,7 +11,8 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test test-all lint format fuzz fuzz-properties sanitize sanitize-module gpu-check bench docs clean
+.PHONY: demo test test-all kill-test lint format fuzz fuzz-properties sanitize sanitize-module gpu-check bench docs \
+	clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -40,6 +41,10 @@ format: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CASES),--cases $(CASES)) \
 		$(if $(FIRST),--first $(FIRST))
+
+# Processes that train a table in a file, killed at random moments; KILLS=200 says how often.
+kill-test: $(INSTALLED)
+	$(BIN)/python -m tests.storage.kills --kills $(or $(KILLS),200)
 
 # The property tests with random cases instead of the fixed ones, until one fails or you stop it.
 fuzz-properties: $(INSTALLED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import os
 import pickle
@@ -46,11 +47,17 @@ def test_every_optimizer_has_the_bits_that_it_has_in_memory(
         assert isinstance(optimizers[0].state[models[0].weight][spec.name], Mapped)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("optimizer", WITH_DENSE, ids=lambda o: o.__name__)
-def test_dense_semantics_work_as_in_memory(optimizer, tmp_path: Path):
+def test_dense_semantics_work_as_in_memory(optimizer, decay, tmp_path: Path):
     models = embedding(table_in(tmp_path / "table")), embedding(initial())
+    decays = {"weight_decay": decay, "decoupled_weight_decay": True} if decay else {}
+    if optimizer in (sparsestep.AdamW, sparsestep.Lion):
+        decays = {"weight_decay": decay}
+    elif "decoupled_weight_decay" not in inspect.signature(optimizer).parameters:
+        decays = {}
     for model in models:
-        opt = optimizer(model.parameters(), lr=0.1, semantics="dense")
+        opt = optimizer(model.parameters(), lr=0.1, semantics="dense", **decays)
         opt.track(model)
         train(model, opt, 6)
         opt.catch_up()
@@ -111,6 +118,19 @@ def test_what_was_not_touched_takes_no_room(tmp_path: Path):
         assert allocated(tmp_path / name) <= 8 * 4096
     assert table[5_000_000].lt(0).all()
     assert table[4_999_999].eq(0).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems may not have holes")
+def test_to_catch_up_takes_no_room_for_rows_without_gradient(tmp_path: Path):
+    model = embedding(mapped(tmp_path / "table", (100_000, 64)))
+    opt = sparsestep.Adam(model.parameters(), lr=0.1, semantics="dense")
+    opt.track(model)
+    for rows in (torch.tensor([5]), torch.tensor([77_000])):
+        opt.zero_grad()
+        model(rows).sum().backward()
+        opt.step()
+    opt.catch_up()
+    assert allocated(tmp_path / "table") <= 8 * 4096
 
 
 def test_a_file_is_opened_again(tmp_path: Path):

@@ -22,7 +22,7 @@ from sparsestep.dense.history import History
 from sparsestep.dense.stamps import Stamps
 from sparsestep.engines.protocol import Settings
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
-from sparsestep.memory.files import about_to_write, mapped_files, written
+from sparsestep.memory.files import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.parameters import memory_of
 from sparsestep.torch_internals import version_of
 
@@ -243,11 +243,22 @@ class RowClock:
         self.check(param, state)
         stale = 0
         if self.is_behind:
-            stale = self.catch_up_rows(param, state, self.among, engine=engine)
+            stale = self.catch_up_rows(param, state, self._that_miss(param), engine=engine)
         self.history.begin_anew()
         self.stamp_all(self.history.now, fresh=self.fresh)
         self._swept = None
         return stale
+
+    def _that_miss(self, param: Tensor) -> Tensor | None:
+        """The rows that may have missed something; ``None`` for all.
+
+        Without decay, a row that never had a gradient stays where it is. To write it all the same
+        takes no longer, but in a file it would take room from then on.
+        """
+        moves_all = self.history.motion.recomputes or self.history.latest_inverse_decay != 1.0
+        if moves_all or file_of(param) is None:
+            return self.among
+        return self.that_may_move((~self.fresh).nonzero().squeeze(1))
 
     @property
     def fresh(self) -> Tensor:

@@ -1,0 +1,264 @@
+"""A table with Adam's state in 30 GB of files, trained with 4 GB of memory.
+
+    python benchmarks/out_of_core.py --folder /some/local/disk
+
+Every contestant is a process of its own, in a memory cgroup (page cache included) where this
+script may make one. Throughput is by the clock, of the last half of the batches.
+
+*zipf*: 4,096 bags of 16 ids, an EmbeddingBag, three layers, Adam. The same loop in memory is on a
+table that fits, with the same ids modulo its rows. Ids are by rank, as in a vocabulary that is
+sorted by frequency, or shuffled.
+
+*uniform*: 4,096 ids a batch, each somewhere else, beginning with a cold page cache: the files were
+written to the disk and given up with posix_fadvise(POSIX_FADV_DONTNEED).
+
+*together*: whether parameter and state of a row had better lie together in one file, on 3 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.memory.files import file_of
+
+DIM, IN_MEMORY = 64, 2_000_000
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def cgroup(limit: int) -> str:
+    """Put this process into a memory cgroup; how the memory is limited."""
+    base = Path("/sys/fs/cgroup")
+    name = f"sparsestep-{os.getpid()}"
+    for folder, file in ((base / "memory", "memory.limit_in_bytes"), (base, "memory.max")):
+        try:
+            if not (folder / "cgroup.procs").exists():
+                continue
+            (folder / name).mkdir()
+            (folder / name / file).write_text(str(limit))
+            (folder / name / "cgroup.procs").write_text(str(os.getpid()))
+            return str(folder / name)
+        except OSError:
+            continue
+    return ""
+
+
+def peak(group: str) -> float:
+    """The most memory that a cgroup has used, page cache included, in GB."""
+    for file in ("memory.max_usage_in_bytes", "memory.peak"):
+        path = Path(group) / file
+        if group and path.exists():
+            return int(path.read_text()) / 1e9
+    return 0.0
+
+
+def zipf(rows: int, exponent: float, shuffled: bool, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Ids by rank, drawn from the distribution's inverse; the same for everyone."""
+    chance = torch.Generator().manual_seed(0)
+    last = rows ** (1 - exponent)
+    while True:
+        drawn = torch.rand(shape, generator=chance, dtype=torch.float64)
+        ids = (1 - drawn * (1 - last)).pow(1 / (1 - exponent)).long().clamp_(1, rows) - 1
+        yield ids * 2_654_435_761 % rows if shuffled else ids
+
+
+def fill(path: Path, value: float) -> None:
+    """Write a file that mapped() has made all over, so that there is something to read."""
+    block = torch.full((4 << 20,), value).numpy().tobytes()
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        while file.tell() < size:
+            file.write(block[: size - file.tell()])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def chill(folder: Path) -> None:
+    """Make the page cache cold, as far as these files go."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def prepare(folder: Path, rows: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("table", *STATE):
+        sparsestep.storage.mapped(folder / name, (rows, DIM))
+        fill(folder / name, 1e-3)
+
+
+def tables(kind: str, folder: Path, rows: int) -> tuple[Tensor, list[Tensor]]:
+    """A table and its state, as a contestant has them."""
+    shape, paths = (rows, DIM), [folder / name for name in ("table", *STATE)]
+    if kind == "memory":
+        found = [torch.full(shape, 1e-3) for _ in paths]
+    elif kind.startswith("from_file"):
+        size = rows * DIM + 1024
+        found = [torch.from_file(str(path), True, size)[1024:].view(shape) for path in paths]
+        if kind == "from_file, random":
+            for tensor in found:
+                advise_random(tensor)
+    else:
+        found = [sparsestep.storage.mapped(path, shape) for path in paths]
+        file = file_of(found[0])
+        assert file is not None
+        for name, tensor in zip(STATE, found[1:], strict=True):  # as an optimizer would link them
+            beside = file_of(tensor)
+            assert beside is not None
+            file.beside[name] = sys.modules["weakref"].ref(beside)
+    return found[0], found[1:]
+
+
+def advise_random(tensor: Tensor) -> None:
+    import ctypes
+
+    page = 4096
+    begin = tensor.data_ptr() // page * page
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(tensor.nbytes), 1)
+
+
+def train(model: nn.Module, optimizer: Any, loader: Any, count: int) -> float:
+    """Batches per second, of the last half."""
+    begin = 0.0
+    for index, ids in enumerate(loader):
+        if index == count // 2:
+            begin = time.perf_counter()
+        if index == count:
+            break
+        optimizer.zero_grad()
+        model(ids).square().mean().backward()
+        optimizer.step()
+    return (count - count // 2) / (time.perf_counter() - begin)
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """One contestant."""
+    kind: str = options.worker
+    group = "" if kind == "memory" else cgroup(options.gigabytes << 30)
+    torch.set_num_threads(options.threads)
+    rows = IN_MEMORY if kind == "memory" else options.rows
+    table, state = tables(kind, Path(options.folder) / "tables", rows)
+    torch.manual_seed(0)
+    if options.case == "zipf":
+        bag = sparsestep.nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="sum")
+        layers = [nn.Linear(DIM, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()]
+        model = nn.Sequential(bag, *layers, nn.Linear(256, 1))
+        batches = zipf(options.rows, options.exponent, options.shuffled, (4096, 16))
+    else:
+        model = nn.Sequential(sparsestep.nn.Embedding.from_pretrained(table, freeze=False))
+        chance = torch.Generator().manual_seed(0)
+        batches = iter(lambda: torch.randint(options.rows, (4096,), generator=chance), None)
+    optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
+    record = dict(zip(STATE, state, strict=True))
+    optimizer.state[model[0].weight] = {"step": torch.tensor(1.0), **record}
+    loader: Any = (ids % rows for ids in batches)
+    if kind == "mapped, prefetch":
+        loader = sparsestep.storage.prefetching(loader, {table: lambda ids: ids}, ahead=2)
+    speed = train(model, optimizer, loader, options.batches)
+    return {"kind": kind, "batches per second": speed, "peak GB": peak(group)}
+
+
+def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict[str, Any]:
+    chill(Path(options.folder) / "tables")
+    command = [sys.executable, __file__, "--worker", kind, "--case", case]
+    for name in ("folder", "rows", "threads", "gigabytes", "exponent"):
+        command += [f"--{name}", str(getattr(options, name))]
+    command += ["--batches", str(batches), *(["--shuffled"] if options.shuffled else [])]
+    found: dict[str, Any] = json.loads(subprocess.check_output(command))
+    print(
+        f"{case:8} {kind:18} {found['batches per second']:9.3f} batches/s, "
+        f"at most {found['peak GB']:.1f} GB",
+        flush=True,
+    )
+    return found
+
+
+def together(folder: Path, batches: int = 12) -> None:
+    """Parameter and state in one file, row by row, against three files; uniform and cold."""
+    rows = 4_000_000
+    prepare(folder, rows)
+    sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
+    fill(folder / "joined", 1e-3)
+    speeds = {}
+    for name in ("three files", "joined"):
+        chill(folder)
+        if name == "joined":
+            joined = sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
+            table, *state = joined.split(DIM, dim=1)
+            asked: Tensor = joined
+        else:
+            table, state = tables("mapped", folder, rows)
+            asked = table
+        model = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
+        record = dict(zip(STATE, state, strict=True))
+        optimizer.state[model.weight] = {"step": torch.tensor(1.0), **record}
+        chance = torch.Generator().manual_seed(0)
+        ids = (torch.randint(rows, (4096,), generator=chance) for _ in range(batches + 1))
+        loader = sparsestep.storage.prefetching(ids, {asked: lambda each: each})
+        speeds[name] = train(model, optimizer, loader, batches)
+        print(f"{name:12} {speeds[name]:9.3f} batches/s", flush=True)
+    print(f"together: {speeds['joined'] / speeds['three files']:.2f} times")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--rows", type=int, default=40_000_000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gigabytes", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--exponent", type=float, default=1.05)
+    parser.add_argument("--shuffled", action="store_true")
+    parser.add_argument("--only", choices=["zipf", "uniform", "together"])
+    parser.add_argument("--keep", action="store_true", help="leave the files, and use those there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(options)))
+        return
+    folder = Path(options.folder) / "tables"
+    if options.only != "together":
+        if not (options.keep and folder.exists()):
+            prepare(folder, options.rows)
+        size = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) / 1e9
+        print(f"{size:.1f} GB on the disk")
+    if options.only in (None, "zipf"):
+        kinds = ("memory", "mapped", "mapped, prefetch")
+        speeds = [run(kind, "zipf", options.batches, options) for kind in kinds]
+        there, _, here = (found["batches per second"] for found in speeds)
+        print(f"zipf {options.exponent}: {here / there:.2f} of the same loop in memory")
+    if options.only in (None, "uniform"):
+        kinds = ("from_file", "from_file, random", "mapped", "mapped, prefetch")
+        counts = (4, 12, 12, 24)
+        speeds = [
+            run(kind, "uniform", count, options) for kind, count in zip(kinds, counts, strict=True)
+        ]
+        plain, *_, here = (found["batches per second"] for found in speeds)
+        print(f"uniform, cold: {here / plain:.1f} times torch.from_file")
+    if not options.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.only in (None, "together"):
+        together(Path(options.folder) / "together")
+        shutil.rmtree(Path(options.folder) / "together")
+
+
+if __name__ == "__main__":
+    main()
