@@ -166,7 +166,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         batches = iter(lambda: torch.randint(options.rows, (4096,), generator=chance), None)
     optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
     record = dict(zip(STATE, state, strict=True))
-    optimizer.state[model[0].weight] = {"step": torch.tensor(1.0), **record}
+    optimizer.state[next(model.parameters())] = {"step": torch.tensor(1.0), **record}
     loader: Any = (ids % rows for ids in batches)
     if kind == "mapped, prefetch":
         loader = sparsestep.storage.prefetching(loader, {table: lambda ids: ids}, ahead=2)
@@ -246,11 +246,8 @@ def main() -> None:
         there, _, here = (found["batches per second"] for found in speeds)
         print(f"zipf {options.exponent}: {here / there:.2f} of the same loop in memory")
     if options.only in (None, "uniform"):
-        kinds = ("from_file", "from_file, random", "mapped", "mapped, prefetch")
-        counts = (4, 12, 12, 24)
-        speeds = [
-            run(kind, "uniform", count, options) for kind, count in zip(kinds, counts, strict=True)
-        ]
+        counts = {"from_file": 4, "from_file, random": 12, "mapped": 12, "mapped, prefetch": 24}
+        speeds = [run(kind, "uniform", count, options) for kind, count in counts.items()]
         plain, *_, here = (found["batches per second"] for found in speeds)
         print(f"uniform, cold: {here / plain:.1f} times torch.from_file")
     if not options.keep:

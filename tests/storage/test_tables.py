@@ -99,8 +99,9 @@ def test_updates_while_gradients_arrive(tmp_path: Path):
     models = embedding(table_in(tmp_path / "table")), embedding(initial())
     for model in models:
         opt = sparsestep.RowwiseAdagrad(model.parameters(), lr=0.1)
-        opt.step_in_backward()
+        handle = opt.step_in_backward()
         train(model, opt, 3)
+        handle.remove()
     assert same_bits(models[0].weight.detach(), models[1].weight.detach())
 
 
