@@ -12,6 +12,7 @@
 #include "python/again.h"
 #include "python/catch_up.h"
 #include "python/jobs.h"
+#include "python/lookup.h"
 #include "python/owners.h"
 #include "python/storage.h"
 
@@ -127,6 +128,7 @@ NB_MODULE(_native, module) {
     bind_catch_up(module);
     bind_owners(module);
     bind_storage(module);
+    bind_lookup(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
                nb::arg("source").none(), nb::arg("threads"),

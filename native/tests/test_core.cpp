@@ -15,6 +15,7 @@ int main() {
     test_compressed();
     test_owners();
     test_mapped();
+    test_lookup();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

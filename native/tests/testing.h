@@ -59,5 +59,6 @@ void test_catch_up();
 void test_compressed();
 void test_owners();
 void test_mapped();
+void test_lookup();
 
 }  // namespace sparsestep::testing

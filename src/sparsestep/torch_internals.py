@@ -116,6 +116,19 @@ is_transforming: Callable[[], bool] = _find(
 is_tracing: Callable[[], bool] = _find(
     "torch.jit.is_tracing", "leave lookups to torch where they are traced", lambda: False
 )
+dispatch_modes: Callable[[], int] = _find(
+    "torch._C._len_torch_dispatch_stack",
+    "leave lookups to torch where something watches its operations",
+    lambda: 1,  # something may
+)
+_forward_ad = _find(
+    "torch.autograd.forward_ad", "leave lookups to torch that carry derivatives forward"
+)
+
+
+def forward_level() -> int:
+    """How deeply forward derivatives are nested, from 0; -1 if there are none."""
+    return int(getattr(_forward_ad, "_current_level", 0))
 
 
 def is_exporting() -> bool:

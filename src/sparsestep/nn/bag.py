@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
-from sparsestep.nn.pooling import Bags, by_torch, pooled
+from sparsestep.nn.pooling import Asked, by_torch, pooled
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
@@ -100,4 +100,4 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         """
         if is_for_torch(self.weight):
             return by_torch(self, input, offsets, per_sample_weights, self.include_last_offset)
-        return pooled([Bags.of(self, input, offsets, per_sample_weights)])[0]
+        return pooled([Asked(self, input, offsets, per_sample_weights)])[0]

@@ -13,7 +13,7 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag, Mode
 from sparsestep.nn.compiling import is_for_torch, outside_graphs
 from sparsestep.nn.fusing import make_ours, why_not
-from sparsestep.nn.pooling import Bags, equal_starts, pooled
+from sparsestep.nn.pooling import Asked, pooled
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if is_for_torch(*(table.weight for table, *_ in split)):
             found = [table(*arguments) for table, *arguments in split]
         else:
-            found = pooled(_checked(split))
+            found = pooled(split)
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(
@@ -159,7 +159,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         for table, ids, _, _ in self._split(inputs, offsets, per_sample_weights):
             yield table.weight, ids
 
-    def _split(self, inputs: Any, offsets: Any, factors: Any) -> list[Any]:
+    def _split(self, inputs: Any, offsets: Any, factors: Any) -> list[Asked]:
         """The table, ids, offsets and factors of each lookup."""
         tables = self.tables._modules.values()  # of a list or a dict; some may be the same
         if isinstance(inputs, Tensor) and not inputs.is_nested:
@@ -175,7 +175,8 @@ class EmbeddingBagCollection(torch.nn.Module):
                 offsets = list(offsets)
             begins = self._listed("offsets", offsets, optional=True)
             weights = self._listed("per_sample_weights", factors, optional=True)
-        return list(zip(tables, ids, begins, weights, strict=True))
+        each = zip(tables, ids, begins, weights, strict=True)
+        return [Asked(cast(EmbeddingBag, table), *given) for table, *given in each]
 
     def _columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""
@@ -212,21 +213,6 @@ class EmbeddingBagCollection(torch.nn.Module):
     @staticmethod
     def _refusal(contract: str, got: object) -> InputError:
         return InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
-
-
-def _checked(split: list[Any]) -> list[Bags]:
-    """What is asked of all tables; bags of equal length begin at the same places in all of them."""
-    starts: dict[Any, Tensor] = {}
-    asked = []
-    for table, ids, offsets, factors in split:
-        known = None
-        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_nested:
-            form = (ids.shape, ids.dtype, ids.device)
-            known = starts.get(form)
-            if known is None:
-                known = starts[form] = equal_starts(ids)
-        asked.append(Bags.of(table, ids, offsets, factors, known))
-    return asked
 
 
 def _checked_name(name: object) -> str:

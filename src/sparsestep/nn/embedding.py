@@ -12,7 +12,8 @@ from torch.types import Device
 from sparsestep.gradients.compact import compact
 from sparsestep.nn.checks import check_ids
 from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
-from sparsestep.nn.parts import first_derivative, part, unshared
+from sparsestep.nn.lookup import ROWS, Found, Request, look_up
+from sparsestep.nn.parts import first_derivative, part, part_of, unshared
 from sparsestep.nn.processes import write_out_for_ddp
 
 
@@ -93,19 +94,29 @@ class Embedding(torch.nn.Embedding):
         weight = self.weight
         if is_for_torch(weight):
             return self._by_torch(input)
-        check_ids(self, weight, input)
-        if not takes_compact(weight):
-            return self._by_torch(input)
-        if self.max_norm is not None:
-            input = input.contiguous()
-            with torch.no_grad():
-                torch.embedding_renorm_(weight, input, self.max_norm, self.norm_type)
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return torch.embedding(weight, input)
-        write_out_for_ddp(weight)
+        is_recorded = weight.requires_grad and torch.is_grad_enabled()
         padding = -1 if self.padding_idx is None else self.padding_idx
-        found: Tensor = _Rows.apply(weight, input, padding, self.scale_grad_by_freq)
-        return found
+        found = None
+        if self.max_norm is None and takes_compact(weight):
+            request = Request(weight, input, None, False, None, ROWS, padding, is_recorded)
+            found = look_up([request])
+        rows = self._by_operations(weight, input) if found is None else found[0]
+        if not is_recorded or rows.output.requires_grad:
+            return rows.output
+        write_out_for_ddp(weight)
+        result: Tensor = _Rows.apply(weight, input, rows, padding, self.scale_grad_by_freq)
+        return result
+
+    def _by_operations(self, weight: Tensor, ids: Tensor) -> Found:
+        """With torch's operations, and every check."""
+        check_ids(self, weight, ids)
+        if not takes_compact(weight):
+            return Found(self._by_torch(ids))
+        with torch.no_grad():
+            if self.max_norm is not None:
+                ids = ids.contiguous()
+                torch.embedding_renorm_(weight, ids, self.max_norm, self.norm_type)
+            return Found(torch.embedding(weight, ids))
 
     def _by_torch(self, ids: Tensor) -> Tensor:
         """With torch's own gradient, a dense one."""
@@ -130,10 +141,12 @@ def takes_compact(weight: Tensor) -> bool:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int, by_frequency: bool) -> Tensor:
-        ctx.save_for_backward(ids)
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, found: Found, padding: int, by_frequency: bool
+    ) -> Tensor:
+        ctx.save_for_backward(ids, found.positions, found.source)  # ids: they must not change
         ctx.weight = (weight.shape, padding, by_frequency)
-        return torch.embedding(weight, ids)
+        return found.output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -141,8 +154,11 @@ class _Rows(torch.autograd.Function):
 
 
 def _gradient(ctx: Any, grad: Tensor) -> Any:
-    (ids,) = ctx.saved_tensors
+    ids, positions, source = ctx.saved_tensors
     shape, padding, by_frequency = ctx.weight
     rows = unshared(grad).reshape(ids.numel(), shape[1])
-    found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
-    return compact([found], shape, grad), None, None, None
+    if positions is None:
+        found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
+    else:
+        found = part_of(shape, positions, rows, source, by_frequency=by_frequency)
+    return compact([found], shape, grad), None, None, None, None

@@ -35,18 +35,31 @@ def part(
         padding: the id that gets no gradient; -1 if there is none.
         by_frequency: whether each id's gradient is divided by how often it comes.
     """
-    rows, dim = weight
     ids = ids.reshape(-1)
-    # Copies in any case: ids may be a buffer that the next batch is read into, and factors a
-    # parameter that the same step updates.
     if padding >= 0:
         present = (ids != padding).nonzero().squeeze(1)
         positions = ids[present].long()
         source = present if source is None else source[present]
         scale = None if scale is None else scale[present]
     else:
+        # A copy in any case: ids may be a buffer that the next batch is read into.
         positions = _copy(ids, torch.int64)
-        scale = None if scale is None else _copy(scale, scale.dtype)
+    return part_of(weight, positions, values, source, scale, by_frequency=by_frequency)
+
+
+def part_of(
+    weight: torch.Size,
+    positions: Tensor,
+    values: Tensor,
+    source: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    by_frequency: bool = False,
+) -> Touched:
+    """The same from ids without padding that nobody else has, int64."""
+    rows, dim = weight
+    if scale is not None:  # which may be a parameter that the same step updates
+        scale = _copy(scale, scale.dtype)
     if by_frequency:
         shares = _shares(positions, values.dtype)
         scale = shares if scale is None else scale * shares

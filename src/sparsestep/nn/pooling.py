@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsestep.gradients.compact import compact
-from sparsestep.gradients.touched import Touched
+from sparsestep.nn.bag_gradients import MODES, Looked, Saved
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
-from sparsestep.nn.parts import first_derivative, part, unshared
+from sparsestep.nn.lookup import POOLING, Found, Request, look_up
+from sparsestep.nn.parts import first_derivative
 from sparsestep.nn.processes import write_out_for_ddp
-from sparsestep.torch_internals import embedding_bag, embedding_bag_weights_backward
-
-_MODES = {"sum": 0, "mean": 1, "max": 2}
+from sparsestep.torch_internals import embedding_bag
 
 
 @dataclass(slots=True)
@@ -105,32 +104,129 @@ def _flat(table: torch.nn.EmbeddingBag, ids: Tensor, factors: Tensor | None) -> 
     return ids.values().reshape(-1), ids.offsets(), factors, True  # type: ignore[attr-defined]
 
 
+def _is_refused(table: torch.nn.EmbeddingBag) -> bool:
+    return table.mode not in MODES or (table.mode == "max" and table.scale_grad_by_freq)
+
+
 def _check_mode(table: torch.nn.EmbeddingBag) -> None:
-    if table.mode not in _MODES:
+    if table.mode not in MODES:
         raise refusal(table, "mode has to be one of sum, mean or max", repr(table.mode))
-    if table.mode == "max" and table.scale_grad_by_freq:
+    if _is_refused(table):
         contract = "max mode does not support scaling the gradient by the frequency"
         raise refusal(table, contract, "scale_grad_by_freq=True")
 
 
-def pooled(asked: Sequence[Bags]) -> list[Tensor]:
-    """A row for each bag of each table."""
-    if not all(takes_compact(bags.weight) for bags in asked):
-        if len(asked) == 1:
-            (bags,) = asked
-            return [by_torch(bags.table, bags.ids, bags.starts, bags.factors, bags.ends)]
-        return [found for bags in asked for found in pooled([bags])]
-    for bags in asked:
-        limit = bags.table.max_norm
-        if limit is not None:
-            with torch.no_grad():
+class Asked(NamedTuple):
+    """What a caller wants of a table; nothing is checked."""
+
+    table: torch.nn.EmbeddingBag
+    ids: Any
+    offsets: Any = None
+    factors: Any = None
+
+
+class _Read(NamedTuple):
+    """A lookup that was done: in which weight, what was found, what the gradient needs of it."""
+
+    weight: Tensor
+    factors: Tensor | None
+    output: Tensor
+    looked: Looked
+    saved: Saved
+
+
+def pooled(asked: Sequence[Asked]) -> list[Tensor]:
+    """A row for each bag of each table, or an error that says what is wrong."""
+    done = _by_core(asked)
+    return _by_operations(asked) if done is None else _recorded(done)
+
+
+def _by_core(asked: Sequence[Asked]) -> list[_Read] | None:
+    """All tables in one pass; ``None``, and nothing done, where anything is unusual or wrong."""
+    is_recorded = torch.is_grad_enabled()
+    requests = []
+    for table, ids, offsets, factors in asked:
+        weight = table.weight
+        pooling = 0 if _is_refused(table) else POOLING[table.mode]
+        if not pooling or table.max_norm is not None or not takes_compact(weight):
+            return None
+        if type(ids) is Tensor and not ids.is_contiguous():
+            ids = ids.contiguous()
+        has_gradient = is_recorded and weight.requires_grad
+        ends, padding = table.include_last_offset, _padding(table)
+        requests.append(
+            Request(weight, ids, offsets, ends, factors, pooling, padding, has_gradient)
+        )
+    found = look_up(requests)
+    if found is None:
+        return None
+    return [_read(*each) for each in zip(asked, requests, found, strict=True)]
+
+
+def _read(asked: Asked, request: Request, found: Found) -> _Read:
+    table, ids, offsets, factors = asked
+    length = ids.shape[1] if ids.dim() == 2 else -1
+    if found.positions is not None and factors is None:
+        offsets = None  # the bag of each id is known
+    saved = Saved(ids, offsets, found.counted, found.winners, factors)
+    saved = saved._replace(positions=found.positions, source=found.source)
+    looked = Looked(
+        *(request.weight.shape, table.mode, request.padding, table.scale_grad_by_freq),
+        *(len(found.output), length, request.ends),
+    )
+    return _Read(request.weight, factors, found.output, looked, saved)
+
+
+def _padding(table: torch.nn.EmbeddingBag) -> int:
+    return -1 if table.padding_idx is None else table.padding_idx
+
+
+def _by_operations(asked: Sequence[Asked]) -> list[Tensor]:
+    """With torch's operations, and every check before anything is read or changed."""
+    starts: dict[Any, Tensor] = {}  # bags of one length begin at the same places in all tables
+    checked = [Bags.of(*each, _known_starts(starts, each.ids)) for each in asked]
+    if not all(takes_compact(bags.weight) for bags in checked):
+        if len(checked) > 1:
+            return [found for each in asked for found in pooled([each])]
+        (bags,) = checked
+        return [by_torch(bags.table, bags.ids, bags.starts, bags.factors, bags.ends)]
+    with torch.no_grad():
+        for bags in checked:
+            limit = bags.table.max_norm
+            if limit is not None:
                 torch.embedding_renorm_(bags.weight, bags.ids, limit, bags.table.norm_type)
-    tensors = [bags.weight for bags in asked] + [bags.factors for bags in asked]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        for bags in asked:
-            write_out_for_ddp(bags.weight)
-        return list(_Pooled.apply(asked, *tensors))
-    return [_look_up(bags, bags.factors)[0] for bags in asked]
+        done = [_by_operation(bags) for bags in checked]
+    return _recorded(done)
+
+
+def _known_starts(known: dict[Any, Tensor], ids: Any) -> Tensor | None:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_nested:
+        return None
+    form = (ids.shape, ids.dtype, ids.device)
+    if form not in known:
+        known[form] = equal_starts(ids)
+    return known[form]
+
+
+def _by_operation(bags: Bags) -> _Read:
+    table, padding = bags.table, _padding(bags.table)
+    mode, is_max = table.mode, table.mode == "max"
+    output, _, counted, winners = embedding_bag(
+        *(bags.weight, bags.ids, bags.starts, False, MODES[mode], False),
+        *(bags.factors, bags.ends, padding),
+    )
+    saved = Saved(
+        bags.ids,
+        bags.starts if bags.length < 0 else None,
+        counted if is_max or (mode == "mean" and padding >= 0) else None,
+        winners if is_max else None,
+        bags.factors,
+    )
+    looked = Looked(
+        *(bags.weight.shape, mode, padding, table.scale_grad_by_freq),
+        *(bags.count, bags.length, bags.ends),
+    )
+    return _Read(bags.weight, bags.factors, output, looked, saved)
 
 
 def by_torch(
@@ -152,144 +248,31 @@ def by_torch(
     )
 
 
-def _look_up(bags: Bags, factors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows, how many ids counted in each bag, and for ``max`` whose elements were chosen."""
-    table = bags.table
-    padding = -1 if table.padding_idx is None else table.padding_idx
-    found, _, sizes, winners = embedding_bag(
-        bags.weight,
-        bags.ids,
-        bags.starts,
-        False,
-        _MODES[table.mode],
-        False,
-        factors,
-        bags.ends,
-        padding,
-    )
-    return found, sizes, winners
-
-
-class _Saved(NamedTuple):
-    """The tensors of a lookup that its gradient needs."""
-
-    ids: Tensor
-    starts: Tensor | None  # where the bags are not of equal length
-    counted: Tensor | None  # how many ids are no padding, in each bag
-    winners: Tensor | None
-    factors: Tensor | None
-    weight: Tensor | None
-
-
-@dataclass(slots=True)
-class _Looked:
-    """What the gradient has to know of a lookup beside its tensors."""
-
-    shape: torch.Size
-    mode: str
-    padding: int
-    by_frequency: bool
-    count: int
-    length: int
-    ends: bool
-
-    @staticmethod
-    def of(bags: Bags) -> _Looked:
-        table = bags.table
-        padding = -1 if table.padding_idx is None else table.padding_idx
-        return _Looked(
-            bags.weight.shape,
-            table.mode,
-            padding,
-            table.scale_grad_by_freq,
-            bags.count,
-            bags.length,
-            bags.ends,
-        )
-
-    def sizes(self, saved: _Saved) -> Tensor | None:
-        """How many ids each bag has, where that differs."""
-        if saved.starts is None:
-            return None
-        starts = saved.starts.long()
-        return starts.diff() if self.ends else starts.diff(append=_number(saved.ids))
-
-    def bag_of_each_id(self, sizes: Tensor | None, ids: Tensor) -> Tensor | None:
-        """``None`` where every bag has one id."""
-        if sizes is not None:
-            return torch.repeat_interleave(sizes, output_size=ids.numel())
-        if self.length == 1:
-            return None
-        bags = torch.arange(self.count, device=ids.device)
-        return bags.unsqueeze(1).expand(self.count, self.length).reshape(-1).contiguous()
-
-    def part(self, saved: _Saved, grad: Tensor) -> Touched:
-        """The part of the table's gradient that comes from this lookup."""
-        if self.mode == "max":
-            return _won(self.shape, saved, grad)
-        sizes = self.sizes(saved)
-        values = unshared(grad) if self.mode == "sum" else self._mean_of(saved, sizes, grad)
-        return part(
-            self.shape,
-            saved.ids,
-            values,
-            self.bag_of_each_id(sizes, saved.ids),
-            saved.factors,
-            padding=self.padding,
-            by_frequency=self.by_frequency,
-        )
-
-    def _mean_of(self, saved: _Saved, sizes: Tensor | None, grad: Tensor) -> Tensor:
-        # Torch multiplies with the inverse, rounded to the gradient's dtype.
-        counted = sizes if saved.counted is None else saved.counted
-        if counted is None:
-            counted = torch.full((1, 1), max(self.length, 1), dtype=grad.dtype, device=grad.device)
-        else:
-            counted = counted.clamp(min=1).to(grad.dtype).unsqueeze(1)
-        return grad * counted.reciprocal()
-
-
-def _number(ids: Tensor) -> Tensor:
-    return torch.full((1,), ids.numel(), device=ids.device)
-
-
-def _won(shape: torch.Size, saved: _Saved, grad: Tensor) -> Touched:
-    """Under ``max`` each element of a bag that is not empty is that of one row."""
-    assert saved.winners is not None
-    assert saved.counted is not None
-    rows, dim = shape
-    columns = torch.arange(dim, device=grad.device)
-    bags = saved.counted.nonzero()
-    positions = (saved.winners[bags.squeeze(1)].long() * dim + columns).reshape(-1)
-    source = (bags * dim + columns).reshape(-1)
-    return Touched(positions, unshared(grad), rows * dim, 1, source)
+def _recorded(done: Sequence[_Read]) -> list[Tensor]:
+    """The outputs, for autograd to come back to."""
+    weights, factors = [each.weight for each in done], [each.factors for each in done]
+    tensors = [*weights, *factors]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        for weight in weights:
+            write_out_for_ddp(weight)
+        return list(_Pooled.apply(done, *tensors))
+    return [each.output for each in done]
 
 
 class _Pooled(torch.autograd.Function):
     """All lookups at once; called with the weights of all tables, then the factors of all."""
 
     @staticmethod
-    def forward(ctx: Any, asked: Sequence[Bags], *tensors: Any) -> tuple[Tensor, ...]:
-        tables = len(asked)
+    def forward(ctx: Any, done: Sequence[_Read], *tensors: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.looked = [_Looked.of(bags) for bags in asked]
-        saved: list[Tensor | None] = []
-        outputs = []
-        for index, (bags, looked) in enumerate(zip(asked, ctx.looked, strict=True)):
-            factors = tensors[tables + index]
-            found, counted, winners = _look_up(bags, factors)
-            outputs.append(found)
-            is_max = looked.mode == "max"
-            saved += _Saved(
-                bags.ids,
-                bags.starts if bags.length < 0 else None,
-                counted if is_max or (looked.mode == "mean" and looked.padding >= 0) else None,
-                winners if is_max else None,
-                factors,
-                bags.weight if ctx.needs_input_grad[1 + tables + index] else None,
-            )
-        ctx.save_for_backward(*saved)
-        return tuple(outputs)
+        ctx.looked = [each.looked for each in done]
+        wanted = ctx.needs_input_grad[1 + len(done) :]
+        tensors_saved: list[Tensor | None] = []
+        for each, of_factors in zip(done, wanted, strict=True):
+            saved = each.saved._replace(weight=each.weight) if of_factors else each.saved
+            tensors_saved += saved
+        ctx.save_for_backward(*tensors_saved)
+        return tuple(each.output for each in done)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -297,7 +280,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *grads: Any) -> Any:
-    tables, fields = len(ctx.looked), len(_Saved._fields)
+    tables, fields = len(ctx.looked), len(Saved._fields)
     wanted = ctx.needs_input_grad[1:]
     everything = ctx.saved_tensors
     of_weights: list[Any] = [None] * tables
@@ -305,20 +288,9 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
     for index, (looked, grad) in enumerate(zip(ctx.looked, grads, strict=True)):
         if grad is None:
             continue
-        saved = _Saved(*everything[fields * index : fields * (index + 1)])
+        saved = Saved(*everything[fields * index : fields * (index + 1)])
         if wanted[index]:
             of_weights[index] = compact([looked.part(saved, grad)], looked.shape, grad)
         if wanted[tables + index]:
-            of_factors[index] = _of_factors(looked, saved, grad)
+            of_factors[index] = looked.of_factors(saved, grad)
     return None, *of_weights, *of_factors
-
-
-def _of_factors(looked: _Looked, saved: _Saved, grad: Tensor) -> Tensor:
-    ids = saved.ids
-    bags = looked.bag_of_each_id(looked.sizes(saved), ids)
-    if bags is None:
-        bags = torch.arange(looked.count, device=ids.device)
-    found: Tensor = embedding_bag_weights_backward(
-        grad, saved.weight, ids.long(), bags, bags, _MODES[looked.mode], looked.padding
-    )
-    return found

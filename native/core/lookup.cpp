@@ -1,0 +1,76 @@
+#include "core/lookup.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "core/team.h"
+
+namespace sparsestep {
+namespace {
+
+// Below this many elements, waking a second thread costs more than it brings.
+constexpr int64_t serial_elements = 1 << 15;
+
+// How much a task holds: enough that waiting for its first rows does not show.
+constexpr int64_t task_elements = 1 << 17;
+
+struct Task {
+    int64_t work, first, last;
+    LookedUp done;
+};
+
+void add_tasks(std::vector<Task>& tasks, const LookupWork& work, int64_t index) {
+    const int64_t elements = (work.id_count + work.bags) * std::max<int64_t>(1, work.columns);
+    const int64_t count = std::clamp<int64_t>(elements / task_elements, 1, work.bags);
+    for (int64_t t = 0; t < count; ++t) {
+        tasks.push_back({index, work.bags * t / count, work.bags * (t + 1) / count, {}});
+    }
+}
+
+}  // namespace
+
+Lookup lookup_of(int instruction_set) {
+    static const Lookup all[] = {
+        lookup_baseline(),
+#if defined(__x86_64__) && !defined(SPARSESTEP_BASELINE_ONLY)
+        lookup_avx2(),
+        lookup_avx512(),
+#endif
+    };
+    return all[instruction_set];
+}
+
+bool look_up(const LookupWork* works, int64_t count, Lookup run, int threads, int64_t* counted) {
+    std::vector<Task> tasks;
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        add_tasks(tasks, works[i], i);
+        elements += works[i].id_count * works[i].columns;
+        counted[i] = 0;
+    }
+    std::atomic<bool> good{true};
+    parallel(elements < serial_elements ? 1 : threads, int64_t(tasks.size()), [&](int64_t t) {
+        if (!good.load(std::memory_order_relaxed)) return;
+        Task& task = tasks[size_t(t)];
+        task.done = run(works[task.work], task.first, task.last);
+        if (task.done.counted < 0) good = false;
+    });
+    if (!good) return false;
+    for (const Task& task : tasks) {
+        const LookupWork& work = works[task.work];
+        const auto& [begin, kept] = task.done;
+        int64_t& at = counted[task.work];
+        if (at > begin) return false;  // only where somebody changes the starts meanwhile
+        if (at < begin) {
+            const size_t bytes = size_t(kept) * sizeof(int64_t);
+            std::memmove(work.positions + at, work.positions + begin, bytes);
+            if (work.source) std::memmove(work.source + at, work.source + begin, bytes);
+        }
+        at += kept;
+    }
+    return true;
+}
+
+}  // namespace sparsestep

@@ -1,0 +1,323 @@
+// The lookup of embeddings: rows of a table, copied or pooled by bags.
+//
+// Ids are copied first and checked in the copy, which alone is used from then on: whoever changes
+// them meanwhile changes nothing here. A bag is summed from its first id to its last, in at least
+// float32, so its bits do not depend on anything else.
+//
+// Compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags. Everything has
+// internal linkage (see types.h for the reason).
+#include "core/lookup.h"
+
+#include <cstring>
+
+#include "kernels/rows.h"
+#include "kernels/tile.h"
+
+namespace sparsestep {
+namespace {
+
+// How many rows ahead are asked for, into the second-level cache: the first has room for far fewer
+// requests under way. With FBGEMM's way, 16 rows ahead into the first, it takes half as long again.
+constexpr int64_t rows_ahead = 32;
+
+template <class Body>
+SPARSESTEP_INLINE auto with_integers(const Integers& integers, Body body) {
+    return integers.is_short ? body(static_cast<const int32_t*>(integers.data))
+                             : body(static_cast<const int64_t*>(integers.data));
+}
+
+// Where a bag begins; for the number of bags, where the last ends.
+SPARSESTEP_INLINE int64_t start_of(const LookupWork& work, int64_t bag) {
+    if (!work.starts.data) return bag * work.length;
+    if (bag >= work.start_count) return work.id_count;
+    return with_integers(work.starts, [&](auto* starts) { return int64_t(starts[bag]); });
+}
+
+// False if one of them is no row.
+inline bool copy_ids(const LookupWork& work, int64_t begin, int64_t end) {
+    return with_integers(work.ids, [&](auto* ids) {
+        const uint64_t last = uint64_t(work.rows) - 1;
+        int64_t* const to = work.positions;
+        uint64_t bad = 0;  // its highest bit: that of an id below zero, or of last - id
+        for (int64_t i = begin; i < end; ++i) {
+            const uint64_t id = uint64_t(int64_t(ids[i]));
+            bad |= id | (last - id);
+            to[i] = int64_t(id);
+        }
+        return int64_t(bad) >= 0;
+    });
+}
+
+// What the rows of a bag become: their sum, also with a factor for each, or their maximum. Where a
+// sum is fused, each product is added before it is rounded.
+enum class Reduction { sum, weighted, fused, max };
+
+// So many numbers of a row are summed in registers.
+constexpr size_t vector_bytes = 32;
+template <class T>
+constexpr int64_t lanes = int64_t(vector_bytes / sizeof(T));
+template <class T>
+struct Vector {
+    typedef T Type __attribute__((vector_size(vector_bytes)));
+};
+
+SPARSESTEP_INLINE void prefetch_row(const void* row, int64_t bytes) {
+    const int64_t end = bytes < prefetch_bytes ? bytes : prefetch_bytes;
+    for (int64_t byte = 0; byte < end; byte += cache_line) {
+        __builtin_prefetch(static_cast<const char*>(row) + byte, 0, 2);
+    }
+}
+
+// Bags of one table.
+template <class Stored, class T, Reduction reduction>
+class Pool {
+public:
+    explicit Pool(const LookupWork& work)
+        : work_(work),
+          table_(static_cast<const Stored*>(work.table)),
+          columns_(work.columns),
+          padding_(work.padding) {}
+
+    // The ids [begin, end) of one bag. Rows up to `known` may be asked for in advance.
+    SPARSESTEP_INLINE void run(int64_t bag, int64_t begin, int64_t end, int64_t known) {
+        bag_ = bag;
+        begin_ = begin;
+        end_ = end;
+        known_ = known;
+        counted_ = end - begin;
+        if (padding_ >= 0) {
+            for (int64_t i = begin; i < end; ++i) counted_ -= work_.positions[i] == padding_;
+        }
+        int64_t column = 0;
+        if constexpr (is_in_registers) {
+            column = run_vectors<8>(column);
+            column = run_vectors<4>(column);
+            column = run_vectors<2>(column);
+            column = run_vectors<1>(column);
+        }
+        while (column < columns_) column = run_tile(column);
+        if (work_.counted) work_.counted[bag] = counted_;
+    }
+
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        prefetch_row(table_ + row * columns_, columns_ * int64_t(sizeof(Stored)));
+    }
+
+private:
+    using Number = Convert<Stored, T>;
+    static constexpr bool is_in_registers =
+        std::is_same_v<Stored, T> && reduction != Reduction::max;
+
+    // Calls add(row, id, entry) for the ids of the bag that count.
+    template <class Add>
+    SPARSESTEP_INLINE void for_each_row(int64_t column, Add add) const {
+        const int64_t* const positions = work_.positions;
+        for (int64_t i = begin_; i < end_; ++i) {
+            if (column == 0 && i + rows_ahead < known_) prefetch(positions[i + rows_ahead]);
+            const int64_t id = positions[i];
+            if (id != padding_) add(table_ + id * columns_ + column, id, i);
+        }
+    }
+
+    // As many columns from `column` on as fill that many vectors, as often as there are that many;
+    // returns the first column that is left.
+    template <int count>
+    SPARSESTEP_INLINE int64_t run_vectors(int64_t column) {
+        using V = typename Vector<T>::Type;
+        constexpr int64_t width = count * lanes<T>;
+        for (; column + width <= columns_; column += width) {
+            V total[count] = {};
+            for_each_row(column, [&](const Stored* row, int64_t, int64_t entry) SPARSESTEP_LAMBDA {
+                const T factor = factor_of(entry);
+#pragma GCC unroll 8
+                for (int v = 0; v < count; ++v) {
+                    V values;
+                    std::memcpy(&values, row + v * lanes<T>, sizeof(V));
+                    if constexpr (reduction == Reduction::sum) {
+                        total[v] += values;
+                    } else if constexpr (reduction == Reduction::weighted) {
+                        total[v] += values * factor;
+                    } else {
+                        for (int64_t l = 0; l < lanes<T>; ++l) {
+                            total[v][l] = fused(values[l], factor, total[v][l]);
+                        }
+                    }
+                }
+            });
+            alignas(vector_bytes) T sums[width];
+            std::memcpy(sums, total, sizeof(sums));
+            store(column, width, sums, nullptr);
+        }
+        return column;
+    }
+
+    // The same for a tile of any length.
+    int64_t run_tile(int64_t column) {
+        const int64_t rest = columns_ - column, n = rest < tile_size ? rest : tile_size;
+        alignas(cache_line) T total[tile_size] = {};
+        alignas(cache_line) int64_t winner[reduction == Reduction::max ? tile_size : 1];
+        bool is_first = true;
+        for_each_row(column, [&](const Stored* row, int64_t id, int64_t entry) {
+            add(row, factor_of(entry), id, n, is_first, total, winner);
+            is_first = false;
+        });
+        store(column, n, total, winner);
+        return column + n;
+    }
+
+    SPARSESTEP_INLINE T factor_of(int64_t entry) const {
+        if constexpr (reduction == Reduction::weighted || reduction == Reduction::fused) {
+            return Number::load(static_cast<const Stored*>(work_.factors)[entry]);
+        }
+        return T(1);
+    }
+
+    static void add(const Stored* __restrict row, T factor, int64_t id, int64_t n, bool is_first,
+                    T* __restrict total, int64_t* __restrict winner) {
+        for (int64_t c = 0; c < n; ++c) {
+            const T value = Number::load(row[c]);
+            if constexpr (reduction == Reduction::sum) {
+                total[c] += value;
+            } else if constexpr (reduction == Reduction::weighted) {
+                total[c] += value * factor;
+            } else if constexpr (reduction == Reduction::fused) {
+                total[c] = fused(value, factor, total[c]);
+            } else {
+                const bool better = is_first || value > total[c];
+                total[c] = better ? value : total[c];
+                winner[c] = better ? id : winner[c];
+            }
+        }
+    }
+
+    SPARSESTEP_INLINE void store(int64_t column, int64_t n, const T* total,
+                                 const int64_t* winner) const {
+        Stored* const to = static_cast<Stored*>(work_.output) + bag_ * columns_ + column;
+        const bool by_fbgemm = padding_ < 0;
+        for (int64_t c = 0; c < n; ++c) {
+            to[c] = by_fbgemm ? rounded(total[c]) : Number::store(total[c]);
+        }
+        if (work_.pooling == Pooling::mean && counted_ > 0) {
+            const T count = Number::load(Number::store(T(counted_)));
+            for (int64_t c = 0; c < n; ++c) to[c] = Number::store(Number::load(to[c]) / count);
+        }
+        if constexpr (reduction == Reduction::max) {
+            if (!work_.winners) return;
+            int64_t* const whose = work_.winners + bag_ * columns_ + column;
+            for (int64_t c = 0; c < n; ++c) whose[c] = counted_ ? winner[c] : 0;
+        }
+    }
+
+    static float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+    static double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
+
+    // Torch's sums without padding come from FBGEMM. It rounds ties of bfloat16 upwards.
+    static Stored rounded(T total) {
+        if constexpr (std::is_same_v<Stored, Bfloat16>) {
+            const uint32_t word = bits_as<uint32_t>(total) + 0x8000u;
+            return {uint16_t(total != total ? 0x7fc0u : word >> 16)};
+        } else {
+            return Number::store(total);
+        }
+    }
+
+    const LookupWork& work_;
+    const Stored* const table_;
+    const int64_t columns_, padding_;
+    int64_t bag_, begin_, end_, known_, counted_;  // of the bag at hand
+};
+
+// Rows as they are, whatever they hold.
+class Copy {
+public:
+    explicit Copy(const LookupWork& work)
+        : work_(work), bytes_(work.columns * bytes_of(work.dtype)) {}
+
+    void run(int64_t bag, int64_t begin, int64_t, int64_t known) {
+        if (begin + rows_ahead < known) prefetch(work_.positions[begin + rows_ahead]);
+        const char* const row =
+            static_cast<const char*>(work_.table) + work_.positions[begin] * bytes_;
+        std::memcpy(static_cast<char*>(work_.output) + bag * bytes_, row, size_t(bytes_));
+    }
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        prefetch_row(static_cast<const char*>(work_.table) + row * bytes_, bytes_);
+    }
+
+private:
+    const LookupWork& work_;
+    const int64_t bytes_;
+};
+
+// Moves what is no padding to the front, with the bag of each; how many these are.
+inline int64_t keep_counted(const LookupWork& work, int64_t begin, int64_t end) {
+    int64_t at = begin;
+    for (int64_t i = begin; i < end; ++i) {
+        const int64_t id = work.positions[i];
+        if (work.source) work.source[at] = work.source[i];
+        work.positions[at] = id;
+        at += id != work.padding;
+    }
+    return at - begin;
+}
+
+// The bags [first, last), whose ids are [begin, end), copied and checked.
+template <class Each>
+__attribute__((noinline)) bool run_bags(const LookupWork& work, Each each, int64_t first,
+                                        int64_t last, int64_t begin, int64_t end) {
+    const int64_t known = end;
+    for (int64_t i = begin; i < end && i < begin + rows_ahead; ++i) {
+        each.prefetch(work.positions[i]);
+    }
+    for (int64_t bag = first; bag < last; ++bag) {
+        const int64_t bag_end = bag + 1 < last ? start_of(work, bag + 1) : end;
+        if (bag_end < begin || bag_end > end) return false;
+        each.run(bag, begin, bag_end, known);
+        if (work.source) {
+            for (int64_t i = begin; i < bag_end; ++i) work.source[i] = bag;
+        }
+        begin = bag_end;
+    }
+    return true;
+}
+
+template <class Stored, class T, Reduction reduction>
+bool pool(const LookupWork& work, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    return run_bags(work, Pool<Stored, T, reduction>(work), first, last, begin, end);
+}
+
+// See LookupWork.
+LookedUp look_up_bags(const LookupWork& work, int64_t first, int64_t last) {
+    constexpr LookedUp bad{0, -1};
+    const int64_t begin = start_of(work, first), end = start_of(work, last);
+    if (begin < 0 || begin > end || end > work.id_count) return bad;
+    if ((first == 0 && begin != 0) || (last == work.bags && end != work.id_count)) return bad;
+    if (!copy_ids(work, begin, end)) return bad;
+    bool good = true;
+    if (work.pooling == Pooling::none) {
+        good = run_bags(work, Copy(work), first, last, begin, end);
+    } else {
+        with_dtype(View{const_cast<void*>(work.table), work.dtype, 0, 0}, [&](auto* table) {
+            using Stored = std::remove_pointer_t<decltype(table)>;
+            using T = std::conditional_t<sizeof(Stored) == 8, double, float>;
+            // FBGEMM, to which torch goes for sums without padding, fuses those in float32.
+            constexpr bool is_float = std::is_same_v<Stored, float>;
+            constexpr auto fused = is_float ? Reduction::fused : Reduction::weighted;
+            const auto run = work.pooling == Pooling::max ? &pool<Stored, T, Reduction::max>
+                             : !work.factors              ? &pool<Stored, T, Reduction::sum>
+                             : work.padding < 0           ? &pool<Stored, T, fused>
+                                                          : &pool<Stored, T, Reduction::weighted>;
+            good = run(work, first, last, begin, end);
+        });
+    }
+    if (!good) return bad;
+    return {begin, work.padding < 0 ? end - begin : keep_counted(work, begin, end)};
+}
+
+}  // namespace
+
+#define SPARSESTEP_JOIN_(a, b) a##b
+#define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
+
+Lookup SPARSESTEP_JOIN(lookup_, SPARSESTEP_ISA)() { return &look_up_bags; }
+
+}  // namespace sparsestep

@@ -1,0 +1,197 @@
+// Lookups of embeddings, as src/sparsestep/nn asks for them. Included by bindings.cpp alone.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/lookup.h"
+#include "core/scratch.h"
+#include "python/jobs.h"
+#include "python/tensors.h"
+
+namespace sparsestep {
+namespace {
+
+// How tensors are made: torch.empty(*shape, dtype=..., device="cpu").
+struct MakeTensors {
+    PyObject* empty;
+    PyObject* keywords;
+    PyObject* cpu;
+
+    MakeTensors() {
+        // Never released: Python's own teardown may come first.
+        const nb::object torch = nb::module_::import_("torch");
+        empty = nb::object(torch.attr("empty")).release().ptr();
+        cpu = nb::object(torch.attr("device")("cpu")).release().ptr();
+        keywords = nb::make_tuple("dtype", "device").release().ptr();
+    }
+    nb::object operator()(nb::handle shape, PyObject* dtype) const {
+        PyObject* arguments[] = {shape.ptr(), dtype, cpu};
+        PyObject* made = PyObject_Vectorcall(empty, arguments, 1, keywords);
+        if (!made) throw nb::python_error();
+        return nb::steal(made);
+    }
+    static const MakeTensors& get() {
+        static const MakeTensors made;
+        return made;
+    }
+};
+
+// One table that is to be looked up, and what was found. Whatever is unusual about it is left to
+// Python's side, which has all cases and all messages.
+struct Asked {
+    LookupWork work{};
+    nb::object output = nb::none(), positions = nb::none(), source = nb::none();
+    nb::object winners = nb::none(), counted = nb::none();
+
+    // `asked` is (weight, ids, starts or None, whether these have the end of the last bag, factors
+    // or None, pooling, padding, whether there is to be a gradient). False for anything unusual.
+    bool read(nb::tuple asked) {
+        const nb::object weight = asked[0], ids = asked[1];
+        Plain table, which;
+        if (!table.read(weight) || table.dl.dims != 2 || !table.dtype() || table.numel() == 0 ||
+            !read_integers(ids, which, work.ids) || is_true(weight, names().is_neg)) {
+            return false;
+        }
+        work.table = table.data();
+        work.dtype = *table.dtype();
+        work.rows = table.dl.shape[0];
+        work.columns = table.dl.shape[1];
+        work.id_count = which.numel();
+        work.pooling = Pooling(nb::cast<int>(asked[5]));
+        work.padding = nb::cast<int64_t>(asked[6]);
+        if (!read_bags(which, asked[2], nb::cast<bool>(asked[3])) ||
+            !read_factors(which, asked[4])) {
+            return false;
+        }
+        const nb::object dtype = get(weight, names().dtype);
+        return work.bags > 0 && make(dtype, get(ids, names().shape), nb::cast<bool>(asked[7]));
+    }
+
+    // What Python gets: the output, and where there is to be a gradient, for each id that counts
+    // its row and its bag; then whose element is the largest, and how many ids of each bag count.
+    nb::tuple result(int64_t entries) {
+        if (!positions.is_none() && entries < work.id_count) {
+            positions = positions.attr("narrow")(0, 0, entries);
+            if (!source.is_none()) source = source.attr("narrow")(0, 0, entries);
+        }
+        return nb::make_tuple(output, positions, source, winners, counted);
+    }
+
+private:
+    static bool read_integers(nb::handle tensor, Plain& read, Integers& to) {
+        if (!read.read(tensor) || read.dl.code != dl_int || is_true(tensor, names().is_neg)) {
+            return false;
+        }
+        to = {read.data(), read.dl.bits == 32};
+        return read.dl.bits == 64 || read.dl.bits == 32;
+    }
+
+    bool read_bags(const Plain& ids, nb::handle starts, bool have_end) {
+        work.length = 1;
+        work.bags = work.id_count;
+        if (work.pooling == Pooling::none) return starts.is_none();
+        if (ids.dl.dims == 2 && starts.is_none()) {
+            work.bags = ids.dl.shape[0];
+            work.length = ids.dl.shape[1];
+            return true;
+        }
+        Plain begins;
+        if (ids.dl.dims != 1 || !read_integers(starts, begins, work.starts)) return false;
+        work.start_count = begins.numel();
+        work.bags = work.start_count - have_end;
+        return begins.dl.dims == 1;
+    }
+
+    bool read_factors(const Plain& ids, nb::handle factors) {
+        if (factors.is_none()) return true;
+        Plain read;
+        if (work.pooling != Pooling::sum || !read.read(factors) || read.dtype() != work.dtype ||
+            !read.has_shape_of(ids, ids.dl.dims) || is_true(factors, names().is_neg)) {
+            return false;
+        }
+        work.factors = read.data();
+        return true;
+    }
+
+    // Makes what is to be filled in. False if torch makes something else, as it does under fake
+    // tensors.
+    bool make(nb::handle dtype, nb::object shape, bool has_gradient) {
+        const bool is_max = work.pooling == Pooling::max;
+        nb::object of_ids = nb::make_tuple(work.id_count);
+        nb::object of_output = nb::make_tuple(work.bags, work.columns);
+        if (work.pooling == Pooling::none) {
+            of_output =
+                nb::steal(PySequence_Concat(shape.ptr(), nb::make_tuple(work.columns).ptr()));
+            if (!of_output.is_valid()) throw nb::python_error();
+        }
+        if (!make(output, of_output, dtype.ptr(), work.output)) return false;
+        if (!has_gradient) return true;
+        if (is_max && !make(winners, of_output, names().int64, work.winners)) return false;
+        const bool sizes_differ = work.padding >= 0 || work.starts.data;
+        if (is_max || (work.pooling == Pooling::mean && sizes_differ)) {
+            if (!make(counted, nb::make_tuple(work.bags), names().int64, work.counted))
+                return false;
+        }
+        if (is_max) return true;
+        const bool has_source = sizes_differ || work.length != 1;
+        return make(positions, of_ids, names().int64, work.positions) &&
+               (!has_source || make(source, of_ids, names().int64, work.source));
+    }
+
+    template <class T>
+    static bool make(nb::object& tensor, nb::handle shape, PyObject* dtype, T*& to) {
+        tensor = MakeTensors::get()(shape, dtype);
+        Plain made;
+        if (!made.read(tensor)) return false;
+        to = static_cast<T*>(made.data());
+        return true;
+    }
+};
+
+// Looks up all tables. None, and nothing done, where anything is unusual or wrong.
+nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
+    kernels_of(instruction_set);  // which checks that there is such a one
+    if (!names().exchange) return nb::none();
+    std::vector<Asked> asked(nb::len(tables));
+    int64_t words = 0;
+    for (size_t i = 0; i < asked.size(); ++i) {
+        if (!asked[i].read(nb::cast<nb::tuple>(tables[i]))) return nb::none();
+        if (!asked[i].work.positions) words += asked[i].work.id_count;
+    }
+    Scratch scratch;
+    if (words) scratch.reserve(size_t(words) * sizeof(int64_t));
+    int64_t* at = static_cast<int64_t*>(scratch.data());
+    std::vector<LookupWork> works;
+    for (Asked& each : asked) {
+        if (!each.work.positions) {
+            each.work.positions = at;
+            at += each.work.id_count;
+        }
+        works.push_back(each.work);
+    }
+    std::vector<int64_t> counted(works.size());
+    const Lookup run = lookup_of(instruction_set);
+    bool good;
+    {
+        nb::gil_scoped_release release;
+        good = look_up(works.data(), int64_t(works.size()), run, threads, counted.data());
+    }
+    if (!good) return nb::none();
+    nb::list found;
+    for (size_t i = 0; i < asked.size(); ++i) found.append(asked[i].result(counted[i]));
+    return found;
+}
+
+void bind_lookup(nb::module_& module) {
+    module.def("look_up", &run_look_up, nb::arg("tables"), nb::arg("threads"),
+               nb::arg("instruction_set"),
+               "Look up rows or bags in all tables; None, and nothing done, where anything is "
+               "unusual or wrong.");
+}
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,189 @@
+"""The core's lookup: torch's bits, on every instruction set and for any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsestep
+from sparsestep.core import core, instruction_set, instruction_sets, use_instruction_set
+from sparsestep.nn import lookup
+from sparsestep.nn.lookup import POOLING, ROWS, Found, Request, look_up
+from tests.nn.cases import DTYPES, Call, bag_calls, plain, row_calls, same
+from tests.torch_versions import uses_torchscript
+
+pytestmark = [
+    pytest.mark.skipif(core is None, reason="the core is not installed"),
+    pytest.mark.usefixtures("one_thread"),
+]
+SETS = [name for name, available in instruction_sets().items() if available]
+
+
+@pytest.fixture(params=SETS)
+def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = instruction_set()
+    use_instruction_set(request.param)
+    yield
+    assert before is not None
+    use_instruction_set(before)
+
+
+def found(table: Tensor, ids: Tensor, pooling: int = POOLING["sum"], **more: Any) -> Found | None:
+    options = {"starts": None, "ends": False, "factors": None, "padding": -1, "has_gradient": True}
+    results = look_up([Request(weight=table, ids=ids, pooling=pooling, **options | more)])
+    return None if results is None else results[0]
+
+
+@pytest.mark.usefixtures("each_set")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "threads"), [(1, 1), (24, 3), (64, 1), (100, 3), (1100, 1)])
+def test_bits_are_torchs(dtype: torch.dtype, dim: int, threads: int):
+    """Of sums, means and maxima of long bags, with padding and with factors."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(dim)
+    weight = torch.randn(50, dim).to(dtype)
+    for mode, padding, has_factors in [
+        ("sum", None, False),
+        ("sum", 3, False),
+        ("sum", None, True),
+        ("sum", 3, True),
+        ("mean", None, False),
+        ("mean", 3, False),
+        ("max", None, False),
+        ("max", 3, False),
+    ]:
+        ids = torch.randint(50, (200, 19))
+        factors = torch.randn(200, 19).to(dtype) if has_factors else None
+        theirs = nn.functional.embedding_bag(
+            ids, weight, mode=mode, padding_idx=padding, per_sample_weights=factors
+        )
+        more = {"factors": factors, "padding": -1 if padding is None else padding}
+        ours = found(weight, ids, POOLING[mode], **more)
+        assert ours is not None
+        assert same(ours.output, theirs), (mode, padding, has_factors)
+    rows = found(weight, ids.int(), ROWS)
+    assert rows is not None
+    assert same(rows.output, weight[ids])
+
+
+def test_rows_are_copied_bit_by_bit():
+    """A sum would lose the sign of zero."""
+    weight = torch.tensor([[-0.0, float("nan")], [float("inf"), -1.0]])
+    rows = found(weight, torch.tensor([1, 0, 0]), ROWS)
+    assert rows is not None
+    wanted = weight.view(torch.int32)[[1, 0, 0]]
+    assert torch.equal(rows.output.view(torch.int32), wanted)
+
+
+@given(call=st.one_of(bag_calls(), row_calls()))
+def test_both_ways_give_the_same(call: Call):
+    """The core's way and that over torch's operations, outputs and gradients."""
+    cls = sparsestep.nn.EmbeddingBag if "mode" in call.options else sparsestep.nn.Embedding
+    results = []
+    for there in (core, None):
+        table = call.table(cls)
+        with mock.patch.object(lookup, "core", there):
+            output = call.backward(table)
+        grad = plain(table.weight.grad)
+        results.append((output, grad._indices(), grad._values()))
+    assert all(same(*pair) for pair in zip(*results, strict=True))
+
+
+@given(call=st.one_of(bag_calls(), row_calls()))
+def test_whatever_is_usual_is_done_by_the_core(call: Call):
+    cls = sparsestep.nn.EmbeddingBag if "mode" in call.options else sparsestep.nn.Embedding
+    call.options.pop("max_norm", None)
+    table = call.table(cls)
+    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=core.look_up))) as spy:
+        output = call.output(table)
+    assert spy.look_up.call_count == 1
+    (requests, *_), _ = spy.look_up.call_args
+    assert (core.look_up(requests, 1, 0) is not None) == (output.numel() > 0)
+
+
+def neg(tensor: Tensor) -> Tensor:
+    return torch._neg_view(tensor)
+
+
+IDS, WEIGHT = torch.tensor([[1, 2]]), torch.randn(4, 3)
+DECLINED: dict[str, Any] = {
+    "an id that is no row": (WEIGHT, torch.tensor([[1, 4]]), {}),
+    "a negative id": (WEIGHT, torch.tensor([[1, -1]]), {}),
+    "ids of another kind": (WEIGHT, IDS.short(), {}),
+    "a list": (WEIGHT, [[1, 2]], {}),
+    "ids that are negated lazily": (WEIGHT, neg(-IDS), {}),
+    "a weight that is negated lazily": (neg(WEIGHT), IDS, {}),
+    "a weight of a subclass": (nn.UninitializedParameter(), IDS, {}),
+    "a strided weight": (torch.randn(4, 6)[:, ::2], IDS, {}),
+    "a complex weight": (WEIGHT.to(torch.complex64), IDS, {}),
+    "a weight elsewhere": (WEIGHT.to("meta"), IDS, {}),
+    "offsets for 2-D ids": (WEIGHT, IDS, {"starts": torch.tensor([0])}),
+    "no offsets": (WEIGHT, IDS[0], {}),
+    "offsets that fall": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 2, 1])}),
+    "offsets beyond": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 3])}),
+    "offsets that begin late": (WEIGHT, IDS[0], {"starts": torch.tensor([1])}),
+    "an end that is none": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 1]), "ends": True}),
+    "no bag": (WEIGHT, IDS[0], {"starts": torch.tensor([2]), "ends": True}),
+    "factors of another shape": (WEIGHT, IDS, {"factors": torch.ones(2)}),
+    "factors of another dtype": (WEIGHT, IDS, {"factors": torch.ones(1, 2).double()}),
+    "factors for means": (WEIGHT, IDS, {"factors": torch.ones(1, 2), "pooling": POOLING["mean"]}),
+}
+
+
+@pytest.mark.parametrize("what", DECLINED)
+def test_what_is_unusual_or_wrong_is_declined(what: str):
+    weight, ids, more = DECLINED[what]
+    assert found(weight, ids, **more) is None
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_operations_sees_the_look_up():
+    assert found(WEIGHT, IDS) is not None
+    with Watching():
+        assert found(WEIGHT, IDS) is None
+
+
+@uses_torchscript
+def test_derivatives_are_carried_forward():
+    table = sparsestep.nn.Embedding(4, 3).requires_grad_(False)
+    with forward_ad.dual_level():
+        assert found(WEIGHT, IDS) is None
+        tangent = torch.randn(4, 3)
+        table._parameters["weight"] = forward_ad.make_dual(WEIGHT, tangent)
+        assert torch.equal(forward_ad.unpack_dual(table(IDS)).tangent, tangent[IDS])
+
+
+@pytest.mark.parametrize("cls", [sparsestep.nn.Embedding, sparsestep.nn.EmbeddingBag])
+def test_ids_that_nobody_sees_change_are_those_that_were_read(cls: Any):
+    """Whoever writes to the memory of a batch behind torch's back does not reach the gradient."""
+    ids = torch.tensor([[1, 2], [2, 0]])
+    table = cls(5, 2)
+    output = table(ids)
+    ids.numpy()[:] = 1_000_000
+    output.sum().backward()
+    assert table.weight.grad.coalesce().indices().tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_collection_is_one_call(threads: int):
+    torch.set_num_threads(threads)
+    tables = sparsestep.nn.EmbeddingBagCollection([(40, 8), (30, 64), (20, 3)], mode="mean")
+    ids = torch.randint(20, (700, 3, 5))
+    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=core.look_up))) as spy:
+        outputs = tables(ids)
+    assert spy.look_up.call_count == 1
+    for each, output, column in zip(tables.tables, outputs, ids.unbind(1), strict=True):
+        assert same(output, nn.functional.embedding_bag(column, each.weight, mode="mean"))
