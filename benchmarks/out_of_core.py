@@ -9,7 +9,7 @@ script may make one. Throughput is by the clock, of the last half of the batches
 table that fits, with the same ids modulo its rows. Ids are by rank, as in a vocabulary that is
 sorted by frequency, or shuffled.
 
-*uniform*: 4,096 ids a batch, each somewhere else, beginning with a cold page cache: the files were
+*uniform*: 1,024 ids a batch, each somewhere else, beginning with a cold page cache: the files were
 written to the disk and given up with posix_fadvise(POSIX_FADV_DONTNEED).
 
 *together*: whether parameter and state of a row had better lie together in one file, on 3 GB.
@@ -163,7 +163,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     else:
         model = nn.Sequential(sparsestep.nn.Embedding.from_pretrained(table, freeze=False))
         chance = torch.Generator().manual_seed(0)
-        batches = iter(lambda: torch.randint(options.rows, (4096,), generator=chance), None)
+        batches = iter(lambda: torch.randint(options.rows, (1024,), generator=chance), None)
     optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
     record = dict(zip(STATE, state, strict=True))
     optimizer.state[next(model.parameters())] = {"step": torch.tensor(1.0), **record}
@@ -171,7 +171,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     if kind == "mapped, prefetch":
         loader = sparsestep.storage.prefetching(loader, {table: lambda ids: ids}, ahead=2)
     speed = train(model, optimizer, loader, options.batches)
-    return {"kind": kind, "batches per second": speed, "peak GB": peak(group)}
+    return {"batches per second": speed, "peak GB": peak(group), "group": group}
 
 
 def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -181,6 +181,8 @@ def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--batches", str(batches), *(["--shuffled"] if options.shuffled else [])]
     found: dict[str, Any] = json.loads(subprocess.check_output(command))
+    if found["group"]:
+        os.rmdir(found["group"])
     print(
         f"{case:8} {kind:18} {found['batches per second']:9.3f} batches/s, "
         f"at most {found['peak GB']:.1f} GB",
@@ -246,7 +248,7 @@ def main() -> None:
         there, _, here = (found["batches per second"] for found in speeds)
         print(f"zipf {options.exponent}: {here / there:.2f} of the same loop in memory")
     if options.only in (None, "uniform"):
-        counts = {"from_file": 4, "from_file, random": 12, "mapped": 12, "mapped, prefetch": 24}
+        counts = {"from_file": 2, "from_file, random": 20, "mapped": 20, "mapped, prefetch": 60}
         speeds = [run(kind, "uniform", count, options) for kind, count in counts.items()]
         plain, *_, here = (found["batches per second"] for found in speeds)
         print(f"uniform, cold: {here / plain:.1f} times torch.from_file")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,21 @@ def test_the_reader_reads_in_the_background(tmp_path: Path):
     while file.pages_asked < 63:
         done += 1
     assert file.asked[1:].all()
+
+
+ENDS_EARLY = """
+import sys, torch, sparsestep
+table = sparsestep.storage.mapped(sys.argv[1], (1_000_000, 64))
+for _ in range(30):
+    table.prefetch(torch.randint(1_000_000, (20_000,)))
+print("ok")
+"""
+
+
+def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
+    command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path / "table")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

@@ -25,10 +25,12 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import file_pages, pages
+from sparsestep.memory.parameters import address
 from sparsestep.torch_internals import version_of
 
 HEADER_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _MAGIC = b"sparsestep tensor 1\n"
 
 # By the address of their first element, as long as a tensor of them lives. A step asks only
@@ -147,8 +149,8 @@ def open_file(
         pages.zeros(torch.Size([count]), torch.bool, torch.device("cpu")) for _ in range(2)
     )
     file.pages_asked = 0
-    file.address = address = file.tensor().data_ptr()
-    mapped_files[address] = weakref.ref(file, lambda _: mapped_files.pop(address, None))
+    file.address = begin = file.tensor().data_ptr()
+    mapped_files[begin] = weakref.ref(file, lambda _: mapped_files.pop(begin, None))
     return file
 
 
@@ -203,9 +205,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def file_of(tensor: Tensor) -> MappedFile | None:
     """The file that a tensor is, all of it; ``None`` for any other tensor."""
-    if not mapped_files or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if not mapped_files:
         return None
-    found = mapped_files.get(tensor.data_ptr())
+    found = mapped_files.get(address(tensor))
     file = None if found is None else found()
     if file is None or tensor.numel() != math.prod(file.shape) or not tensor.is_contiguous():
         return None
@@ -289,8 +291,9 @@ def written(params: Iterable[Tensor]) -> None:
             file.version = version_of(param)
 
 
-def bytes_of(file: MappedFile) -> Tensor:
-    """The rows of a file as rows of bytes, whatever they mean."""
-    size = file.rows.total * file.rows.row_bytes
-    flat = torch.frombuffer(file, dtype=torch.uint8, count=size, offset=HEADER_BYTES)
-    return flat.view(file.rows.total, file.rows.row_bytes)
+def words_of(file: MappedFile) -> Tensor:
+    """The rows of a file as rows of integers, whatever they mean: the longest that divide a row."""
+    row_bytes, total = file.rows.row_bytes, file.rows.total
+    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
+    count = total * row_bytes // word.itemsize
+    return torch.frombuffer(file, dtype=word, count=count, offset=HEADER_BYTES).view(total, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from sparsestep.memory.files import MappedFile, file_of
 
 Batch = TypeVar("Batch")
 
+_Request = tuple[MappedFile, Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -24,28 +26,38 @@ class _Reader:
     """A thread that asks for rows. To ask takes as long as the disk's queue is full."""
 
     def __init__(self) -> None:
-        self._requests: SimpleQueue[tuple[MappedFile, Tensor]] | None = None
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
 
     def ask(self, file: MappedFile, rows: Tensor) -> None:
-        if self._requests is None:
-            self._requests = SimpleQueue()
-            thread = threading.Thread(target=_read, args=(self._requests,), daemon=True)
-            thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, daemon=True)
+            self._thread.start()
         self._requests.put((file, rows))
+
+    def _read(self) -> None:
+        while (request := self._requests.get()) is not None:
+            file, rows = request
+            if not self._is_ending:
+                file.prefetch(rows)
+            del file, rows, request  # or the last file asked for would stay open
 
     def forget(self) -> None:
         """In a forked process there is no such thread."""
-        self._requests = None
+        self.__init__()  # type: ignore[misc]
 
-
-def _read(requests: SimpleQueue[tuple[MappedFile, Tensor]]) -> None:
-    while True:
-        file, rows = requests.get()
-        file.prefetch(rows)
-        del file, rows  # or the last file asked for would stay open
+    def end(self) -> None:
+        """It must not be in the core when the interpreter goes."""
+        self._is_ending = True
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join()
+        self.forget()
 
 
 _reader = _Reader()
+atexit.register(_reader.end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reader.forget)
 

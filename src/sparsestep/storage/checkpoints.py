@@ -267,10 +267,14 @@ class _Contents:
 
     def take(self, rest: dict[str, Any]) -> None:
         """Become what was read, but for the tables. The optimizer first, for it may refuse."""
-        own = self._model.state_dict().keys() - self._names
-        if own != rest["model"].keys():
+        own, there = self.rest["model"], rest["model"]
+        other = own.keys() ^ there.keys()
+        for name in own.keys() & there.keys():
+            if getattr(own[name], "shape", None) != getattr(there[name], "shape", None):
+                other.add(name)
+        if other:
             contract = "load: the model must have the parameters and buffers of the checkpoint"
-            raise InputError(sentence(contract, sorted(own ^ rest["model"].keys())))
+            raise InputError(sentence(contract, f"others, or of another shape: {sorted(other)}"))
         for table in self._tables.values():
             for name, file in table.files.items():
                 kind, _, entry = name.partition(".")

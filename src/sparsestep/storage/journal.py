@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory.files import MappedFile, bytes_of, open_file
+from sparsestep.memory.files import MappedFile, open_file, words_of
 
 _MANIFEST = "manifest.json"
 _VERSION = 1
@@ -174,7 +174,8 @@ def write_rows(
             crc = _append(descriptor, rows.view(torch.uint8), crc)
             for file in files.values():
                 for some in _chunks(rows, file):
-                    crc = _append(descriptor, bytes_of(file)[some].reshape(-1), crc)
+                    data = words_of(file).index_select(0, some)
+                    crc = _append(descriptor, data.view(torch.uint8).view(-1), crc)
         os.fsync(descriptor)
     except BaseException:
         path.unlink()
@@ -250,7 +251,8 @@ def replay(folder: Path, manifest: Manifest, files: dict[int, MappedFile]) -> No
                     file.reserve(rows)
                     for some in _chunks(rows, file):
                         data = _read(source, len(some) * file.rows.row_bytes)
-                        bytes_of(file)[some] = data.view(len(some), -1)
+                        words = words_of(file)
+                        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
 
 
 def _read(source: Any, size: int) -> Tensor:
