@@ -21,9 +21,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,10 @@ def prepare(folder: Path, rows: int) -> None:
 def tables(kind: str, folder: Path, rows: int) -> tuple[Tensor, list[Tensor]]:
     """A table and its state, as a contestant has them."""
     shape, paths = (rows, DIM), [folder / name for name in ("table", *STATE)]
-    if kind == "memory":
+    if kind == "joined, prefetch":
+        table = sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
+        found = list(table.split(DIM, dim=1))
+    elif kind == "memory":
         found = [torch.full(shape, 1e-3) for _ in paths]
     elif kind.startswith("from_file"):
         size = rows * DIM + 1024
@@ -121,7 +126,7 @@ def tables(kind: str, folder: Path, rows: int) -> tuple[Tensor, list[Tensor]]:
         for name, tensor in zip(STATE, found[1:], strict=True):  # as an optimizer would link them
             beside = file_of(tensor)
             assert beside is not None
-            file.beside[name] = sys.modules["weakref"].ref(beside)
+            file.beside[name] = weakref.ref(beside)
     return found[0], found[1:]
 
 
@@ -161,15 +166,17 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         model = nn.Sequential(bag, *layers, nn.Linear(256, 1))
         batches = zipf(options.rows, options.exponent, options.shuffled, (4096, 16))
     else:
-        model = nn.Sequential(sparsestep.nn.Embedding.from_pretrained(table, freeze=False))
+        model = nn.Sequential(nn.Embedding.from_pretrained(table, freeze=False, sparse=True))
         chance = torch.Generator().manual_seed(0)
         batches = iter(lambda: torch.randint(options.rows, (1024,), generator=chance), None)
     optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
     record = dict(zip(STATE, state, strict=True))
     optimizer.state[next(model.parameters())] = {"step": torch.tensor(1.0), **record}
     loader: Any = (ids % rows for ids in batches)
-    if kind == "mapped, prefetch":
-        loader = sparsestep.storage.prefetching(loader, {table: lambda ids: ids}, ahead=2)
+    if kind.endswith("prefetch"):
+        asked = table if table.is_contiguous() else table._base
+        assert asked is not None
+        loader = sparsestep.storage.prefetching(loader, {asked: lambda ids: ids}, ahead=2)
     speed = train(model, optimizer, loader, options.batches)
     return {"batches per second": speed, "peak GB": peak(group), "group": group}
 
@@ -191,32 +198,21 @@ def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict
     return found
 
 
-def together(folder: Path, batches: int = 12) -> None:
+def together(options: argparse.Namespace) -> None:
     """Parameter and state in one file, row by row, against three files; uniform and cold."""
-    rows = 4_000_000
-    prepare(folder, rows)
-    sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
+    options = argparse.Namespace(**vars(options))
+    options.folder, options.rows = str(Path(options.folder) / "together"), 4_000_000
+    folder = Path(options.folder) / "tables"
+    prepare(folder, options.rows)
+    sparsestep.storage.mapped(folder / "joined", (options.rows, 3 * DIM))
     fill(folder / "joined", 1e-3)
-    speeds = {}
-    for name in ("three files", "joined"):
-        chill(folder)
-        if name == "joined":
-            joined = sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
-            table, *state = joined.split(DIM, dim=1)
-            asked: Tensor = joined
-        else:
-            table, state = tables("mapped", folder, rows)
-            asked = table
-        model = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
-        optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
-        record = dict(zip(STATE, state, strict=True))
-        optimizer.state[model.weight] = {"step": torch.tensor(1.0), **record}
-        chance = torch.Generator().manual_seed(0)
-        ids = (torch.randint(rows, (4096,), generator=chance) for _ in range(batches + 1))
-        loader = sparsestep.storage.prefetching(ids, {asked: lambda each: each})
-        speeds[name] = train(model, optimizer, loader, batches)
-        print(f"{name:12} {speeds[name]:9.3f} batches/s", flush=True)
-    print(f"together: {speeds['joined'] / speeds['three files']:.2f} times")
+    ratios = []
+    for _ in range(3):
+        kinds = ("mapped, prefetch", "joined, prefetch")
+        apart, joined = (run(kind, "uniform", 60, options) for kind in kinds)
+        ratios.append(joined["batches per second"] / apart["batches per second"])
+    print(f"together: {statistics.median(ratios):.2f} times as fast")
+    shutil.rmtree(options.folder)
 
 
 def main() -> None:
@@ -255,8 +251,7 @@ def main() -> None:
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
     if options.only in (None, "together"):
-        together(Path(options.folder) / "together")
-        shutil.rmtree(Path(options.folder) / "together")
+        together(options)
 
 
 if __name__ == "__main__":
