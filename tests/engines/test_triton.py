@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS, COLUMNS = 20, 12
-COUNTED_BY_ROW = "per_row"  # bias correction in float64, which has no form yet
-
-RECORDED = [v for v in VARIANTS if COUNTED_BY_ROW not in str(v)]
+COUNTED_BY_ROW = "per_row"  # bias correction, with powers in float64
 
 
 def train(
@@ -65,13 +63,19 @@ TREATMENTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", RECORDED, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_every_rule_has_the_bits_of_the_core(variant: Variant, treatment: str):
     """Also those that sum up rows: the kernel adds in the order in which the core does."""
     dtype, options = TREATMENTS[treatment]
     ours = train(variant, "triton", coo, dtype, **options)
-    assert_same(ours, train(variant, "native", coo, dtype, **options))
+    theirs = train(variant, "native", coo, dtype, **options)
+    if COUNTED_BY_ROW in str(variant) and dtype == torch.float64:
+        # Here the interpreter's powers show, which are less exact than those of a GPU.
+        for tensor, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=1e-11, atol=1e-11)
+    else:
+        assert_same(ours, theirs)
 
 
 # Forms of gradients

@@ -96,6 +96,15 @@ def test_a_step_waits_once_for_all_parameters(name: str):
         assert same_bits(ours.inner, wanted)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam", "RowwiseAdagrad", "SGD"])
+def test_the_reference_engine_waits_once_for_a_parameter(name: str):
+    optimizer = getattr(sparsestep, f"Functional{name}")
+    with elsewhere():
+        there, seen = trained(optimizer, DEVICE, engine="reference")
+    assert seen.waits == ["aten::_to_copy"] * len(there)
+    assert not set(seen.operations) & {"aten::index_add_", "aten::scatter_add_"}
+
+
 def test_what_waits_is_seen():
     """Else the test above would say nothing."""
     with elsewhere():

@@ -58,6 +58,8 @@ class Program:
         operations: one for each value, inputs first.
         numbers: in the order in which operations take them.
         results: the new parameter and state.
+        may_widen: whether the machine that it is for can compute in float64 what a formula asks
+            for in float64.
 
     Example:
         >>> def update(param, grad, sum, *, lr):
@@ -80,6 +82,7 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     results: tuple[int, ...] = ()
+    may_widen: bool = False
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -134,23 +137,42 @@ class Program:
             [tensor([[0.7500, 0.7500]])]
         """
         found: list[Tensor] = []
+        wide = wide_places(self.operations)
         for place, (name, arguments, _) in enumerate(self.operations):
             if name == "input":
                 found.append(values[place])
                 continue
+            dtype = torch.float64 if wide[place] else values[0].dtype
             given = [
                 found[argument.place]
                 if isinstance(argument, Value)
-                else torch.tensor(self.numbers[argument.place], dtype=values[0].dtype)
+                else torch.tensor(self.numbers[argument.place], dtype=dtype)
                 for argument in arguments
             ]
-            found.append(OPERATIONS[name](*given))
+            found.append(given[0].to(dtype) if name in CASTS else OPERATIONS[name](*given))
         return [found[place].expand_as(like).clone() for place, like in self._results(found)]
 
     def _results(self, found: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         """The results, each with the input that it replaces."""
         inputs = [0, *range(2, len(self.inputs))]
         return [(place, found[old]) for place, old in zip(self.results, inputs, strict=True)]
+
+
+def wide_places(operations: Sequence[Operation]) -> list[bool]:
+    """Which values are computed in float64, whatever the others are: from "wide" up to "narrow".
+
+    Example:
+        >>> a = Operation("input", (), per_row=True)
+        >>> b = Operation("wide", (Value(0),), per_row=True)
+        >>> c = Operation("sqrt", (Value(1),), per_row=True)
+        >>> wide_places([a, b, c, Operation("narrow", (Value(2),), per_row=True)])
+        [False, True, True, False]
+    """
+    found: list[bool] = []
+    for name, arguments, _ in operations:
+        among = any(found[a.place] for a in arguments if isinstance(a, Value))
+        found.append(name == "wide" or (among and name != "narrow"))
+    return found
 
 
 def _as_number(condition: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -185,6 +207,9 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "sum": lambda a: a.sum(1, keepdim=True),
     "amax": lambda a: a.amax(1, keepdim=True),
 }
+
+# To float64, and back to what everything else is computed in.
+CASTS = ("wide", "narrow")
 
 # Those of a whole row, whose value is one number for it.
 OF_ROWS = ("mean", "sum", "amax")

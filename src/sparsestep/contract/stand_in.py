@@ -12,19 +12,20 @@ from sparsestep.contract.program import OF_ROWS, OPERATIONS, Program, RecordErro
 from sparsestep.contract.rule import Rule
 
 
-def record(rule: Rule, step: int, hyper: Mapping[str, Any]) -> Program:
+def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool = False) -> Program:
     """What a rule does in a step with these options.
 
     Args:
         rule: the rule.
         step: the number of the update.
         hyper: the options of its formula.
+        may_widen: whether it may compute some of it in float64.
 
     Raises:
         RecordError: the formula looks at values, shapes, or uses an operation without a form
             here.
     """
-    program = Program(("param", "grad", *(spec.name for spec in rule.state)))
+    program = Program(("param", "grad", *(spec.name for spec in rule.state)), may_widen=may_widen)
     stand_ins = []
     for per_row in (False, False, *(spec.per_row for spec in rule.state)):
         stand_ins.append(StandIn(program, program.add("input", (), per_row=per_row)))
@@ -180,7 +181,15 @@ def _add_to(name: str) -> Callable[..., StandIn]:
     return add
 
 
+def _double(value: StandIn) -> StandIn:
+    if not value.program.may_widen:
+        raise RecordError("it calls double")
+    return make("wide", value)
+
+
 def _to(value: StandIn, dtype: Any = None) -> StandIn:
+    if isinstance(dtype, StandIn):  # to what another is, which is what all are
+        return make("narrow", value) if value.program.may_widen else value
     if dtype is not torch.float32:
         raise RecordError(f"it converts values to {dtype}")
     return value
@@ -204,6 +213,7 @@ _COMPOSED: dict[str, Callable[..., StandIn]] = {
     "where": lambda condition, a, b: make("where", condition, a, b),
     "zeros_like": lambda value: make("mul", value, 0.0),
     "to": _to,
+    "double": _double,
     "float": lambda value: value,
     # Of a condition, which is 1 or 0.
     "logical_not": lambda value: make("eq", value, 0.0),

@@ -142,7 +142,9 @@ def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> None:
         tensor.copy_(new.reshape(tensor.shape))
         return
     index = _index(tensor, slots, new.shape[1])
-    tensor[index] = new.reshape(tensor[index].shape)
+    # An empty index selects the whole tensor.
+    shape = (*index[0].shape, *tensor.shape[len(index) :]) if index else tensor.shape
+    tensor[index] = new.reshape(shape)
 
 
 def _index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
@@ -158,5 +160,6 @@ def _index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
     if rest != block:
         inside = torch.arange(block, device=slots.device)
         return torch.unravel_index(slots[:, None] * block + inside, tensor.shape)
-    # No leading dim: the one slot is the whole tensor, and an empty index selects it.
-    return torch.unravel_index(slots, tensor.shape[:leading]) if leading else ()
+    if leading <= 1:  # no leading dim: the one slot is the whole tensor
+        return (slots,) if leading else ()
+    return torch.unravel_index(slots, tensor.shape[:leading])

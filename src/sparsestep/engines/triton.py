@@ -151,7 +151,7 @@ class Triton:
             raise update.refuse(why)
         settings, touched = update.settings, update.touched
         try:
-            program = record(settings.rule, update.step, settings.hyper)
+            program = record(settings.rule, update.step, settings.hyper, may_widen=True)
         except Exception as error:  # whatever a formula does that stand-ins cannot
             contract = "engine='triton' takes formulas that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"

@@ -14,7 +14,7 @@ from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
-from sparsestep.contract.program import OF_ROWS, Number, Operation, Program, Value
+from sparsestep.contract.program import OF_ROWS, Number, Operation, Program, Value, wide_places
 
 _GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
 _LANES = 16  # in which the core sums a row
@@ -107,9 +107,10 @@ def printed(form: Form) -> str:
         <BLANKLINE>
     """
     lines = [*_row_sum(form), *_signature(form), *_loads(form)]
+    wide = wide_places(form.operations)
     for place, operation in enumerate(form.operations):
         if operation.name != "input":
-            lines.append(f"    v{place} = {_expression(operation)}")
+            lines.append(f"    v{place} = {_expression(operation, wide[place])}")
     lines += _stores(form)
     return "\n".join(lines) + "\n"
 
@@ -140,17 +141,15 @@ _EXPRESSIONS: Mapping[str, str] = {
     "mean": "divided(row_sum({0}, inside, ROWS), number(C, T))",
     "sum": "row_sum({0}, inside, ROWS)",
     "amax": "largest({0}, inside)",
+    "wide": "{0}.to(tl.float64)",
+    "narrow": "{0}.to(T)",
 }
 
 
-def is_printable(program: Program) -> bool:
-    """Whether each operation has a form in Triton."""
-    return all(o.name == "input" or o.name in _EXPRESSIONS for o in program.operations)
-
-
-def _expression(operation: Operation) -> str:
+def _expression(operation: Operation, is_wide: bool) -> str:
+    dtype = "tl.float64" if is_wide else "T"
     arguments = [
-        f"v{a.place}" if isinstance(a, Value) else f"number(n{a.place}, T)"
+        f"v{a.place}" if isinstance(a, Value) else f"number(n{a.place}, {dtype})"
         for a in operation.arguments
     ]
     return _EXPRESSIONS[operation.name].format(*arguments)

@@ -6,11 +6,13 @@ Duplicates are summed in order of appearance, in at least float32, as the native
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsestep.gradients.touched import Touched, check_positions
+from sparsestep.errors import InputError
+from sparsestep.gradients.touched import Touched, bad_index, check_positions
 
 _ELEMENTS = 1 << 20  # of a chunk: small enough for a cache, large enough for torch's kernels
 
@@ -32,26 +34,98 @@ def sums(touched: Touched, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, 
         [1] [[1.0]]
         [3] [[3.0]]
     """
-    assert touched.positions is not None
-    positions = touched.positions.reshape(-1)
-    check_positions(positions, touched.slots)
-    order = torch.argsort(positions, stable=True)
-    slots, counts = torch.unique_consecutive(positions[order], return_counts=True)
+    runs = _Runs.of(touched)
+    if runs is None:
+        return
     per_chunk = max(1, elements // max(1, touched.block))
-    ends = [0, *counts.cumsum(0).tolist()] if len(slots) > per_chunk else []
-    dtype = torch.promote_types(touched.values.dtype, torch.float32)
-    for first in range(0, len(slots), per_chunk):
-        last = min(first + per_chunk, len(slots))
-        entries = order[ends[first] : ends[last]] if len(slots) > per_chunk else order
+    ends = runs.begins.tolist() if runs.count > per_chunk else [0, len(runs.order)]
+    for first in range(0, runs.count, per_chunk):
+        last = min(first + per_chunk, runs.count)
+        begin, end = (ends[first], ends[last]) if runs.count > per_chunk else ends
+        entries = runs.order[begin:end]
         if len(entries) == last - first:
-            yield slots[first:last], _rows(touched, entries).to(dtype)
-            continue
-        which = torch.repeat_interleave(counts[first:last])
-        # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
-        total = touched.values.new_zeros(last - first, touched.block, dtype=dtype).neg_()
-        for some, where in zip(entries.split(per_chunk), which.split(per_chunk), strict=True):
-            total.index_add_(0, where, _rows(touched, some).to(dtype))
-        yield slots[first:last], total
+            total = _rows(touched, entries).to(_dtype(touched))
+        else:
+            total = _totals(touched, entries, runs.begins[first : last + 1] - begin, per_chunk)
+        yield runs.slots[first:last], total
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Equal positions brought together.
+
+    Attributes:
+        order: the entries by position, those of a slot in order of appearance.
+        count: how many different slots there are.
+        slots: these, in ascending order.
+        begins: where the entries of each begin among ``order``, and where the last ones end.
+    """
+
+    order: Tensor
+    count: int
+    slots: Tensor
+    begins: Tensor
+
+    @classmethod
+    def of(cls, touched: Touched) -> _Runs | None:
+        """Sort; the host waits once, for how many there are and whether they are slots."""
+        assert touched.positions is not None
+        positions = touched.positions.reshape(-1)
+        if not positions.numel():
+            return None
+        positions, order = torch.sort(positions, stable=True)
+        # The number of each entry's slot among all that come.
+        which = torch.zeros_like(positions)
+        torch.cumsum(positions[1:] != positions[:-1], 0, out=which[1:])
+        ends = torch.stack([positions[0], positions[-1], which[-1]])
+        low, high, last = ends.cpu().tolist()
+        if low < 0 or high >= touched.slots:
+            raise InputError(bad_index(0, touched.slots, low if low < 0 else high))
+        if last + 1 == len(order):
+            begins = torch.arange(last + 2, device=order.device)
+            return cls(order, last + 1, positions, begins)
+        begins = torch.searchsorted(which, torch.arange(last + 2, device=order.device))
+        return cls(order, last + 1, positions[begins[:-1]], begins)
+
+
+def _dtype(touched: Touched) -> torch.dtype:
+    """At least float32."""
+    return torch.promote_types(touched.values.dtype, torch.float32)
+
+
+def _totals(touched: Touched, entries: Tensor, begins: Tensor, per_chunk: int) -> Tensor:
+    """The sums of runs of entries, each in its order.
+
+    Args:
+        touched: the gradient.
+        entries: of the runs, one run after the other.
+        begins: where each run begins, and where the last one ends.
+        per_chunk: how many rows to write out at a time.
+    """
+    dtype, count = _dtype(touched), len(begins) - 1
+    if not entries.is_cpu:
+        # One thread goes over a run, column by column; index_add_ adds in any order there.
+        return _reduced(_rows(touched, entries).to(dtype), begins)
+    which = torch.repeat_interleave(begins.diff(), output_size=len(entries))
+    # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
+    total = touched.values.new_zeros(count, touched.block, dtype=dtype).neg_()
+    for some, where in zip(entries.split(per_chunk), which.split(per_chunk), strict=True):
+        total.index_add_(0, where, _rows(touched, some).to(dtype))
+    return total
+
+
+def _reduced(rows: Tensor, begins: Tensor) -> Tensor:
+    """The sum of each run of rows, in order, on any device."""
+    try:
+        return torch.segment_reduce(rows, "sum", offsets=begins, axis=0, unsafe=True, initial=-0.0)
+    except NotImplementedError:  # not there, as on Apple's GPUs: the second of each run, the third
+        total, at = rows[begins[:-1]], begins[:-1] + 1
+        for _ in range(1, int(begins.diff().max())):
+            more = at < begins[1:]
+            row = rows[torch.where(more, at, 0)]
+            total = torch.where(more[:, None], total + row, total)
+            at = at + 1
+        return total
 
 
 def _rows(touched: Touched, entries: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def by_row(row_step: Tensor, lr: float, betas: Pair) -> tuple[Correction, Tensor
     count = row_step.double()
     step_size = lr / (1 - betas[0] ** count)
     root = (1 - betas[1] ** count).sqrt()
-    return Correction(step_size.to(row_step.dtype), root.to(row_step.dtype)), row_step
+    return Correction(step_size.to(row_step), root.to(row_step)), row_step
 
 
 def rules(
