@@ -38,7 +38,8 @@ COLUMNS = 64
 # What must not be in the code: sums that depend on who comes first, and results that are rounded
 # in another way than on the CPU. In float64 there are powers, which are a library's.
 FORBIDDEN_PTX = re.compile(
-    r"\b(?:atom|red)\.|\b\w+\.(?:\S+\.)?(?:approx|full|ftz)\.(?:\S+\.)?f32|\bfma\.\S*f32"
+    r"\b(?:atom|red)\.|\bfma\.\S*f32"
+    r"|\b(?:add|sub|mul|div|sqrt|rsqrt|rcp|ex2|lg2)\.(?:\S+\.)?(?:approx|full|ftz)\.(?:\S+\.)?f32"
 )
 FORBIDDEN_IR = re.compile(r"\batomicrmw\b|\bcmpxchg\b|llvm\.fma\.v?\S*f32|llvm\.fmuladd|!fpmath")
 
