@@ -15,6 +15,7 @@
 #include "python/lookup.h"
 #include "python/owners.h"
 #include "python/storage.h"
+#include "python/vocabulary.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;
@@ -129,6 +130,7 @@ NB_MODULE(_native, module) {
     bind_owners(module);
     bind_storage(module);
     bind_lookup(module);
+    bind_vocabulary(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
                nb::arg("source").none(), nb::arg("threads"),

@@ -16,6 +16,7 @@ int main() {
     test_owners();
     test_mapped();
     test_lookup();
+    test_vocabulary();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -60,5 +60,6 @@ void test_compressed();
 void test_owners();
 void test_mapped();
 void test_lookup();
+void test_vocabulary();
 
 }  // namespace sparsestep::testing

@@ -75,6 +75,32 @@ class CatchUp:
     def __init__(self) -> None: ...
     def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
 
+class _Vocabulary:
+    def find(self, ids: Tensor, rows: Tensor, threads: int) -> int: ...
+    def see(self, ids: Tensor, rows: Tensor, now: int, taken: Tensor) -> int: ...
+    def sizes(self) -> tuple[int, int, int]: ...
+    def save(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        candidate_ids: Tensor,
+        candidate_counts: Tensor,
+    ) -> None: ...
+    def load(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        candidate_ids: Tensor,
+        candidate_counts: Tensor,
+        used: int,
+        candidates: int,
+        sightings: int,
+        now: int,
+    ) -> bool: ...
+    def bytes(self) -> int: ...
+
 class Core(Protocol):
     """The module, as others see it; at run time there is no such class."""
 
@@ -144,6 +170,16 @@ class Core(Protocol):
     def look_up(
         self, tables: Sequence[tuple[Any, ...]], threads: int, instruction_set: int
     ) -> list[tuple[Any, ...]] | None: ...
+    def vocabulary(
+        self,
+        rows: int,
+        shared: int,
+        admit: int,
+        candidates: int,
+        eviction: int,
+        fades_after: int,
+        keys: tuple[int, int],
+    ) -> _Vocabulary: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
     def motions(self) -> list[str]: ...
     def instruction_sets(self) -> list[tuple[str, bool]]: ...

@@ -283,6 +283,21 @@ class RowClock:
             self._stamps.begin(rows.reshape(-1))
             self.last.index_fill_(0, rows.cpu().long(), step)
 
+    def grow(self, rows: int) -> None:
+        """Have more rows, all those that were there being current."""
+        fresh = torch.ones(rows, dtype=torch.bool, device="cpu")
+        fresh[: self.rows] = self.fresh
+        self.rows = rows
+        self._stamps = Stamps(rows, 0)
+        self._movable = self._swept = None
+        self.stamp_all(self.history.now, fresh=fresh)
+
+    def begin_rows_anew(self, rows: Tensor) -> None:
+        """Mark rows as current now, and as rows that never had a gradient."""
+        rows = rows.cpu()
+        self._stamps.begin(rows)
+        self.last.index_fill_(0, rows, ~self.history.now)
+
 
 def _mark_of(param: Tensor) -> tuple[int, int]:
     """Changes whenever somebody writes the parameter, or gives it other memory."""

@@ -77,6 +77,11 @@ class HugePages:
             self._waiting.append(_Waiting(weakref.ref(tensor), round + rounds))
             self.due = min(self.due, round + rounds)
 
+    def remove(self, tensor: Tensor) -> None:
+        """Leave a tensor alone, which has other memory now; it may be added again."""
+        self._waiting = [each for each in self._waiting if each.tensor() is not tensor]
+        self.due = min((each.due for each in self._waiting), default=math.inf)
+
     def move(self, round: int) -> None:
         """Move one page of those that are due."""
         waiting = next((each for each in self._waiting if each.due <= round), None)

@@ -8,5 +8,16 @@ from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding
 from sparsestep.nn.fusing import fuse
+from sparsestep.nn.growing import grow
+from sparsestep.nn.strings import hash_strings
+from sparsestep.nn.vocabulary import Vocabulary
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "fuse"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "Vocabulary",
+    "fuse",
+    "grow",
+    "hash_strings",
+]

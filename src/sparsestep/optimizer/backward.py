@@ -96,6 +96,7 @@ class StepInBackward:
                 step.add_group(earlier, groups[earlier], grads=[])
         step.add_group(group_index, groups[group_index], only=index)
         step.run()
+        optimizer._updates += 1
 
     def remove(self) -> None:
         """Leave gradients to ``step()`` again."""

@@ -33,8 +33,8 @@ from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
 from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.backward import StepInBackward
-from sparsestep.optimizer.catching_up import CatchesUp
 from sparsestep.optimizer.declaration import speaking
+from sparsestep.optimizer.forgetting import Forgets
 from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
@@ -42,7 +42,7 @@ from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_
 _KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
 
 
-class RuleOptimizer(CatchesUp):
+class RuleOptimizer(Forgets):
     """Base of every optimizer here; a subclass names its rule and checks its options.
 
     It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
@@ -87,6 +87,7 @@ class RuleOptimizer(CatchesUp):
         """What is neither pickled nor copied."""
         self._loading: checkpoint.Checkpoint | None = None
         self._rounds: int = 0  # how often step() or zero_grad() was called
+        self._updates: int = 0  # how often parameters were updated without step()
         self._groups: Groups = Groups()
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}

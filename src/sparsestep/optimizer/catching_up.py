@@ -57,7 +57,7 @@ class CatchesUp(StateKeeper):
                 continue
             if rows is not None:
                 with speaking(type(self).__name__):
-                    rows = _row_numbers(rows, clock.rows)
+                    rows = row_numbers("rows to catch up", rows, clock.rows)
             self._catch_up_rows(each, rows)
             clock.announced = True
 
@@ -118,7 +118,18 @@ class CatchesUp(StateKeeper):
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _row_numbers(rows: Tensor, count: int) -> Tensor:
+def row_numbers(name: str, rows: Tensor, count: int) -> Tensor:
+    """Rows of a parameter, as int64 of one dim; raises where they are none.
+
+    Args:
+        name: what they are called in messages.
+        rows: as they were given.
+        count: how many the parameter has.
+
+    Example:
+        >>> row_numbers("rows", torch.tensor([[2], [0]], dtype=torch.uint8), 3)
+        tensor([2, 0])
+    """
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(sentence("rows must be integers, in a tensor", got))
@@ -127,5 +138,5 @@ def _row_numbers(rows: Tensor, count: int) -> Tensor:
         low, high = rows.aminmax()
         if int(low) < 0 or int(high) >= count:
             outside = int(low) if int(low) < 0 else int(high)
-            raise InputError(sentence(f"rows to catch up must be in [0, {count})", outside))
+            raise InputError(sentence(f"{name} must be in [0, {count})", outside))
     return rows

@@ -113,6 +113,7 @@ class FunctionalOptimizer:
             step = Plan(self._optimizer)
             step.add_group(0, self.param_group, grads=gradients)
             step.run()
+            self._optimizer._updates += 1
             for _, index in step.repeats:  # a parameter that was given more than once
                 self._update(index, gradients[index])
 
@@ -144,6 +145,7 @@ class FunctionalOptimizer:
         step = Plan(self._optimizer)
         step.add_group(0, self.param_group, only=index, grads=[grad])
         step.run()
+        self._optimizer._updates += 1
 
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""
@@ -190,6 +192,11 @@ class FunctionalOptimizer:
         targets = self.param_group["params"] if param is None else [param]
         with self._alone_with(targets):
             self._optimizer.catch_up(param, rows)
+
+    def forget(self, param: Tensor, rows: Tensor) -> None:
+        """Have rows begin anew, as ``forget`` of the optimizer of the same name does."""
+        with self._alone_with([param]):
+            self._optimizer.forget(param, rows)
 
     def state_dict(self) -> StateDict:
         """The state as the optimizer of the same name has it."""

@@ -31,6 +31,7 @@ class StateKeeper(Declaration):
         known: by the parameter's id: itself, so that no other comes to have its id, and the
             addresses of its memory and that of its state, when they were looked at.
         rounds: how often ``step()`` or ``zero_grad()`` was called.
+        updates: how often parameters were updated without ``step()``.
         huge_pages: parameters and state that wait for them.
     """
 
@@ -39,6 +40,7 @@ class StateKeeper(Declaration):
     _clocks: dict[int, RowClock]
     _known: dict[int, tuple[Any, ...]]
     _rounds: int
+    _updates: int
     _huge_pages: HugePages
 
     def _all_params(self) -> Iterator[Tensor]:

@@ -83,17 +83,22 @@ def _made(
     state_dtype: torch.dtype | None,
 ) -> Tensor:
     dtype = dtype_for(spec, param, state_dtype)
-    value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
+    value = initial(spec, options)
     if not spec.per_row and not param.is_contiguous():
         # Elements in the parameter's own order, as torch does it.
-        return torch.full_like(param, _in(dtype, value), dtype=dtype, requires_grad=False)
-    shape, initial = shape_for(spec, param), _in(dtype, value)
-    beside = files.full_beside(param, spec.name, shape, initial, dtype)
-    return pages.full(shape, initial, dtype, param.device) if beside is None else beside
+        return torch.full_like(param, in_dtype(dtype, value), dtype=dtype, requires_grad=False)
+    shape, begins_with = shape_for(spec, param), in_dtype(dtype, value)
+    beside = files.full_beside(param, spec.name, shape, begins_with, dtype)
+    return pages.full(shape, begins_with, dtype, param.device) if beside is None else beside
 
 
-def _in(dtype: torch.dtype, value: float) -> complex:
-    """Both parts of a complex number have the value."""
+def initial(spec: State, options: Mapping[str, Any]) -> float:
+    """What every element of a state begins with; of a complex one, both of its parts."""
+    return float(options[spec.initial] if isinstance(spec.initial, str) else spec.initial)
+
+
+def in_dtype(dtype: torch.dtype, value: float) -> complex:
+    """A value that state begins with; both parts of a complex number have it."""
     return complex(value, value) if dtype in COMPLEX and value else value
 
 

@@ -1,0 +1,155 @@
+// Who goes first: the entry with the smallest key, of many whose keys change all the time.
+//
+// Nothing is done when a key grows. All entries are looked at once, and a share of them that has
+// the smallest keys is kept in order. Keys only grow, so the next to go is among these until they
+// are used up; one whose key has grown since is put where it belongs. New entries below the bound
+// of that share join it. So what is found is exactly the smallest, at a cost that does not depend
+// on how many there are. All memory is there from the start: nothing can fail.
+//
+// An entry may be held, which keeps it from being found until all are released. A key of no_key is
+// that of no entry.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <vector>
+
+namespace sparsestep {
+
+constexpr uint64_t no_key = std::numeric_limits<uint64_t>::max();
+
+class Victims {
+public:
+    // Of at most so many entries.
+    explicit Victims(size_t entries) : share_(std::max<size_t>(64, entries / 32)) {
+        if (!entries) return;
+        queue_.reserve(2 * share_);
+        later_.reserve(share_);
+        aside_.reserve(share_);
+    }
+
+    // Forget everything; to be called where keys became smaller.
+    void clear() {
+        queue_.clear();
+        later_.clear();
+        aside_.clear();
+        bound_ = {0, 0};
+    }
+
+    // No entry is held any more.
+    void release() {
+        if (left_out_) clear();
+        for (const Entry& entry : aside_) push(entry.key, entry.index);
+        aside_.clear();
+        left_out_ = exhausted_ = false;
+    }
+
+    // Take note of a new entry, which is held.
+    void add(uint64_t key, uint32_t index) { put_aside({key, index}); }
+
+    // The entry of [first, end) with the smallest key, of equal ones the first; -1 where all are
+    // held. key_of(index) is its key now, is_held(index) whether it may not be taken.
+    template <class KeyOf, class IsHeld>
+    int64_t pop(uint32_t first, uint32_t end, const KeyOf& key_of, const IsHeld& is_held) {
+        while (!exhausted_) {
+            if (queue_.empty() && later_.empty()) {
+                refill(first, end, key_of, is_held);
+                exhausted_ = queue_.empty();
+                continue;
+            }
+            const Entry entry = take();
+            const uint64_t key = key_of(entry.index);
+            if (key != entry.key) {
+                if (key > entry.key) push(key, entry.index);  // else it was added anew
+            } else if (is_held(entry.index)) {
+                put_aside(entry);
+            } else {
+                return entry.index;
+            }
+        }
+        return -1;
+    }
+
+private:
+    struct Entry {
+        uint64_t key;
+        uint32_t index;
+        bool operator<(const Entry& other) const {
+            return key != other.key ? key < other.key : index < other.index;
+        }
+        bool operator>(const Entry& other) const { return other < *this; }
+    };
+
+    void put_aside(const Entry& entry) {
+        if (!(entry < bound_)) return;
+        if (aside_.size() < share_) {
+            aside_.push_back(entry);
+        } else {
+            left_out_ = true;
+        }
+    }
+
+    void push(uint64_t key, uint32_t index) {
+        const Entry entry{key, index};
+        if (!(entry < bound_)) return;
+        if (later_.size() == share_) {  // they are looked for anew when one is needed
+            queue_.clear();
+            later_.clear();
+            bound_ = {0, 0};
+            return;
+        }
+        later_.push_back(entry);
+        std::push_heap(later_.begin(), later_.end(), std::greater<Entry>());
+    }
+
+    Entry take() {
+        if (!queue_.empty() && (later_.empty() || queue_.back() < later_.front())) {
+            const Entry entry = queue_.back();
+            queue_.pop_back();
+            return entry;
+        }
+        std::pop_heap(later_.begin(), later_.end(), std::greater<Entry>());
+        const Entry entry = later_.back();
+        later_.pop_back();
+        return entry;
+    }
+
+    template <class KeyOf, class IsHeld>
+    void refill(uint32_t first, uint32_t end, const KeyOf& key_of, const IsHeld& is_held) {
+        bound_ = {no_key, 0};
+        Entry held = bound_;  // the smallest
+        aside_.clear();       // they are looked at again, too
+        for (uint32_t index = first; index < end; ++index) {
+            const Entry entry{key_of(index), index};
+            if (!(entry < bound_)) continue;
+            if (is_held(index)) {
+                held = std::min(held, entry);
+                continue;
+            }
+            queue_.push_back(entry);
+            if (queue_.size() == 2 * share_) cut();
+        }
+        if (queue_.size() > share_) cut();
+        left_out_ = left_out_ || held < bound_;
+        std::sort(queue_.begin(), queue_.end(), std::greater<Entry>());
+    }
+
+    void cut() {
+        const auto middle = queue_.begin() + std::ptrdiff_t(share_);
+        std::nth_element(queue_.begin(), middle, queue_.end());
+        bound_ = *middle;
+        queue_.erase(middle, queue_.end());
+    }
+
+    size_t share_;
+    std::vector<Entry> queue_;  // those of the share, the smallest last
+    std::vector<Entry> later_;  // a heap of those that joined it
+    std::vector<Entry> aside_;  // below the bound, too, but held
+    Entry bound_{0, 0};         // whoever is in none of these is not below it
+    bool left_out_ = false;     // but for some that are held
+    bool exhausted_ = false;    // all are held
+};
+
+}  // namespace sparsestep

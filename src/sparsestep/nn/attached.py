@@ -1,0 +1,148 @@
+"""A table whose rows a vocabulary gives away, with the optimizers that know something of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients.arriving import source_of
+from sparsestep.memory import parameters
+from sparsestep.memory.files import about_to_write, mapped_files, written
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.torch_internals import own_parameters, without_torch_function
+
+Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
+AnyOptimizer: TypeAlias = RuleOptimizer | FunctionalOptimizer
+Init: TypeAlias = Callable[[Tensor], object]
+
+
+def weight_of(who: str, table: Any) -> nn.Parameter:
+    """The weight of a table whose rows may be given away, or which may grow.
+
+    Args:
+        who: asks.
+        table: what was given.
+    """
+    if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+        contract = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
+        remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
+        raise InputError(sentence(contract, f"a {type(table).__name__}", remedy))
+    weight = own_parameters(table).get("weight")
+    if weight is None:
+        contract = f"{who}: the weight of a table must be a parameter of its own"
+        raise InputError(sentence(contract, "one that is computed from others"))
+    if parameters.is_distributed(weight) or source_of(weight) is not None:
+        contract = f"{who}: a table must not be sharded over processes"
+        raise InputError(sentence(contract, "a sharded one", "Do this before sharding it"))
+    found: nn.Parameter = weight
+    return found
+
+
+def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOptimizer]:
+    """The optimizers that a weight has; raises where one is none of ours, or does not have it."""
+    found = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, FunctionalOptimizer):
+            optimizer = optimizer._optimizer
+        if not isinstance(optimizer, RuleOptimizer):
+            contract = f"{who}: optimizers must be sparsestep's"
+            got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            raise InputError(sentence(contract, got))
+        if not any(weight is each for each in optimizer._all_params()):
+            contract = f"{who}: an optimizer must have the weight of the table among its parameters"
+            raise InputError(sentence(contract, f"{type(optimizer).__name__} without it"))
+        found.append(optimizer)
+    return found
+
+
+class Attached:
+    """A table that a vocabulary gives rows of.
+
+    Args:
+        table: whose rows.
+        optimizers: those that train it.
+        init: fills rows that begin anew, in place.
+
+    Attributes:
+        table: whose rows.
+        optimizers: those that train it.
+        init: fills rows that begin anew, in place.
+    """
+
+    def __init__(self, table: Table, optimizers: tuple[Any, ...], init: Init | None) -> None:
+        who = "Vocabulary.attach"
+        weight = weight_of(who, table)
+        self.table = table
+        self.optimizers = ours(who, weight, optimizers)
+        self.init: Init = nn.init.normal_ if init is None else init
+        with usable(f"{who}: init must fill a tensor of rows in place"):
+            self._new_values(weight, 1, 0)
+
+    def check(self, rows: int, shared: int) -> None:
+        """Refuse a table that a vocabulary of so many rows cannot give rows of.
+
+        Args:
+            rows: of the vocabulary.
+            shared: how many of them several ids share.
+        """
+        have, padding = self.table.num_embeddings, self.table.padding_idx
+        if have < rows:
+            contract = f"Vocabulary.attach: a table must have a row for each of {rows}"
+            raise InputError(sentence(contract, f"{have} rows"))
+        if padding is not None and shared <= padding < rows:
+            contract = f"Vocabulary.attach: padding_idx must be one of the {shared} shared rows"
+            remedy = "Use padding_idx=0, and ids without a row of their own count as padding"
+            raise InputError(sentence(contract, padding, remedy))
+
+    def progress(self) -> list[tuple[int, int]]:
+        """Changes with every step of every optimizer."""
+        return [(each._rounds, each._updates) for each in self.optimizers]
+
+    @torch.no_grad()
+    def prepare(self, rows: Tensor, seed: int) -> Callable[[], None]:
+        """Have rows begin anew: all that may raise.
+
+        Args:
+            rows: which ones.
+            seed: of the new values.
+
+        Returns:
+            The rest, which cannot fail.
+        """
+        weight = weight_of("Vocabulary", self.table)
+        memory = parameters.memory_of(weight)
+        parameters.check_writable("the weight of a table", memory)
+        forgets = [each._prepare_to_forget(weight, rows) for each in self.optimizers]
+        if mapped_files and rows.numel():
+            about_to_write(weight, (), rows)
+        values = self._new_values(weight, rows.numel(), seed)
+        return partial(uninterrupted, partial(self._commit, weight, rows, values, forgets))
+
+    def _new_values(self, weight: Tensor, count: int, seed: int) -> Tensor:
+        """The same whatever else draws random numbers, and nobody else draws others for it."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
+            self.init(values)
+        return values
+
+    def _commit(
+        self, weight: Tensor, rows: Tensor, values: Tensor, forgets: Sequence[Callable[[], None]]
+    ) -> None:
+        for forget in forgets:
+            forget()
+        with torch.no_grad(), without_torch_function():
+            weight.index_copy_(0, rows.to(weight.device), values.to(weight.device))
+        for optimizer in self.optimizers:
+            clock = optimizer._clocks.get(id(weight))
+            if clock is not None:
+                clock.written(parameters.memory_of(weight))
+        if mapped_files:
+            written([weight])

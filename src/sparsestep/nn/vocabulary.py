@@ -1,0 +1,226 @@
+"""Vocabulary: from ids of any value to the rows of a table, while ids never stop coming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, sentence
+from sparsestep.nn import saving
+from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table
+from sparsestep.nn.compiling import outside_graphs
+from sparsestep.nn.growing import prepare_growth
+from sparsestep.nn.ids import Evict, Options, new_ids
+from sparsestep.nn.known import KnowsIds
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_MOST_ROWS = 2**31 - 1
+_MOST_ADMIT = 2**16 - 1
+
+
+class Vocabulary(KnowsIds):
+    """Maps ids of any value to rows of a table, and gives rows to ids as they come.
+
+    An id gets a row of its own once it has been seen ``admit`` times; until then it shares row 0
+    with all others that have none. In training mode, ids are counted and get rows the moment they
+    are looked up. After ``eval()`` a look-up changes nothing.
+
+    When all rows are taken, a new id shares row 0 too (``evict=None``), or takes over the row of
+    the id that was not seen for longest (``"lru"``) or that was seen least often (``"lfu"``; of
+    several, not for longest). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen, so
+    that what was popular once does not stay for ever. A row that changes hands begins anew: tables
+    that were named by ``attach`` initialise it, and their optimizers forget what they know of it.
+
+    A call is one sighting after the other, in this order: ids that have a row, then the others in
+    order of appearance, each as often as it comes. All of a call keep their rows until it is over;
+    with ``attach``, until the next step, so that gradients reach the ids that they are for. What
+    row an id has depends on the calls before, and on nothing else.
+
+    Args:
+        rows: how many rows the table has, row 0 included; at most 2**31 - 1.
+        admit: how often an id has to be seen to get a row of its own. Of the ids that have none,
+            as many are counted as there are rows, those that were seen last.
+        evict: ``None``, ``"lru"`` or ``"lfu"``.
+        shared: how many rows, the first ones, are for ids that have none of their own; which of
+            them an id has is a hash of it.
+
+    Attributes:
+        rows: how many rows there are.
+        taken_over: rows that changed hands in the latest call, for whoever keeps something beside
+            them that no ``attach`` knows of.
+
+    Example:
+        >>> import sparsestep
+        >>> vocabulary = sparsestep.nn.Vocabulary(1000, evict="lru")
+        >>> table = sparsestep.nn.Embedding(1000, 16)
+        >>> optimizer = sparsestep.Adam(table.parameters())
+        >>> vocabulary.attach(table, optimizer)
+        >>> rows = vocabulary(torch.tensor([[10**18, -7], [-7, 42]]))
+        >>> rows
+        tensor([[1, 2],
+                [2, 3]])
+        >>> table(rows).sum().backward()
+        >>> optimizer.step()
+        >>> vocabulary.eval()(torch.tensor([42, 43]))  # nobody has seen 43
+        tensor([3, 0])
+    """
+
+    def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
+        _check_number("rows", rows, 1, _MOST_ROWS)
+        _check_number("admit", admit, 1, _MOST_ADMIT)
+        _check_number("shared", shared, 1, rows)
+        if evict not in (None, "lru", "lfu"):
+            raise InputError(
+                f"Vocabulary: {sentence('evict must be None, lru or lfu', repr(evict))}"
+            )
+        super().__init__(Options(rows, shared, admit, evict))
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._attached: list[Attached] = []
+        self._progress: list[Any] = []
+        self._begin_anew = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.taken_over: Tensor = self._begin_anew
+
+    # Look-ups
+
+    @outside_graphs
+    def forward(self, ids: Tensor) -> Tensor:
+        """The row of each id.
+
+        Args:
+            ids: integers of any value and shape, on any device; ``hash_strings`` makes them of
+                strings.
+
+        Returns:
+            Rows, int64, in the shape of the ids and on their device.
+
+        Raises:
+            InputError: these are no ids, or an attached table or optimizer cannot work with its
+                rows; nothing was changed.
+        """
+        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+            got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            remedy = "sparsestep.nn.hash_strings makes ids of strings"
+            contract = "Vocabulary: ids must be integers, in a tensor"
+            raise InputError(sentence(contract, got, remedy))
+        if ids.layout is not torch.strided or ids.is_meta:
+            got = "a meta tensor" if ids.is_meta else f"layout {ids.layout}"
+            raise InputError(sentence("Vocabulary: ids must be a strided tensor", got))
+        flat = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
+        with self._lock:
+            rows, without = self._ids.find(flat)
+            if self.training and flat.numel():
+                self._see(flat, rows, without)
+        return rows.view(ids.shape).to(ids.device)
+
+    def _see(self, ids: Tensor, rows: Tensor, without: int) -> None:
+        if without and self._attached:
+            nothing = ids[:0]
+            for attached in self._attached:  # whatever may raise does so before an id gets a row
+                attached.check(self.rows, self._options.shared)
+                attached.prepare(nothing, 0)
+        self._hand_over()
+        self.taken_over = self._ids.see(ids, rows, self._time())
+        if self._attached and self.taken_over.numel():
+            self._begin_anew = self.taken_over
+            self._hand_over()
+
+    def _time(self) -> int:
+        """Passes with each call, or where tables are attached, with each step."""
+        progress = [each for attached in self._attached for each in attached.progress()]
+        before = self._progress
+        if (
+            not progress
+            or len(before) != len(progress)
+            or all(a != b for a, b in zip(before, progress, strict=True))
+        ):
+            self._now += 1
+            self._progress = progress
+        return self._now
+
+    def _hand_over(self) -> None:
+        """Have rows that changed hands begin anew; what raises here is done with the next call."""
+        rows = self._begin_anew
+        if not rows.numel():
+            return
+        for commit in [each.prepare(rows, self._handed_over) for each in self._attached]:
+            commit()
+        self._handed_over += rows.numel()
+        self._begin_anew = rows[:0]
+
+    # Tables
+
+    def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
+        """Have a table's rows begin anew when they change hands.
+
+        Then the row is initialised and optimizers forget what they know of it, in the look-up that
+        gives it away and before anybody reads it. Several tables may have their rows from one
+        vocabulary. Copies of a vocabulary, and what is loaded, are attached to nothing.
+
+        Args:
+            table: an ``nn.Embedding`` or ``nn.EmbeddingBag`` with at least as many rows.
+            optimizers: those of this library that train it.
+            init: fills a tensor of new rows in place; by default as the table's own constructor
+                does, from a normal distribution.
+
+        Raises:
+            InputError: the table is too small, sharded, or none of an optimizer's.
+
+        Example:
+            >>> import sparsestep
+            >>> vocabulary = sparsestep.nn.Vocabulary(3, evict="lru")
+            >>> table = sparsestep.nn.Embedding(3, 2)
+            >>> optimizer = sparsestep.SparseAdam(table.parameters())
+            >>> vocabulary.attach(table, optimizer, init=torch.nn.init.zeros_)
+            >>> for ids in ([5, 6], [6, 7]):  # 7 takes over the row of 5
+            ...     table(vocabulary(torch.tensor(ids))).sum().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            >>> vocabulary.as_dict(), vocabulary.taken_over
+            ({7: 1, 6: 2}, tensor([1]))
+        """
+        attached = Attached(table, optimizers, init)
+        attached.check(self.rows, self._options.shared)
+        with self._lock:
+            others = [each for each in self._attached if each.table is not table]
+            self._attached = [*others, attached]
+
+    def grow(self, rows: int) -> None:
+        """Have more rows, with all tables that are attached: see ``sparsestep.nn.grow``.
+
+        Args:
+            rows: how many there are to be.
+
+        Example:
+            >>> import sparsestep
+            >>> vocabulary = sparsestep.nn.Vocabulary(2)
+            >>> table = sparsestep.nn.Embedding(2, 4)
+            >>> vocabulary.attach(table)
+            >>> vocabulary(torch.tensor([7, 8])), vocabulary.grow(3), vocabulary(torch.tensor([8]))
+            (tensor([1, 0]), None, tensor([2]))
+            >>> table.num_embeddings
+            3
+        """
+        _check_number("rows", rows, self.rows, _MOST_ROWS)
+        with self._lock:
+            options = Options(rows, self._options.shared, self._options.admit, self._options.evict)
+            larger = new_ids(options)
+            larger.load(saving.with_room(self._ids.save(), options), self._now)
+            commits = [
+                prepare_growth(each.table, rows, tuple(each.optimizers), each.init)
+                for each in self._attached
+                if each.table.num_embeddings < rows
+            ]
+            for commit in commits:
+                uninterrupted(commit)
+            self._options, self._ids = options, larger
+
+
+def _check_number(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        contract = f"Vocabulary: {name} must be a whole number in [{least}, {most}]"
+        raise InputError(sentence(contract, repr(value)))

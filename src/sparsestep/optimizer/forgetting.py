@@ -1,0 +1,105 @@
+"""Rows that begin anew: an id of a vocabulary has given its row to another."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.dense.pending import rows_of
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import parameters
+from sparsestep.memory.files import about_to_write, mapped_files, written
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.catching_up import CatchesUp, row_numbers
+from sparsestep.optimizer.declaration import speaking
+
+
+class Forgets(CatchesUp):
+    """An optimizer as far as it can forget what it knows of a row."""
+
+    _lock: Any
+
+    def forget(self, param: Tensor, rows: Tensor) -> None:
+        """Have rows begin anew: their state is what it is before a first step.
+
+        That is moments and sums, the row's own count (``bias_correction="per_row"``), and with
+        ``semantics="dense"`` what the row has missed: it is brought up to date, then counts as one
+        that never had a gradient. The parameter itself stays as it is, as does the number of its
+        steps. Before the first step there is nothing to forget.
+
+        Args:
+            param: whose rows; one of this optimizer's parameters.
+            rows: which ones, integers of any shape, with repetitions.
+
+        Raises:
+            InputError: rows are none of the parameter's, or the state does not fit it; nothing was
+                changed.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 1))
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1)
+            >>> weight.grad = torch.ones(3, 1)
+            >>> optimizer.step()
+            >>> optimizer.forget(weight, torch.tensor([0, 2]))
+            >>> optimizer.state[weight]["sum"].flatten().tolist()
+            [0.0, 1.0, 0.0]
+        """
+        with speaking(type(self).__name__), self._lock:
+            self._prepare_to_forget(param, rows)()
+
+    def _prepare_to_forget(self, param: Tensor, rows: Tensor) -> partial[None]:
+        """Do all that may raise; what is returned does the rest, and nothing can fail."""
+        group = self._group_of(param)
+        memory = parameters.memory_of(param)
+        if parameters.is_distributed(param):
+            contract = "a parameter whose rows are forgotten must not be shared by processes"
+            raise InputError(sentence(contract, "a DTensor"))
+        rows = row_numbers("rows to forget", rows, memory.shape[0] if memory.dim() else 1)
+        record, rule = self.state.get(param), self._rule_for(group)
+        tensors: list[Tensor] = []
+        # A missing tensor means a first step.
+        if record and all(record.get(spec.name) is not None for spec in rule.state):
+            tensors = states.checked(rule, memory, record)
+            self._look_at(param, memory, tensors)
+        values = [states.initial(spec, group) for spec in rule.state[: len(tensors)]]
+        self._catch_up_rows(param, rows)
+        if mapped_files and rows.numel():
+            about_to_write(param, tensors, rows)
+        rows = rows.to(memory.device)
+        return partial(uninterrupted, partial(self._reset, param, memory, rows, tensors, values))
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        """The param group that a parameter is in."""
+        for group in self.param_groups:
+            if any(param is each for each in group["params"]):
+                found: dict[str, Any] = group
+                return found
+        contract = "a parameter whose rows are forgotten must be one of this optimizer's"
+        shape = getattr(param, "shape", None)
+        got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+        raise InputError(sentence(contract, got))
+
+    def _reset(
+        self,
+        param: Tensor,
+        memory: Tensor,
+        rows: Tensor,
+        tensors: list[Tensor],
+        values: list[float],
+    ) -> None:
+        if not rows.numel():
+            return
+        _, real = rows_of(memory, tensors)
+        with torch.no_grad():
+            for tensor, value in zip(real, values, strict=True):
+                tensor.index_fill_(0, rows, value)
+        clock = self._clocks.get(id(param))
+        if clock is not None and clock.owner is param:
+            clock.begin_rows_anew(rows)
+        if mapped_files:
+            written([param])

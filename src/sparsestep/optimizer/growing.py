@@ -1,0 +1,81 @@
+"""A parameter that gets more rows: its state grows with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.gradients import masks
+from sparsestep.memory import pages, parameters
+from sparsestep.optimizer import state as states
+from sparsestep.optimizer.base import RuleOptimizer
+
+
+def prepare_to_grow(optimizer: RuleOptimizer, param: Tensor, rows: int) -> Callable[[], None]:
+    """Make the state of a parameter for so many rows: all that may raise.
+
+    Args:
+        optimizer: whose state.
+        param: which still has the rows that it has.
+        rows: how many there are to be.
+
+    Returns:
+        What is to be called once the parameter has them, and cannot fail.
+    """
+    group = optimizer._group_of(param)
+    if group.get("mask") is not None:
+        listed = masks.listed(group["mask"], group["params"])
+        if any(m is not None and p is param for m, p in zip(listed, group["params"], strict=True)):
+            contract = "a parameter that grows must have no mask, which says nothing of new rows"
+            remedy = "Take the mask out of its group, and put a larger one there afterwards"
+            raise InputError(sentence(contract, "one", remedy))
+    record, rule = optimizer.state.get(param), optimizer._rule_for(group)
+    if record and all(record.get(spec.name) is not None for spec in rule.state):
+        states.checked(rule, parameters.memory_of(param), record)
+    optimizer._catch_up_rows(param, None)
+    initial = {spec.name: states.initial(spec, group) for spec in rule.state}
+    new = {
+        name: _grown(name, value, rows, initial.get(name, 0.0))
+        for name, value in (record or {}).items()
+        if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
+    }
+    return partial(_commit, optimizer, param, record, new, rows)
+
+
+def _grown(name: str, old: Tensor, rows: int, value: float) -> Tensor:
+    """A state tensor with more rows, those that are new as in the beginning."""
+    if old.is_cpu and old.is_shared():
+        contract = f"the state {name!r} of a parameter that grows must not be in shared memory"
+        raise InputError(sentence(contract, "one that other processes may have"))
+    shape = torch.Size([rows, *old.shape[1:]])
+    new = pages.full(shape, states.in_dtype(old.dtype, value), old.dtype, old.device)
+    new[: len(old)] = old.detach()
+    return new
+
+
+def _commit(
+    optimizer: RuleOptimizer,
+    param: Tensor,
+    record: dict[str, Any] | None,
+    new: dict[str, Tensor],
+    rows: int,
+) -> None:
+    if record:
+        record.update(new)
+    # Whatever was noted about the memory of the parameter and its state.
+    optimizer._known.pop(id(param), None)
+    optimizer._before = None
+    optimizer._huge_pages.remove(param)
+    clock = optimizer._clocks.get(id(param))
+    if clock is None:
+        return
+    if clock.owner is param and clock.state_in(record) is not None:
+        clock.grow(rows)
+        clock.written(parameters.memory_of(param))
+    else:
+        del optimizer._clocks[id(param)]  # its state was cleared: it begins anew

@@ -1,0 +1,210 @@
+"""``sparsestep.nn.grow``: more rows, and all goes on as if they had always been there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.nn import grow
+from tests.table import EVERY, Variant, same_bits, snapshot, state_tensors, unchanged
+
+TABLES = [
+    torch.nn.Embedding,
+    torch.nn.EmbeddingBag,
+    sparsestep.nn.Embedding,
+    sparsestep.nn.EmbeddingBag,
+]
+
+
+def filled(table: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        weight = table.weight
+        assert isinstance(weight, Tensor)
+        weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+    return table
+
+
+def train(table: Any, optimizer: Any, ids: list[int]) -> None:
+    optimizer.zero_grad()
+    table(torch.tensor([ids])).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize("variant", EVERY, ids=str)
+def test_a_grown_table_goes_on_as_one_that_was_made_so_large(variant: Variant, semantics: str):
+    """Bit for bit, state included: small and then grown, against large from the start."""
+    if semantics == "dense" and (variant.rule.motion is None or "weight_decay" in str(variant)):
+        return
+    whole = filled(torch.nn.Embedding(6, 3, sparse=True))
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    with torch.no_grad():
+        table.weight.copy_(whole.weight[:4])
+    optimizers = []
+    for each in (whole, table):
+        optimizers.append(variant(each.parameters(), semantics=semantics))
+        if semantics == "dense":
+            optimizers[-1].track(each)
+        for ids in ([0, 1, 1], [2], [1, 3]):
+            train(each, optimizers[-1], ids)
+    optimizers[1].zero_grad()
+    if semantics == "dense":  # growing is a reason to bring rows up to date
+        optimizers[0].catch_up()
+    weight, new = table.weight, whole.weight[4:].detach().clone()
+    grow(table, 6, optimizers[1], init=lambda rows: rows.copy_(new))
+    assert table.weight is weight
+    assert table.num_embeddings == 6
+    for each, optimizer in zip((whole, table), optimizers, strict=True):
+        for ids in ([4, 0], [5, 4], [2]):
+            train(each, optimizer, ids)
+        optimizer.catch_up()
+    if semantics == "dense":  # a row that was brought up to date in two parts is rounded twice
+        assert torch.allclose(whole.weight, table.weight, rtol=1e-6, atol=1e-7)
+        for ours, theirs in zip(*map(state_tensors, optimizers), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        return
+    assert same_bits(whole.weight.detach(), table.weight.detach())
+    for ours, theirs in zip(*map(state_tensors, optimizers), strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_kind_of_table_grows(kind: Any):
+    torch.manual_seed(3)
+    table = kind(4, 3, padding_idx=1)
+    optimizer = sparsestep.Adam(table.parameters())
+    train(table, optimizer, [0, 2])
+    optimizer.zero_grad()
+    before = table.weight.detach().clone()
+    grow(table, 9, optimizer)
+    assert table.weight.shape == (9, 3)
+    assert same_bits(table.weight.detach()[:4], before)
+    assert 0.1 < table.weight[4:].std() < 3  # normal, as the constructor's
+    assert table.padding_idx == 1
+    train(table, optimizer, [8, 0])
+    assert optimizer.state[table.weight]["exp_avg"][8].abs().sum() > 0
+
+
+def test_tables_of_a_collection_grow_one_by_one():
+    model = sparsestep.nn.EmbeddingBagCollection({"a": (4, 2), "b": (5, 2)})
+    optimizer = sparsestep.RowwiseAdagrad(model.parameters(), lr=0.1)
+    for rows in (5, 8):
+        optimizer.zero_grad()
+        ids = {"a": torch.tensor([[3]]), "b": torch.tensor([[rows - 1]])}
+        sum(found.sum() for found in model(ids).values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grow(model.tables["b"], 8, optimizer)
+    assert optimizer.state[model.tables["b"].weight]["sum"].shape == (8,)
+
+
+def test_hooks_and_steps_in_backward_go_on():
+    table = sparsestep.nn.Embedding(3, 2)
+    optimizer, calls = sparsestep.Adam(table.parameters()), []
+    table.weight.register_hook(lambda grad: calls.append(grad.shape))
+    handle = optimizer.step_in_backward()
+    for rows in (3, 6):
+        table(torch.tensor([rows - 1])).sum().backward()
+        grow(table, 6, optimizer)
+    assert calls == [(3, 2), (6, 2)]
+    assert int(optimizer.state[table.weight]["step"]) == 2
+    assert optimizer.state[table.weight]["exp_avg"][5].abs().sum() > 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_tracked_model_stays_tracked(guard: bool):
+    """Under dense semantics nobody reads a row that is behind, an old or a new one."""
+    model = torch.nn.Sequential(sparsestep.nn.Embedding(3, 2), torch.nn.Linear(2, 1))
+    optimizer = sparsestep.Adam(model.parameters(), lr=0.1, semantics="dense")
+    handle = optimizer.track(model, guard=guard)
+    for rows in (3, 7):
+        for ids in ([0, rows - 1], [1], [0, rows - 1]):
+            optimizer.zero_grad()
+            model(torch.tensor(ids)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        grow(model[0], 7, optimizer)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (7, 2)
+    handle.remove()
+
+
+def test_checkpoints_of_the_grown_table_and_the_next_growth():
+    table = sparsestep.nn.Embedding(3, 2)
+    optimizer = sparsestep.AdamW(table.parameters())
+    train(table, optimizer, [0])
+    for rows in (5, 5, 9):
+        optimizer.zero_grad()
+        grow(table, rows, optimizer)
+        train(table, optimizer, [rows - 1, 0])
+    other = sparsestep.nn.Embedding(9, 2)
+    other.load_state_dict(table.state_dict())
+    loaded = sparsestep.AdamW(other.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    for each, optimizer_of in ((table, optimizer), (other, loaded)):
+        train(each, optimizer_of, [7, 0])
+    assert same_bits(table.weight.detach(), other.weight.detach())
+
+
+def test_large_tables_wait_for_huge_pages_anew():
+    table = sparsestep.nn.Embedding(300_000, 8)
+    optimizer = sparsestep.SGD(table.parameters(), lr=0.1)
+    train(table, optimizer, [1])
+    optimizer.zero_grad()
+    grow(table, 300_001, optimizer)
+    assert all(each.tensor() is not table.weight for each in optimizer._huge_pages._waiting)
+    train(table, optimizer, [300_000])
+
+
+def test_a_vocabulary_grows_with_its_tables():
+    vocabulary = sparsestep.nn.Vocabulary(3, admit=2)
+    tables = [sparsestep.nn.Embedding(3, 2), torch.nn.EmbeddingBag(8, 1)]
+    optimizer = sparsestep.Adam([table.weight for table in tables])
+    for table in tables:
+        vocabulary.attach(table, optimizer)
+    assert vocabulary(torch.tensor([7, 7, 8, 8, 9, 9, 5])).tolist() == [1, 1, 2, 2, 0, 0, 0]
+    tables[0].weight.grad = torch.zeros(3, 2)
+    with pytest.raises(InputError, match="must have no gradient"):
+        vocabulary.grow(5)
+    assert [vocabulary.rows, *(len(table.weight) for table in tables)] == [3, 3, 8]
+    optimizer.zero_grad()
+    vocabulary.grow(5)
+    assert [vocabulary.rows, *(len(table.weight) for table in tables)] == [5, 5, 8]
+    assert vocabulary(torch.tensor([7, 8, 9, 5])).tolist() == [1, 2, 3, 4]
+    with pytest.raises(InputError, match=r"rows must be a whole number in \[5"):
+        vocabulary.grow(4)
+
+
+def test_what_cannot_grow_is_refused_and_stays_as_it_is():
+    table = sparsestep.nn.Embedding(4, 2)
+    optimizer = sparsestep.Adam(table.parameters())
+    masked = sparsestep.Adam([{"params": table.parameters(), "mask": torch.ones(4).bool()}])
+    train(table, optimizer, [1])
+    optimizer.zero_grad()
+    shared = torch.nn.Embedding(4, 2).share_memory()
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((table, 3, optimizer), r"at least the 4 that there are\. Got 3"),
+        ((table, 5.0, optimizer), r"rows must be a whole number.* Got 5\.0"),
+        ((table, 5, optimizer, masked), "must have no mask"),
+        ((table, 5, torch.optim.Adam(table.parameters())), "must be sparsestep's"),
+        ((shared, 5), "must not be in shared memory"),
+        ((torch.nn.Linear(2, 2), 5), r"must be an nn\.Embedding .*Got a Linear"),
+        ((torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(4, 2)), 5), "computed"),
+    ]
+    before = snapshot(optimizer)
+    for arguments, message in cases:
+        with pytest.raises(InputError, match=f"^grow: .*{message}"):
+            grow(*arguments)
+        assert unchanged(optimizer, before)
+    table(torch.tensor([0])).sum().backward()
+    with pytest.raises(InputError, match=r"must have no gradient.*zero_grad"):
+        grow(table, 5, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        grow(table, 5, optimizer, init=lambda rows: 1 // 0)
+    assert unchanged(optimizer, before)

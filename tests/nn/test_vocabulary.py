@@ -1,0 +1,230 @@
+"""``sparsestep.nn.Vocabulary``: ids get rows, lose them, and rows that change hands begin anew."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.nn import Vocabulary, ids
+from tests.table import STATEFUL, Variant, same_bits, snapshot, unchanged
+
+pytestmark = pytest.mark.usefixtures("ids_in")
+
+
+def batch(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+class Loop:
+    """A table whose rows a vocabulary gives, and its optimizer."""
+
+    def __init__(
+        self, rows: int, variant: Any = None, semantics: str = "masked", **options: Any
+    ) -> None:
+        self.vocabulary = Vocabulary(rows, **options)
+        self.table = sparsestep.nn.Embedding(rows, 3)
+        torch.nn.init.constant_(self.table.weight, 0.5)
+        variant = variant or Variant(sparsestep.Adam, {})
+        self.optimizer = variant(self.table.parameters(), semantics=semantics)
+        if semantics == "dense":
+            self.optimizer.track(self.table)
+        self.vocabulary.attach(self.table, self.optimizer, init=torch.nn.init.ones_)
+
+    def forward(self, *numbers: int) -> Tensor:
+        rows = self.vocabulary(batch(*numbers))
+        self.table(rows).square().sum().backward()
+        return rows
+
+    def step(self, *numbers: int) -> list[int]:
+        self.optimizer.zero_grad()
+        rows = self.forward(*numbers)
+        self.optimizer.step()
+        return rows.tolist()
+
+
+def test_ids_of_any_value_shape_and_dtype_have_rows():
+    vocabulary = Vocabulary(10)
+    rows = vocabulary(torch.tensor([[2**63 - 1, -(2**63)], [0, 2**63 - 1]]))
+    assert rows.tolist() == [[1, 2], [3, 1]]
+    assert rows.dtype == torch.int64
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert vocabulary(torch.tensor(0, dtype=dtype)).tolist() == 3
+    assert vocabulary(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0)
+    assert vocabulary(torch.arange(12).reshape(3, 4).T[::2]).shape == (2, 3)
+
+
+def test_ids_are_admitted_when_they_have_been_seen_often_enough():
+    vocabulary = Vocabulary(10, admit=3)
+    assert vocabulary(batch(5, 6, 5)).tolist() == [0, 0, 0]
+    assert vocabulary(batch(6, 5)).tolist() == [0, 1]
+    assert vocabulary(batch(8, 8, 6, 8)).tolist() == [2, 2, 3, 2]  # all of a call are the same
+
+
+def test_evaluation_admits_nothing_and_counts_nothing():
+    vocabulary = Vocabulary(10, admit=2, evict="lru").eval()
+    for _ in range(3):
+        assert vocabulary(batch(5)).tolist() == [0]
+    vocabulary.train()
+    assert vocabulary(batch(5)).tolist() == [0]
+    assert vocabulary(batch(5)).tolist() == [1]
+
+
+def test_without_eviction_later_ids_share_a_row():
+    vocabulary = Vocabulary(3)
+    assert vocabulary(batch(1, 2, 3, 4)).tolist() == [1, 2, 0, 0]
+    assert vocabulary(batch(4, 3, 2, 1)).tolist() == [0, 0, 2, 1]
+    assert vocabulary.used == 3
+
+
+def test_several_shared_rows_are_hash_buckets():
+    vocabulary = Vocabulary(8, shared=4).eval()
+    rows = vocabulary(torch.arange(1000))
+    assert torch.equal(rows, torch.tensor([ids.public_hash(i) % 4 for i in range(1000)]))
+    assert rows.bincount(minlength=4).min() > 200
+
+
+@pytest.mark.parametrize(("evict", "loses"), [("lru", 10), ("lfu", 12)])
+def test_who_loses_its_row(evict: Any, loses: int):
+    vocabulary = Vocabulary(4, evict=evict)
+    for numbers in ([10, 10, 10], [11, 11], [12], [11]):
+        vocabulary(batch(*numbers))
+    before = vocabulary.as_dict()
+    assert vocabulary(batch(13)).tolist() == [before[loses]]
+    assert vocabulary.taken_over.tolist() == [before[loses]]
+    assert vocabulary.as_dict().keys() == {10, 11, 12, 13} - {loses}
+
+
+def test_nobody_loses_a_row_in_the_call_that_uses_it():
+    vocabulary = Vocabulary(4, evict="lru")
+    vocabulary(batch(1, 2, 3))
+    assert vocabulary(batch(7, 1, 2, 8, 9)).tolist() == [3, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize("variant", STATEFUL, ids=str)
+def test_a_row_that_changes_hands_begins_anew(variant: Variant, semantics: str):
+    """Table and state are those of a row that was never used."""
+    if semantics == "dense" and variant.rule.motion is None:
+        return
+    loop, new = (Loop(4, variant, semantics, evict="lru") for _ in range(2))
+    for numbers in ([1, 2, 3], [1, 2], [1, 3], [1]):
+        loop.step(*numbers)
+        new.step(1)
+    assert loop.step(4) == [2]
+    new.optimizer.catch_up()
+    with torch.no_grad():
+        new.table.weight[2] = 1.0
+    new.optimizer.forget(new.table.weight, batch(2))
+    assert new.step(4) == [2]
+    for optimizer in (loop.optimizer, new.optimizer):
+        optimizer.catch_up()
+    assert same_bits(loop.table.weight[2].detach(), new.table.weight[2].detach())
+    state = loop.optimizer.state[loop.table.weight]
+    for name, tensor in new.optimizer.state[new.table.weight].items():
+        if name != "step":
+            assert same_bits(state[name][2], tensor[2]), name
+
+
+def test_rows_with_a_gradient_that_is_still_to_be_used_stay():
+    """Gradients of several calls reach the ids that they are for."""
+    loop = Loop(4, evict="lru")
+    loop.step(1, 2, 3)
+    loop.optimizer.zero_grad()
+    assert loop.forward(1).tolist() == [1]
+    assert loop.forward(7).tolist() == [2]  # 2 was seen before the step
+    assert loop.forward(8).tolist() == [3]
+    assert loop.forward(9).tolist() == [0]  # 1, 7 and 8 were seen since
+    loop.optimizer.step()
+    assert loop.forward(9).tolist() == [1]
+
+
+def test_a_step_in_backward_is_a_step_as_well():
+    loop = Loop(3, evict="lru")
+    loop.optimizer.step_in_backward()
+    assert [loop.forward(i).tolist() for i in range(5)] == [[1], [2], [1], [2], [1]]
+
+
+def test_new_values_do_not_depend_on_other_random_numbers_nor_change_them():
+    def run(before: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(before)
+        vocabulary, table = Vocabulary(3, evict="lru"), torch.nn.Embedding(3, 4)
+        vocabulary.attach(table, sparsestep.SGD(table.parameters(), lr=0.1))
+        following = copy.deepcopy(torch.get_rng_state())
+        for i in range(4):
+            vocabulary(batch(i))
+            vocabulary._attached[0].optimizers[0].step()
+        assert torch.equal(torch.get_rng_state(), following)
+        return table.weight.detach()[1:].clone(), torch.rand(2)
+
+    assert same_bits(run(1)[0], run(2)[0])
+
+
+def test_a_call_that_raises_changes_nothing():
+    loop = Loop(3, evict="lru")
+    for i in range(3):
+        loop.step(i, i + 1)
+    before, known = snapshot(loop.optimizer), loop.vocabulary.state_dict()
+    right = loop.optimizer.state[loop.table.weight]["exp_avg"]
+    loop.optimizer.state[loop.table.weight]["exp_avg"] = right[:2]
+    with pytest.raises(InputError, match="the state 'exp_avg' must have shape"):
+        loop.vocabulary(batch(77))
+    loop.optimizer.state[loop.table.weight]["exp_avg"] = right
+    assert unchanged(loop.optimizer, before)
+    for name, tensor in loop.vocabulary.state_dict().items():
+        assert torch.equal(tensor, known[name]), name
+
+
+def test_a_step_that_raises_loses_nothing():
+    loop = Loop(3, evict="lru")
+    loop.step(1, 2)
+    loop.optimizer.zero_grad()
+    rows = loop.forward(2, 3)
+    right, known = loop.optimizer.param_groups[0]["lr"], loop.vocabulary.as_dict()
+    loop.optimizer.param_groups[0]["lr"] = "fast"
+    before = snapshot(loop.optimizer)
+    with pytest.raises(InputError):
+        loop.optimizer.step()
+    assert unchanged(loop.optimizer, before)
+    assert loop.vocabulary.as_dict() == known
+    loop.optimizer.param_groups[0]["lr"] = right
+    assert torch.equal(loop.vocabulary(batch(2, 3)), rows)
+    loop.optimizer.step()
+
+
+def test_what_init_raises_is_made_up_for():
+    loop = Loop(3, evict="lru")
+    loop.step(1, 2)
+    working = loop.vocabulary._attached[0].init
+    loop.vocabulary._attached[0].init = lambda rows: rows.fill_(int("x" * len(rows) or 0))
+    with pytest.raises(ValueError, match="invalid literal"):
+        loop.step(3)
+    loop.vocabulary._attached[0].init = working
+    loop.step(3)
+    assert loop.table.weight[1].min() > 0.9  # nearly one: it began anew, and made a step
+
+
+def test_several_threads_give_each_id_one_row():
+    vocabulary, found = Vocabulary(2000), []
+
+    def work(seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            numbers = torch.randint(0, 1000, (50,), generator=chance)
+            found.append((numbers, vocabulary(numbers)))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    known = vocabulary.as_dict()
+    assert len(set(known.values())) == len(known)
+    for numbers, rows in found:
+        assert rows.tolist() == [known[each] for each in numbers.tolist()]
