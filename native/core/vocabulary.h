@@ -1,7 +1,7 @@
 // Which row each id has, where ids are any 64 bits and rows are few.
 //
 // Open addressing: a slot has 32 bits of the id's hash and the number of a record; a record has the
-// id, how often it was seen and when. A look-up reads one slot and one record, and asks for both
+// id, how often it was seen and when. A lookup reads one slot and one record, and asks for both
 // ahead of time. The hash has a key that nobody knows, so no one can make up ids that collide. What
 // row an id has does not depend on it: rows are given in order of appearance.
 #pragma once

@@ -18,7 +18,7 @@ few_ids = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), *range(100, 118)])
 
 
 class AgainstTheModel(RuleBasedStateMachine):
-    """Calls, steps, look-ups that change nothing, checkpoints."""
+    """Calls, steps, lookups that change nothing, checkpoints."""
 
     @initialize(
         rows=st.integers(1, 9),

@@ -1,6 +1,6 @@
 """Which row each id has: in the core, or in Python's dicts where it is not installed.
 
-Both give the same rows for the same calls. Look-ups change nothing (``find``); ids are counted, get
+Both give the same rows for the same calls. Lookups change nothing (``find``); ids are counted, get
 rows and lose them when they are seen (``see``), and nothing in that can fail half-way.
 """
 

@@ -26,7 +26,7 @@ class Vocabulary(KnowsIds):
 
     An id gets a row of its own once it has been seen ``admit`` times; until then it shares row 0
     with all others that have none. In training mode, ids are counted and get rows the moment they
-    are looked up. After ``eval()`` a look-up changes nothing.
+    are looked up. After ``eval()`` a lookup changes nothing.
 
     When all rows are taken, a new id shares row 0 too (``evict=None``), or takes over the row of
     the id that was not seen for longest (``"lru"``) or that was seen least often (``"lfu"``; of
@@ -85,7 +85,7 @@ class Vocabulary(KnowsIds):
         self._begin_anew = torch.empty(0, dtype=torch.int64, device="cpu")
         self.taken_over: Tensor = self._begin_anew
 
-    # Look-ups
+    # Lookups
 
     @outside_graphs
     def forward(self, ids: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Vocabulary(KnowsIds):
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
         """Have a table's rows begin anew when they change hands.
 
-        Then the row is initialised and optimizers forget what they know of it, in the look-up that
+        Then the row is initialised and optimizers forget what they know of it, in the lookup that
         gives it away and before anybody reads it. Several tables may have their rows from one
         vocabulary. Copies of a vocabulary, and what is loaded, are attached to nothing.
 
