@@ -63,7 +63,8 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|Kind|Reduce|Order)",
+        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|Kind|Reduce|Order"
+        r"|Evict|Init|Table|AnyOptimizer|KnowsIds)",
     ),
 ]
 
