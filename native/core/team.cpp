@@ -1,7 +1,9 @@
 #include "core/team.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
 #include <pthread.h>
+#endif
 
 #include <system_error>
 #include <thread>
@@ -15,16 +17,27 @@ using OpenMpParallel = void (*)(void (*)(void*), void*, unsigned threads, unsign
 
 std::atomic<bool> forked{false};
 
+#if defined(_WIN32)
+// The runtime that torch has there does not offer it.
+OpenMpParallel torch_openmp() { return nullptr; }
+#else
+#if defined(__APPLE__)
+constexpr const char* torch_library = "@rpath/libtorch_cpu.dylib";
+#else
+constexpr const char* torch_library = "libtorch_cpu.so";
+#endif
+
 OpenMpParallel torch_openmp() {
     static const OpenMpParallel found = []() -> OpenMpParallel {
         // The lookup goes through libtorch's own dependencies, so it finds the runtime that torch
         // uses, even where another library has brought a second one.
-        void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+        void* torch = dlopen(torch_library, RTLD_LAZY | RTLD_NOLOAD);
         if (!torch) return nullptr;
         return reinterpret_cast<OpenMpParallel>(dlsym(torch, "GOMP_parallel"));
     }();
     return forked ? nullptr : found;
 }
+#endif
 
 void on_short_lived_threads(int threads, void (*run)(void*), void* context) {
     std::vector<std::thread> helpers;
@@ -49,7 +62,9 @@ void on_team(int threads, void (*run)(void*), void* context) {
 }
 
 void watch_forks() {
+#if !defined(_WIN32)  // where nobody forks
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
 }
 
 const char* team_kind() { return torch_openmp() ? "openmp (torch's)" : "short-lived"; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_a_compiled_rule_has_the_same_numbers(backend: str):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @uses_torchscript
+@pytest.mark.skipif(not shutil.which("c++"), reason="inductor needs a C++ compiler")
 def test_a_rule_compiled_by_inductor_has_the_same_numbers():
     compiled = trained_under_a_schedule(3, compile=True)
     assert torch.allclose(compiled, trained_under_a_schedule(3), rtol=1e-5, atol=1e-6)
