@@ -17,10 +17,21 @@ struct View {
     int64_t element_stride;
 };
 
+// A state tensor of one byte for each element: codes, contiguous, and a scale for each slot.
+// What they stand for is said in src/sparsestep/contract/int8.py.
+struct Codes {
+    int8_t* data;
+    float* scale;
+    bool root;
+};
+
 struct Memory {
     const void* data;
     int64_t bytes;
 };
+
+// The longest slot whose state may be codes: its values are kept until the scale is known.
+constexpr int64_t max_coded_block = 8192;
 
 constexpr int max_states = 4;
 constexpr int max_slot_states = 2;
@@ -76,6 +87,8 @@ struct Job {
     View param;
     View state[max_states];            // a number for each element
     View slot_state[max_slot_states];  // a number for each slot
+    bool coded;                        // the state per element is codes, not `state`
+    Codes codes[max_states];
     double options[max_options];       // of the rule, in the order of its formula's arguments
     double step;                       // the number of this update, from 1
     Apply apply;

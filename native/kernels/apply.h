@@ -12,13 +12,15 @@
 
 #include "core/types.h"
 #include "kernels/gradients.h"
+#include "kernels/int8.h"
 #include "kernels/rows.h"
 
 namespace sparsestep {
 namespace {
 
-// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it.
-template <class Rule, class T, class Rows, bool plain = false>
+// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it; StateRows is
+// another where the state is stored in another way.
+template <class Rule, class T, class Rows, bool plain = false, class StateRows = Rows>
 class Loop : Gradients<T, Rows, plain> {
 public:
     Loop(const Job& job, const Piece& piece)
@@ -47,14 +49,14 @@ private:
     bool is_held_in_part() const { return !plain && held_; }
 
     struct State {
-        Rows rows[states > 0 ? states : 1];
+        StateRows rows[states > 0 ? states : 1];
     };
     template <size_t... S>
     static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
         if constexpr (states == 0)
-            return {{Rows(job.param, job, piece, 0)}};  // never used
+            return {{StateRows(job.param, job, piece, 0)}};  // never used
         else
-            return {{Rows(job.state[S], job, piece, int(S) + 1)...}};
+            return {{StateRows(job.state[S], job, piece, int(S) + 1)...}};
     }
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
@@ -80,7 +82,7 @@ private:
             const int64_t n = rest < tile_size ? rest : tile_size;
             T* param = param_.load(slot, offset, n, param_tile_);
             const T* grad = known ? known : gradient(entry, offset, n, param);
-            T* state[] = {state_.rows[S].load(slot, offset, n, state_tiles_[S])..., nullptr};
+            T* state[] = {state_.rows[S].load(slot, offset, n, state_tile(S, offset))..., nullptr};
             T* written[] = {param, state[S]...};
             if (is_held_in_part()) keep(written, n);
             if (shrink_ != 1) {
@@ -91,6 +93,12 @@ private:
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
+        (state_.rows[S].finish(slot, columns, state_tiles_[S]), ...);
+    }
+
+    // Where a slot's state is kept until its end, each tile has its place.
+    T* state_tile(size_t state, int64_t offset) {
+        return state_tiles_[state] + (StateRows::kept_columns > tile_size ? offset : 0);
     }
 
     template <class... Tile>
@@ -172,7 +180,7 @@ private:
     const Rows param_;
     const State state_;
     alignas(cache_line) T param_tile_[tile_size];
-    alignas(cache_line) T state_tiles_[states > 0 ? states : 1][tile_size];
+    alignas(cache_line) T state_tiles_[states > 0 ? states : 1][StateRows::kept_columns];
     T before_[1 + states][tile_size];
 };
 
@@ -190,6 +198,18 @@ template <template <class> class Rule, class T>
 void apply(const Job& job, const Piece& piece) {
     if (piece.first_column == piece.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    if constexpr (Rule<T>::states > 0) {
+        if (job.coded) {
+            using Coded = CodedRows<T>;
+            if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, Coded>(job, piece).run();
+            if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
+                if (is_plain(job, piece)) {
+                    return Loop<Rule<T>, T, StoredRows<T, 0>, true, Coded>(job, piece).run();
+                }
+            }
+            return Loop<Rule<T>, T, StoredRows<T, 0>, false, Coded>(job, piece).run();
+        }
+    }
     for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
     if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();
     if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {

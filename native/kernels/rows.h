@@ -26,6 +26,7 @@ constexpr int64_t prefetch_bytes = 1024;
 template <class T, int64_t fixed>
 struct StoredRows {
     static constexpr int64_t fixed_columns = fixed;
+    static constexpr int64_t kept_columns = tile_size;
 
     char* data;
     int64_t row_bytes;
@@ -41,6 +42,7 @@ struct StoredRows {
         return reinterpret_cast<T*>(data + row * row_bytes) + offset;
     }
     void store(int64_t, int64_t, int64_t, const T*) const {}
+    void finish(int64_t, int64_t, const T*) const {}
 
     // Rows are fetched into the second-level cache. The first has room for far fewer requests under
     // way, and asking for ownership at once (a prefetch for writing) would go there too.
@@ -57,6 +59,7 @@ struct StoredRows {
 template <class T>
 struct ConvertedRows {
     static constexpr int64_t fixed_columns = 0;
+    static constexpr int64_t kept_columns = tile_size;
     View view;
     int64_t first_column, last_column, block;
     bool stochastic;
@@ -81,6 +84,7 @@ struct ConvertedRows {
             store_tile(view, row, column, n, tile);
         }
     }
+    void finish(int64_t, int64_t, const T*) const {}
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const int64_t size = bytes_of(view.dtype);
         const char* at =

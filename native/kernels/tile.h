@@ -92,7 +92,7 @@ struct Float16 {
 struct Randomness {
     uint32_t first, second;
 
-    Randomness(uint64_t seed, int tensor) {
+    constexpr Randomness(uint64_t seed, int tensor) : first(0), second(0) {
         uint64_t key = seed + uint64_t(tensor + 1) * 0x9e3779b97f4a7c15u;
         key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9u;
         key = (key ^ (key >> 27)) * 0x94d049bb133111ebu;
@@ -100,7 +100,7 @@ struct Randomness {
         first = uint32_t(key);
         second = uint32_t(key >> 32);
     }
-    uint32_t operator()(int64_t element) const {
+    constexpr uint32_t operator()(int64_t element) const {
         uint32_t bits = (uint32_t(element) ^ first) * 0x9e3779b1u;
         bits ^= bits >> 15;
         bits += second + uint32_t(uint64_t(element) >> 32) * 0x85ebca77u;

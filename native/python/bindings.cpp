@@ -102,9 +102,10 @@ NB_MODULE(_native, module) {
     watch_forks();
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
     nb::class_<Group>(module, "Group", "What a param group says about its updates.")
-        .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple>(), nb::arg("rule"),
-             nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"), nb::arg("shrink"),
-             nb::arg("options"));
+        .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
+             nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"),
+             nb::arg("shrink"), nb::arg("options"), nb::arg("stochastic") = false,
+             nb::arg("roots") = nb::tuple());
     module.def("step_again", &step_again, nb::arg("instruction_set"), nb::arg("groups"),
                nb::arg("before"), nb::arg("state"), nb::arg("known"), nb::arg("threads"),
                "Do a step whose groups say what they said; false, and nothing done, otherwise.");

@@ -39,15 +39,25 @@ struct Group {
     bool negate;      // to maximize
     double l2, shrink;
     std::vector<double> options;  // of the rule
+    bool stochastic;              // whether half precision is rounded at random
+    std::vector<bool> roots;      // for each state per element that is codes, which; else none
 
     Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
-          nb::tuple options)
-        : rule(rule), names(names), counts(counts), negate(sign < 0), l2(l2), shrink(shrink) {
+          nb::tuple options, bool stochastic, nb::tuple roots)
+        : rule(rule),
+          names(names),
+          counts(counts),
+          negate(sign < 0),
+          l2(l2),
+          shrink(shrink),
+          stochastic(stochastic) {
         const KernelTable table = instruction_sets()[0].kernels;
         if (rule < 0 || rule >= table.count) throw nb::value_error("no such rule");
         const RuleKernels& of = table.rules[rule];
-        if (nb::len(names) != size_t(of.states + of.slot_states) ||
-            nb::len(options) != size_t(of.options)) {
+        for (nb::handle root : roots) this->roots.push_back(nb::cast<bool>(root));
+        const size_t coded = this->roots.size();  // each has a scale beside it
+        if (nb::len(names) != size_t(of.states + of.slot_states) + coded ||
+            nb::len(options) != size_t(of.options) || (coded && coded != size_t(of.states))) {
             throw nb::value_error("a rule was given the wrong number of states or options");
         }
         for (nb::handle option : options) this->options.push_back(nb::cast<double>(option));

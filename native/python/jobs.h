@@ -33,6 +33,23 @@ bool read_view(nb::handle tensor, int64_t rows, int64_t block, View& to) {
     return found.has_value();
 }
 
+// False if the core cannot reach them, or a slot is longer than it can encode.
+bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Codes& to) {
+    const Names& name = names();
+    for (nb::handle tensor : {codes, scale}) {
+        if (get(tensor, name.is_cpu).ptr() != Py_True || !is_true(tensor, name.is_contiguous)) {
+            return false;
+        }
+    }
+    const bool fits = numel(codes) == job.slots * job.block && numel(scale) == job.slots;
+    if (!fits || get(codes, name.dtype).ptr() != name.int8 || dtype_code(scale) != 2) {
+        throw nb::value_error("codes must be int8 with a float32 scale for each row");
+    }
+    to.data = static_cast<int8_t*>(address(codes));
+    to.scale = static_cast<float*>(address(scale));
+    return job.block <= max_coded_block;
+}
+
 // What a Touched (see touched.py) says, but for what is held in part.
 bool read_gradient(nb::tuple touched, Job& job) {
     job.positions = integers(touched[0]);
@@ -69,11 +86,18 @@ public:
             if (numel(touched[6]) != job.rows * job.block) throw nb::value_error("no such mask");
             job.held = static_cast<const bool*>(address(touched[6]));
         }
-        job.stochastic = seed.has_value();
+        job.stochastic = seed.has_value() && group.stochastic;
         job.seed = seed.value_or(0);
         if (!read_view(param, job.slots, job.block, job.param)) return false;
+        job.coded = !group.roots.empty();
         for (int s = 0; s < rule.states; ++s) {
-            if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) return false;
+            if (job.coded) {
+                nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
+                if (!read_codes(states[size_t(s)], scale, job, job.codes[s])) return false;
+                job.codes[s].root = group.roots[size_t(s)];
+            } else if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) {
+                return false;
+            }
         }
         for (int s = 0; s < rule.slot_states; ++s) {
             nb::handle state = states[size_t(rule.states + s)];
@@ -223,12 +247,14 @@ private:
 
     void finish(Job& job, const RuleKernels& rule, Owner owner) {
         bool in_double = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
-        for (int s = 0; s < rule.states; ++s) in_double |= job.state[s].dtype == Dtype::float64;
+        for (int s = 0; s < rule.states; ++s) {
+            in_double |= !job.coded && job.state[s].dtype == Dtype::float64;
+        }
         for (int s = 0; s < rule.slot_states; ++s) {
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
         job.apply = in_double ? rule.apply_double : rule.apply_float;
-        job.by_slot = rule.slot_states > 0;
+        job.by_slot = rule.slot_states > 0 || job.coded;
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));
     }

@@ -59,6 +59,7 @@ struct Names {
     PyObject* itemsize = PyUnicode_InternFromString("itemsize");
     PyObject* dtypes[4];
     PyObject* int64;
+    PyObject* int8;
     PyObject* strided;
     PyObject* sparse_coo;
     PyObject* tensor;
@@ -72,6 +73,7 @@ struct Names {
         const char* const known[] = {"float16", "bfloat16", "float32", "float64"};  // as in Dtype
         for (int i = 0; i < 4; ++i) dtypes[i] = nb::object(torch.attr(known[i])).release().ptr();
         int64 = nb::object(torch.attr("int64")).release().ptr();
+        int8 = nb::object(torch.attr("int8")).release().ptr();
         strided = nb::object(torch.attr("strided")).release().ptr();
         sparse_coo = nb::object(torch.attr("sparse_coo")).release().ptr();
         tensor = nb::object(torch.attr("Tensor")).release().ptr();

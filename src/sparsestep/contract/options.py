@@ -92,20 +92,25 @@ def given(extras: dict[str, Any]) -> dict[str, Any]:
         {'bias_correction': 'per_row'}
     """
     found = {k: v for k, v in extras.items() if not _is(v, DEFAULTS[k])}
-    if found.get("stochastic_rounding"):
+    if rounds_at_random(found):
         found.setdefault("rounding_seed", torch.initial_seed())
     return found
 
 
+def rounds_at_random(group: Mapping[str, Any]) -> bool:
+    """Whether anything of a group is rounded at random: half precision on request, int8 always."""
+    return bool(group.get("stochastic_rounding")) or group.get("state_dtype") is torch.int8
+
+
 def seed_of(group: dict[str, Any]) -> int | None:
-    """The seed of a group's stochastic rounding, which the group then keeps; ``None`` without it.
+    """The seed of a group's random rounding, which the group then keeps; ``None`` without it.
 
     Example:
         >>> group = {"stochastic_rounding": True, "rounding_seed": 7}
         >>> seed_of(group), seed_of({})
         (7, None)
     """
-    if not group.get("stochastic_rounding"):
+    if not rounds_at_random(group):
         return None
     seed: int | None = group.get("rounding_seed")
     if seed is None:
@@ -124,8 +129,9 @@ def check(options: dict[str, Any]) -> None:
         contract = f"bias_correction must be one of {', '.join(BIAS_CORRECTIONS)}"
         raise InputError(sentence(contract, repr(correction)))
     dtype = read(options, "state_dtype")
-    if dtype is not None and dtype not in FLOATS:
-        raise InputError(sentence("state_dtype must be a real float dtype or None", dtype))
+    if dtype is not None and dtype not in FLOATS and dtype is not torch.int8:
+        contract = "state_dtype must be a real float dtype, torch.int8 or None"
+        raise InputError(sentence(contract, dtype))
     seed = read(options, "rounding_seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise InputError(sentence("rounding_seed must be an integer or None", repr(seed)))

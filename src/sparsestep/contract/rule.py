@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,12 +39,17 @@ class State:
         per_row: one number for each row of the parameter instead of one for each element. The rule
             then sees it as a column beside rows.
         dtype: where it is not that of the parameter's other state.
+        int8: the code by which it may be stored as int8, see ``int8.py``; ``None`` where rounding
+            that much would spoil the parameter.
+        first: what is stored for the initial value, where that is not the value itself.
     """
 
     name: str
     initial: float | str = 0.0
     per_row: bool = False
     dtype: torch.dtype | None = None
+    int8: Literal["linear", "root"] | None = None
+    first: Callable[[float], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,10 @@ class Rule:
         given = [new] if isinstance(new, Tensor) else list(new)
         names = ["param", *(spec.name for spec in self.state)]
         if len(given) != len(old):
-            contract = f"rule {self.name!r} must return {len(old)} values: {', '.join(names)}"
+            wanted = ", ".join(names[: len(old)])
+            contract = f"rule {self.name!r} must return {len(old)} values: {wanted}"
             raise InputError(sentence(contract, len(given)))
-        for name, value, was in zip(names, given, old, strict=True):
+        for name, value, was in zip(names, given, old, strict=False):
             if not isinstance(value, Tensor) or value.shape != was.shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 contract = f"rule {self.name!r} must return {name} in its shape, {tuple(was.shape)}"

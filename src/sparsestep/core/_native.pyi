@@ -18,6 +18,8 @@ class _Group:
         l2: float,
         shrink: float,
         options: tuple[float, ...],
+        stochastic: bool = False,
+        roots: tuple[bool, ...] = (),
     ) -> None: ...
 
 class _Jobs:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparsestep.contract import int8
 from sparsestep.core import core, isa
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
@@ -109,6 +110,8 @@ def group_of(settings: Settings) -> Group | None:
             settings.l2,
             settings.shrink,
             rule.numbers(settings.hyper),
+            settings.stochastic,
+            tuple(spec.int8 == "root" for spec in rule.state[: int8.count(rule.state)]),
         )
     return found
 

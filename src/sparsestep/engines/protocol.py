@@ -31,7 +31,8 @@ class Settings:
         l2: coupled weight decay.
         shrink: what decoupled weight decay leaves of a parameter; 1.0 without.
         state_dtype: the dtype of new state; ``None`` for that of the parameter, at least float32.
-        seed: of stochastic rounding; ``None`` to round to nearest.
+        seed: of random rounding; ``None`` to round to nearest.
+        stochastic: whether half precision is rounded at random; int8 always is.
         who: names a parameter of the group, by its number, in messages.
         uses_torch: whether torch's own kernel does what is asked for, where gradients are dense.
         core: what the native engine keeps beside it.
@@ -44,6 +45,7 @@ class Settings:
     shrink: float
     state_dtype: torch.dtype | None
     seed: int | None
+    stochastic: bool
     who: Callable[[int], str]
     uses_torch: bool = False
     core: dict[Any, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsestep.contract import int8
 from sparsestep.engines import rounding
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.errors import InputError
@@ -35,13 +36,17 @@ class Result:
             _scatter(tensor, self.slots, self._rounded(place, new, tensor.dtype))
 
     def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
-        seed = self.update.seed
-        if seed is None or dtype not in HALVES:
+        seed, settings = self.update.seed, self.update.settings
+        is_code = dtype is torch.int8
+        if seed is None or not (is_code or (settings.stochastic and dtype in HALVES)):
             return new.to(dtype)
-        columns = torch.arange(new[0].numel(), device=new.device)
         slots = self.slots
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
+        if is_code:
+            chance = rounding.chances(seed, place, slots, new.shape[1])
+            return int8.rounded(settings.rule.state[place - 1], new, chance)
+        columns = torch.arange(new[0].numel(), device=new.device)
         elements = slots[:, None] * len(columns) + columns
         bits = rounding.random_bits(seed, place, elements.view(new.shape))
         return rounding.rounded(new, dtype, bits)
@@ -109,6 +114,7 @@ def compute(update: ParamUpdate) -> Result:
         _gather(tensor, slots, touched.slots, block, dtype)
         for tensor, block in zip(tensors, blocks, strict=True)
     ]
+    old = [old[0], *int8.decoded(settings.rule.state, old[1:])]
     param, *state = old
     held = touched.held
     if held is not None and touched.source is not None:
@@ -125,7 +131,7 @@ def compute(update: ParamUpdate) -> Result:
             torch.where(held, value, before) if value.shape == held.shape else value
             for value, before in zip(new, old, strict=True)
         ]
-    return Result(update, slots, new)
+    return Result(update, slots, [new[0], *int8.encoded(settings.rule.state, new[1:])])
 
 
 def _gather(

@@ -115,7 +115,7 @@ class RuleOptimizer(Forgets):
                     self._check_options(param_group)
                     options.check(param_group)
                 self._check_params(group_index, param_group)
-                by_row = self._rule_for(param_group).by_row or self.semantics == "dense"
+                by_row = self._stored_rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":
                     self._groups.read(
                         self, group_index, param_group

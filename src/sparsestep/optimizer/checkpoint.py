@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract import options
+from sparsestep.contract.int8 import recoded
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
@@ -100,7 +101,7 @@ def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
         check_switches(optimizer, group)
         optimizer._check_options(group)
         options.check(group)
-        rule = optimizer._rule_for(group)
+        rule = optimizer._stored_rule_for(group)
         by_row = rule.by_row or optimizer.semantics == "dense"
         if optimizer.semantics == "dense":
             optimizer._groups.read(
@@ -117,6 +118,7 @@ def _state_of(
         raise InputError(sentence("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}
+    saved = recoded(rule, saved)
     for spec in rule.state:
         value = saved.get(spec.name)
         if value is not None or rule.counts:  # torch's SGD takes a missing buffer for a first step

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch.optim import Optimizer
 
 from sparsestep.contract import options
+from sparsestep.contract.int8 import stored_as_int8
 from sparsestep.contract.rule import Rule
 from sparsestep.engines.torch_kernels import Batch
 from sparsestep.errors import InputError
@@ -62,11 +64,18 @@ class Declaration(_Base):
         raise NotImplementedError
 
     @classmethod
+    def _stored_rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The same, with its state as the group wants it stored."""
+        rule = cls._rule_for(group)
+        return stored_as_int8(rule) if options.read(group, "state_dtype") is torch.int8 else rule
+
+    @classmethod
     def _uses_torch(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel computes what the group asks for."""
         return (
             cls._has_torch_kernel
             and not options.read(group, "stochastic_rounding")
+            and options.read(group, "state_dtype") is not torch.int8
             and options.read(group, "bias_correction") == "global"
             and (
                 "decoupled_weight_decay" not in cls._extras

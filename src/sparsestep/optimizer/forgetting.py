@@ -60,7 +60,7 @@ class Forgets(CatchesUp):
             contract = "a parameter whose rows are forgotten must not be shared by processes"
             raise InputError(sentence(contract, "a DTensor"))
         rows = row_numbers("rows to forget", rows, memory.shape[0] if memory.dim() else 1)
-        record, rule = self.state.get(param), self._rule_for(group)
+        record, rule = self.state.get(param), self._stored_rule_for(group)
         tensors: list[Tensor] = []
         # A missing tensor means a first step.
         if record and all(record.get(spec.name) is not None for spec in rule.state):

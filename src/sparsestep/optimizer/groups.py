@@ -127,7 +127,7 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
     # number: schedules go below zero.
     optimizer._check_options({**group, "lr": 0.0} if "lr" in group else group)
     options.check(group)
-    rule = optimizer._rule_for(group)
+    rule = optimizer._stored_rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer._own_options
     hyper = {
@@ -160,6 +160,7 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
         float(1 - lr * decay) if decoupled else 1.0,
         group.get("state_dtype"),
         options.seed_of(group),
+        bool(options.read(group, "stochastic_rounding")),
         partial(name_of, type(optimizer).__name__, group, group_index),
         optimizer._uses_torch(group),
     )
@@ -221,6 +222,9 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
     if not left > 0:
         contract = "with semantics='dense', lr * weight_decay must be less than 1"
         raise InputError(sentence(contract, 1 - left))
+    if options.read(group, "state_dtype") is torch.int8:
+        contract = "semantics='dense' needs state that is not rounded to int8"
+        raise InputError(sentence(contract, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):
         if group.get(name):
             contract = f"semantics='dense' does not go with {name}"

@@ -34,7 +34,7 @@ def prepare_to_grow(optimizer: RuleOptimizer, param: Tensor, rows: int) -> Calla
             contract = "a parameter that grows must have no mask, which says nothing of new rows"
             remedy = "Take the mask out of its group, and put a larger one there afterwards"
             raise InputError(sentence(contract, "one", remedy))
-    record, rule = optimizer.state.get(param), optimizer._rule_for(group)
+    record, rule = optimizer.state.get(param), optimizer._stored_rule_for(group)
     if record and all(record.get(spec.name) is not None for spec in rule.state):
         states.checked(rule, parameters.memory_of(param), record)
     optimizer._catch_up_rows(param, None)

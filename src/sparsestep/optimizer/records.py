@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.contract import options
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.clock import RowClock
 from sparsestep.errors import InputError, sentence
@@ -96,7 +97,7 @@ class StateKeeper(Declaration):
     ) -> dict[str, Any]:
         """A parameter's first state, with a step count of zero; empty where nothing is kept."""
         record: dict[str, Any] = {}
-        if rule.counts or group.get("stochastic_rounding"):
+        if rule.counts or options.rounds_at_random(group):
             record["step"] = self._new_count(group, param)
         for spec, tensor in zip(rule.state, tensors, strict=True):
             record[spec.name] = parameters.laid_out_like(param, tensor)
@@ -120,7 +121,7 @@ class StateKeeper(Declaration):
 
     def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
-            rule = self._rule_for(group)
+            rule = self._stored_rule_for(group)
             for param in group["params"]:
                 if (
                     self.state.get(param)
@@ -166,7 +167,7 @@ class StateKeeper(Declaration):
                 raise InputError(sentence(contract, "'dense'"))
             self.materialize_state()
             for group in self.param_groups:
-                if self._rule_for(group).state and not all(map(self.state.get, group["params"])):
+                if self._stored_rule_for(group).state and not all(map(self.state.get, group["params"])):
                     contract = "with dampening a first step makes the state, before it is shared"
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())

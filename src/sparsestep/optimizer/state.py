@@ -94,7 +94,8 @@ def _made(
 
 def initial(spec: State, options: Mapping[str, Any]) -> float:
     """What every element of a state begins with; of a complex one, both of its parts."""
-    return float(options[spec.initial] if isinstance(spec.initial, str) else spec.initial)
+    value = float(options[spec.initial] if isinstance(spec.initial, str) else spec.initial)
+    return value if spec.first is None else spec.first(value)
 
 
 def in_dtype(dtype: torch.dtype, value: float) -> complex:
@@ -130,14 +131,23 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
                 f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted_dtype}"
             )
             raise InputError(sentence(contract, tensor.dtype))
-        if tensor.dtype not in FLOATS and tensor.dtype != param.dtype:
-            contract = f"the state {spec.name!r} must be of a real float dtype"
+        coded = tensor.dtype is torch.int8 or spec.dtype is torch.int8
+        if tensor.dtype != spec.dtype if coded else not _is_float(tensor, param):
+            contract = f"the state {spec.name!r} must be of {_kind(spec)}"
             raise InputError(sentence(contract, tensor.dtype))
         if tensor.layout is not torch.strided:
             contract = f"the state {spec.name!r} must be a strided tensor"
             raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
+
+
+def _is_float(tensor: Tensor, param: Tensor) -> bool:
+    return tensor.dtype in FLOATS or tensor.dtype == param.dtype
+
+
+def _kind(spec: State) -> str:
+    return "dtype torch.int8" if spec.dtype is torch.int8 else "a real float dtype"
 
 
 def check_count(rule: Rule, state: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ def update(
     return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
 
 
-_SUM = State("sum", "initial_accumulator_value")
+_SUM = State("sum", "initial_accumulator_value", int8="root")
 RULE = Rule("adagrad", update, (_SUM,), is_native=True, motion=Still())
 
 

@@ -64,8 +64,8 @@ def amsgrad(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-_STATE = (State("exp_avg"), State("exp_avg_sq"))
-_MAX = (*_STATE, State("max_exp_avg_sq"))
+_STATE = (State("exp_avg", int8="linear"), State("exp_avg_sq", int8="root"))
+_MAX = (*_STATE, State("max_exp_avg_sq", int8="root"))
 
 
 _MOTION = Quotient(

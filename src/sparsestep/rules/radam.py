@@ -61,7 +61,8 @@ def update(
 
 # Without a motion: an idle row moves like one of momentum SGD in the first steps and like one of
 # Adam in all others, and a motion is of one kind.
-RULE = Rule("radam", update, (State("exp_avg"), State("exp_avg_sq")), is_native=True)
+_STATE = (State("exp_avg", int8="linear"), State("exp_avg_sq", int8="root"))
+RULE = Rule("radam", update, _STATE, is_native=True)
 
 _KERNEL_OPTIONS = (
     *("lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),

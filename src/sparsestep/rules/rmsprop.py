@@ -96,7 +96,9 @@ def update_centered_with_momentum(
     return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
 
 
-_SQUARE, _BUFFER, _MEAN = State("square_avg"), State("momentum_buffer"), State("grad_avg")
+_SQUARE = State("square_avg", int8="root")
+_BUFFER = State("momentum_buffer", int8="linear")
+_MEAN = State("grad_avg")  # a variance that is a difference of rounded numbers may be negative
 
 
 def _motion(*states: State) -> Motion:

@@ -1,0 +1,94 @@
+"""State in int8 against state in float32: memory, time of a step, and where training arrives.
+
+A step of SparseAdam on 1,000,000 x 64 with 65,536 uniform lookups, taking turns; skip-gram word
+vectors on the source of Python's standard library, as ``sparsestep demo`` trains them; and the
+recommender of ``examples/recommender.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from gradients import uniform
+from turns import Stepping, add_rounds, medians
+
+import sparsestep
+from sparsestep.cli import identifiers, skipgram
+from sparsestep.cli.options import whole_number
+
+ROWS, DIM, LOOKUPS = 1_000_000, 64, 65_536
+DTYPES = {"float32": None, "int8": torch.int8}
+
+
+def time_of_a_step(rounds: int) -> None:
+    sets = [[grad] for grad in uniform(ROWS, DIM, LOOKUPS)]
+    racers = []
+    for dtype in DTYPES.values():
+        param = torch.nn.Parameter(torch.randn(ROWS, DIM))
+        optimizer = sparsestep.SparseAdam([param], state_dtype=dtype)
+        racers.append(Stepping(optimizer, [param], sets))
+    plain, coded = medians(racers, rounds)
+    sizes = [
+        sum(v.nbytes for v in racer.optimizer.state[racer.params[0]].values() if torch.is_tensor(v))
+        for racer in racers
+    ]
+    print(f"step    float32 {plain:.2f} ms, int8 {coded:.2f} ms: {plain / coded:.2f} times as fast")
+    print(f"memory  {sizes[0] / 2**20:.0f} and {sizes[1] / 2**20:.0f} MiB: ", end="")
+    print(f"{sizes[1] / sizes[0]:.3f} of it")
+
+
+def word_vectors(steps: int) -> None:
+    files = identifiers.read(identifiers.standard_library())
+    known = identifiers.vocabulary(files, size=50_000)
+    batches = skipgram.Batches(skipgram.pairs(files, known), known.counts, steps, seed=0)
+    weights = skipgram.start(len(known.words), 64, seed=0)
+    runs = [
+        skipgram.train(name, partial(sparsestep.SparseAdam, state_dtype=dtype), weights, batches)
+        for name, dtype in DTYPES.items()
+    ]
+    plain, coded = (run.final_loss for run in runs)
+    print(f"skip-gram    loss {plain:.5f} and {coded:.5f}: {coded / plain - 1:+.2%}")
+
+
+def recommender(steps: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    from clicks import LENGTHS, Clicks  # beside the example, not in the package
+    from dlrm import DIM as COLUMNS
+    from dlrm import EPS, LEARNING_RATE, Model, Run, learning_rate
+
+    losses = []
+    for name, dtype in DTYPES.items():
+        torch.manual_seed(0)
+        log = Clicks(0, 20_000, LENGTHS)
+        shapes = [(rows, COLUMNS) for rows in log.rows]
+        model = Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
+        optimizer = sparsestep.AdamW(
+            model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.0, state_dtype=dtype
+        )
+        run = Run(name, model, [optimizer])
+        found = []
+        for step in range(steps):
+            run.train(log.batch(1_024), learning_rate(step, steps))
+            found.append(run.loss)
+        losses.append(sum(found[-100:]) / len(found[-100:]))
+    plain, coded = losses
+    print(f"recommender  loss {plain:.5f} and {coded:.5f}: {coded / plain - 1:+.2%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rounds(parser, 100)
+    many = whole_number(1, 1_000_000)
+    parser.add_argument("--steps", type=many, default=2_000, help="of training (default: 2,000)")
+    options = parser.parse_args()
+    time_of_a_step(options.rounds)
+    word_vectors(options.steps)
+    recommender(min(options.steps, 500))
+
+
+if __name__ == "__main__":
+    main()
