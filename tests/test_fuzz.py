@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,8 @@ def run(seed: int) -> Outcome:
         os.abort()
     while seed == 60:
         pass
+    if seed == 70:
+        threading.Event().wait()
     return Outcome(seed, "mine", "odd" if seed % 50 == 7 else "")
 
 
@@ -123,6 +126,7 @@ def test_a_crash_and_a_hang_are_reported_with_their_seeds_and_nothing_is_lost():
     assert sorted(seen) == list(range(120))
     assert seen[3].finding == "crash, exit code -6"
     assert seen[60].finding.startswith("hang")
+    assert seen[70].finding.startswith("hang")
     assert {seed for seed, each in seen.items() if each.finding == "odd"} == {7, 57, 107}
-    assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (120, 118, 2)
+    assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (120, 117, 3)
     assert "seeds 7, 57, 107" in "\n".join(tally.report())

@@ -20,6 +20,7 @@ from tests.fuzz.findings import Outcome
 # So many seeds a message.
 BATCH = 50
 _STARTING = -1
+_IDLE_LOOKS = 3
 
 
 def _work(runner: str, mailbox: Connection, at: Any, log: str) -> None:
@@ -35,7 +36,7 @@ def _work(runner: str, mailbox: Connection, at: Any, log: str) -> None:
         except EOFError:
             return
         for seed in seeds:
-            at[1] = time.time()
+            at[1], at[2] = time.time(), time.process_time()
             at[0] = seed
             mailbox.send(cases.run(seed))
         at[0] = _STARTING
@@ -49,13 +50,14 @@ class _Worker:
     folder: str
     number: int
     seeds: list[int] = field(default_factory=list)
+    idle_looks: int = 0  # how often in a row none of its threads was running
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
         self.mailbox, theirs = self.context.Pipe()
-        self.at = self.context.Array("d", [_STARTING, 0.0], lock=False)
+        self.at = self.context.Array("d", [_STARTING, 0.0, 0.0], lock=False)
         self.log = os.path.join(self.folder, f"worker-{self.number}.txt")
         arguments = (self.runner, theirs, self.at, self.log)
         self.process = self.context.Process(target=_work, args=arguments, daemon=True)
@@ -69,7 +71,19 @@ class _Worker:
         self.mailbox.send(seeds)
 
     def is_hanging(self, seconds: float) -> bool:
-        return self.at[0] != _STARTING and time.time() - self.at[1] > seconds
+        """Whether the case has computed for so long, or waits and will for ever.
+
+        On a busy machine a case may take long without doing much; that is no finding.
+        """
+        if self.at[0] == _STARTING or time.time() - self.at[1] <= seconds:
+            self.idle_looks = 0
+            return False
+        assert self.process.pid is not None
+        used = _cpu_seconds(self.process.pid)
+        if used is None or used - self.at[2] > seconds:
+            return True
+        self.idle_looks = 0 if _is_running(self.process.pid) else self.idle_looks + 1
+        return self.idle_looks >= _IDLE_LOOKS
 
     def stop(self) -> None:
         self.process.kill()
@@ -84,6 +98,31 @@ class _Worker:
         ours = [line for line in lines if "/sparsestep/" in line]
         place = (ours or lines or ["no trace"])[0]
         return Outcome(seed, "process", kind, place)
+
+
+def _fields(stat: Path) -> list[str]:
+    """What Linux tells of a process or thread, from its state on."""
+    return stat.read_text().rpartition(")")[2].split()
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """What a process has computed so far; ``None`` where the system does not tell."""
+    try:
+        fields = _fields(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_running(pid: int) -> bool:
+    """Whether any of its threads is running, or would be if it had a core."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if _fields(stat)[0] == "R":
+                return True
+        except OSError:
+            continue  # that thread has ended
+    return False
 
 
 def run(
