@@ -65,9 +65,7 @@ def apply_(
     except InputError as error:
         raise InputError(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay
-    settings = Settings(
-        rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who
-    )
+    settings = Settings(rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who)
     written, gradient = in_real_numbers(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
     update.written, update.step, update.seed = written, checked_step, seed

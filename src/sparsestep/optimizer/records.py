@@ -167,7 +167,9 @@ class StateKeeper(Declaration):
                 raise InputError(sentence(contract, "'dense'"))
             self.materialize_state()
             for group in self.param_groups:
-                if self._stored_rule_for(group).state and not all(map(self.state.get, group["params"])):
+                if self._stored_rule_for(group).state and not all(
+                    map(self.state.get, group["params"])
+                ):
                     contract = "with dampening a first step makes the state, before it is shared"
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())
