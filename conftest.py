@@ -21,7 +21,10 @@ hypothesis.settings.load_profile(profile)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if find_spec("triton") is None:  # make gpu-check installs it
-    collect_ignore = ["src/sparsestep/engines/triton_kernels.py"]
+    collect_ignore = [
+        "src/sparsestep/engines/triton_kernels.py",
+        "tests/engines/triton_compile.py",
+    ]
 
 # Tests make broken tensors on purpose; torch asks to be told so explicitly.
 torch.sparse.check_sparse_tensor_invariants.disable()

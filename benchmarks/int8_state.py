@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ from turns import Stepping, add_rounds, medians
 import sparsestep
 from sparsestep.cli import identifiers, skipgram
 from sparsestep.cli.options import whole_number
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+clicks, dlrm = import_module("clicks"), import_module("dlrm")
 
 ROWS, DIM, LOOKUPS = 1_000_000, 64, 65_536
 DTYPES = {"float32": None, "int8": torch.int8}
@@ -55,24 +59,23 @@ def word_vectors(steps: int) -> None:
 
 
 def recommender(steps: int) -> None:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    from clicks import LENGTHS, Clicks  # beside the example, not in the package
-    from dlrm import DIM as COLUMNS
-    from dlrm import EPS, LEARNING_RATE, Model, Run, learning_rate
-
     losses = []
     for name, dtype in DTYPES.items():
         torch.manual_seed(0)
-        log = Clicks(0, 20_000, LENGTHS)
-        shapes = [(rows, COLUMNS) for rows in log.rows]
-        model = Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
+        log = clicks.Clicks(0, 20_000, clicks.LENGTHS)
+        shapes = [(rows, dlrm.DIM) for rows in log.rows]
+        model = dlrm.Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
         optimizer = sparsestep.AdamW(
-            model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.0, state_dtype=dtype
+            model.parameters(),
+            lr=dlrm.LEARNING_RATE,
+            eps=dlrm.EPS,
+            weight_decay=0.0,
+            state_dtype=dtype,
         )
-        run = Run(name, model, [optimizer])
+        run = dlrm.Run(name, model, [optimizer])
         found = []
         for step in range(steps):
-            run.train(log.batch(1_024), learning_rate(step, steps))
+            run.train(log.batch(1_024), dlrm.learning_rate(step, steps))
             found.append(run.loss)
         losses.append(sum(found[-100:]) / len(found[-100:]))
     plain, coded = losses

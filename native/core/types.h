@@ -89,8 +89,8 @@ struct Job {
     View slot_state[max_slot_states];  // a number for each slot
     bool coded;                        // the state per element is codes, not `state`
     Codes codes[max_states];
-    double options[max_options];       // of the rule, in the order of its formula's arguments
-    double step;                       // the number of this update, from 1
+    double options[max_options];  // of the rule, in the order of its formula's arguments
+    double step;                  // the number of this update, from 1
     Apply apply;
     bool by_slot;   // the rule needs whole slots at a time
     Norm order;     // where there is no rule but a norm is asked for

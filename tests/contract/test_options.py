@@ -29,7 +29,7 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
         assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert arguments[name].default == {**options.WHOLE, **options.DEFAULTS}[name]
     kinds = get_type_hints(optimizer.__init__)
-    assert get_args(kinds["engine"]) == ("auto", "native", "reference")
+    assert get_args(kinds["engine"]) == ("auto", "native", "reference", "triton")
     assert get_args(kinds["semantics"]) == ("masked", "dense")
     # All of them given, with their defaults: no group has more keys for it.
     given = {name: arguments[name].default for name in (*options.WHOLE, *optimizer._extras)}

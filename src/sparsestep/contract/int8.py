@@ -13,6 +13,7 @@ update. The native twin is ``native/kernels/int8.h``; both give the same codes f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ def _first_root(value: float) -> float:
 
 
 def _first_scale(value: float) -> float:
-    return float(value) ** 0.5 / 255
+    return math.sqrt(value) / 255
 
 
 def count(state: Sequence[State]) -> int:
