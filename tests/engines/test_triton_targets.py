@@ -30,6 +30,8 @@ for options in ({}, {"dtype": torch.bfloat16, "stochastic_rounding": True, "maxi
     for target in (ahead.TARGETS[1], ahead.TARGETS[-1]):
         kernels = ahead.launches(Variant(sparsestep.RowwiseAdam, {}), target, **options)
         found += [(k.signature, list(k.faults())) for k in kernels]
+kernels = ahead.launches(Variant(sparsestep.Adam, {"capturable": True}), ahead.TARGETS[1])
+found += [(k.signature, list(k.faults())) for k in kernels]
 forbidden = "fma.rn.f32 div.full.f32 sqrt.approx.f32 atom.global red.global add.ftz.f32".split()
 unseen = [word for word in forbidden if not ahead.FORBIDDEN_PTX.search(f" {word} ")]
 print(json.dumps([found, unseen]))
@@ -46,7 +48,7 @@ def test_what_a_launch_compiles(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     kernels, unseen = json.loads(done.stdout.splitlines()[-1])
     assert unseen == []
-    assert len(kernels) == 8  # sums of blocks, and the step: twice for each of two targets
+    assert len(kernels) == 10  # sums of blocks, and the step: of five steps
     for signature, faults in kernels:
         assert faults == []
         # A launch passes a number as float32, unless it is told otherwise.

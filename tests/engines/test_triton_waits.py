@@ -105,6 +105,33 @@ def test_the_reference_engine_waits_once_for_a_parameter(name: str):
     assert not set(seen.operations) & {"aten::index_add_", "aten::scatter_add_"}
 
 
+def capturable(params: Any, **options: Any) -> Any:
+    optimizer = sparsestep.FunctionalSGD(params, **options)
+    optimizer.param_group["capturable"] = True
+    return optimizer
+
+
+def test_a_capturable_step_never_waits():
+    with elsewhere():
+        there, seen = trained(capturable, DEVICE, engine="triton")
+    assert seen.waits == []
+    here, _ = trained(sparsestep.FunctionalSGD, torch.device("cpu"), engine="triton")
+    for ours, wanted in zip(there, here, strict=True):
+        assert isinstance(ours, Elsewhere)
+        assert same_bits(ours.inner, wanted)
+
+
+def test_a_capturable_step_writes_nothing_if_an_index_is_bad(monkeypatch: pytest.MonkeyPatch):
+    """Not even to the other parameter; on a device, the assertion fails later."""
+    told: list[bool] = []
+    monkeypatch.setattr(engine, "assert_async", lambda ok, words: told.append(bool(ok)))
+    params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    grads = [sparsestep.Touched(torch.tensor([0, i]), torch.ones(2, 3)) for i in (1, 4)]
+    capturable(params, engine="triton").step(grads)
+    assert told == [False]
+    assert all(bool((param == 1).all()) for param in params)
+
+
 def test_what_waits_is_seen():
     """Else the test above would say nothing."""
     with elsewhere():

@@ -187,7 +187,7 @@ class Triton:
             ok = torch.stack([launch.is_inside() for launch in captured]).all()
             assert_async(ok, "an index of a gradient is out of range: nothing is updated")
             for launch in self._launches:
-                launch.ok = ok
+                launch.ok = ok.to(torch.int32)
         for launch in self._launches:
             launch.run(warm_up=True)
 

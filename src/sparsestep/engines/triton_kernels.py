@@ -33,7 +33,7 @@ def placed(positions, ok, n, ROWS: tl.constexpr):
         slot = tl.load(positions + entry, mask=first, other=-1)
         first &= slot != tl.load(positions + entry - 1, mask=first & (entry > 0), other=-1)
     if ok is not None:
-        first &= tl.load(ok) != 0
+        first &= tl.load(ok + tl.zeros_like(entry)) != 0
     return entry, slot, first
 
 
