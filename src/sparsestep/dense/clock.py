@@ -73,6 +73,14 @@ class RowClock:
         """Whether any row may be behind."""
         return self.history.now > self._whole
 
+    def count_behind(self) -> int:
+        """How many rows are."""
+        if not self.is_behind:
+            return 0
+        self._stamps.begin(None)
+        last = self.last
+        return int((torch.where(last < 0, ~last, last) < self.history.now).sum())
+
     def advance(self, settings: Settings, param: Tensor | None = None) -> None:
         """Take note of a step that was just done, with these settings, on this parameter.
 

@@ -63,14 +63,24 @@ class SparseEngines:
     def claim(self, update: ParamUpdate) -> None:
         """Give an update to the engine that can run it; raises where that is not the one wanted."""
         if self._native is not None and self._native.claim(update):
+            update.engine = "native"
             return
         if self._triton is not None and self._triton.claim(update):
+            update.engine = "triton"
             return
         if self._engine == "native":
             raise update.refuse(_why_not_native(update))
         if self._engine == "auto":
             _say_once_that_it_is_slow(update)
         self._reference.claim(update)
+        update.engine, update.reason = "reference", self._why_reference(update)
+
+    def _why_reference(self, update: ParamUpdate) -> str:
+        if self._engine == "reference":
+            return "engine='reference' was asked for."
+        if core.core is None:
+            return _NO_CORE
+        return _why_not_native(update)
 
     @property
     def is_native(self) -> bool:
@@ -111,6 +121,9 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
         uninterrupted(work.commit)
 
 
+_NO_CORE = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
+
+
 def _why_not_native(update: ParamUpdate) -> str:
     param, rule = update.written[0], update.settings.rule
     if not rule.is_native:
@@ -127,7 +140,7 @@ def _say_once_that_it_is_slow(update: ParamUpdate) -> None:
     if not update.settings.rule.is_native:
         return  # a user's own rule: it was never to run elsewhere
     if core.core is None:
-        reason = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
+        reason = _NO_CORE
     elif update.param.is_cpu and update.touched.positions is not None:
         reason = _why_not_native(update)
     else:

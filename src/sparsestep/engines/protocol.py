@@ -68,6 +68,8 @@ class ParamUpdate:
         written: the parameter and its state as real numbers, which engines write in place.
         step: the number of this update, from 1.
         seed: of this update's stochastic rounding.
+        engine: the name of the one that has claimed it.
+        reason: why that is not the native one.
     """
 
     settings: Settings
@@ -82,6 +84,8 @@ class ParamUpdate:
     written: list[Tensor] = field(default_factory=list)
     step: int = 1
     seed: int | None = None
+    engine: str = ""
+    reason: str = ""
 
     def steps_taken(self) -> int:
         """How many steps its record says were taken; 1 where a record does not count them."""

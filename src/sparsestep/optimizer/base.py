@@ -34,7 +34,7 @@ from sparsestep.optimizer import checkpoint
 from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.declaration import speaking
-from sparsestep.optimizer.forgetting import Forgets
+from sparsestep.optimizer.explaining import Explains
 from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
@@ -42,7 +42,7 @@ from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_
 _KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
 
 
-class RuleOptimizer(Forgets):
+class RuleOptimizer(Explains):
     """Base of every optimizer here; a subclass names its rule and checks its options.
 
     It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
@@ -91,6 +91,7 @@ class RuleOptimizer(Forgets):
         self._groups: Groups = Groups()
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
+        self._ran: dict[int, tuple[Tensor, str, str]] = {}
         self._huge_pages: HugePages = HugePages()
         self._before: list[Any] | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls

@@ -162,6 +162,7 @@ class Plan:
             if self._native is not None:
                 self._native.prepare()
                 self._native.commit()  # one call of the core, which counts the steps as well
+            self._note_engines()
             if mapped_files:
                 written(self._optimizer._all_params())
             return
@@ -175,8 +176,21 @@ class Plan:
                 self._catch_ups.cancel()
             raise
         uninterrupted(self._commit)
+        self._note_engines()
         if mapped_files:
             written(self._optimizer._all_params())
+
+    def _note_engines(self) -> None:
+        """For ``explain()``: who did what. A step that is done again is the core's."""
+        optimizer = self._optimizer
+        for param in optimizer._all_params():
+            if id(param) in self._seen:
+                optimizer._ran[id(param)] = (param, "native", "")
+        dense = [] if self._torch is None else self._torch.claimed
+        for update in (*self._updates, *dense):
+            engine = update.engine or "torch"
+            reason = update.reason if update.engine else "torch's own kernel takes dense gradients."
+            optimizer._ran[id(update.owner)] = (update.owner, engine, reason)
 
     def _prepare(self) -> None:
         """Do all that may raise."""

@@ -31,6 +31,7 @@ class StateKeeper(Declaration):
         clocks: under dense semantics, how far the rows of a parameter are; by the parameter's id.
         known: by the parameter's id: itself, so that no other comes to have its id, and the
             addresses of its memory and that of its state, when they were looked at.
+        ran: by the parameter's id: itself, the engine of its latest update, and why not another.
         rounds: how often ``step()`` or ``zero_grad()`` was called.
         updates: how often parameters were updated without ``step()``.
         huge_pages: parameters and state that wait for them.
@@ -40,6 +41,7 @@ class StateKeeper(Declaration):
     _groups: Groups
     _clocks: dict[int, RowClock]
     _known: dict[int, tuple[Any, ...]]
+    _ran: dict[int, tuple[Tensor, str, str]]
     _rounds: int
     _updates: int
     _huge_pages: HugePages
