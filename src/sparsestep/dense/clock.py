@@ -48,7 +48,7 @@ class RowClock:
         if rule.motion is None:
             raise InputError(refusal(rule.name))
         self.rule: Rule = rule
-        self.rows = rows
+        self.rows: int = rows
         self.constants: tuple[Any, ...] = constants(settings)
         self._latest: Settings | None = settings
         self.history: History = History(rule.motion, {**settings.hyper, "lr": 0.0}, done)

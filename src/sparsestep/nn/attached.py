@@ -80,7 +80,7 @@ class Attached:
         who = "Vocabulary.attach"
         weight = weight_of(who, table)
         self.table = table
-        self.optimizers = ours(who, weight, optimizers)
+        self.optimizers: list[RuleOptimizer] = ours(who, weight, optimizers)
         self.init: Init = nn.init.normal_ if init is None else init
         with usable(f"{who}: init must fill a tensor of rows in place"):
             self._new_values(weight, 1, 0)

@@ -191,7 +191,7 @@ class PlainIds:
         self._row_of: dict[int, int] = {}
         self._ids, self._counts, self._seen = ([0] * options.rows for _ in range(3))
         self._candidates: OrderedDict[int, int] = OrderedDict()
-        self.used = options.shared
+        self.used: int = options.shared
         self._sightings = 0
         # A key for each row that may be smaller than what it has by now, but not larger.
         self._queue: list[tuple[int, int, int]] = []
