@@ -216,6 +216,14 @@ def test_parameters_have_to_be_contiguous():
         optimizer.step()
 
 
+def test_state_in_int8_is_refused():
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
+    optimizer = sparsestep.Adam([param], engine="triton", state_dtype=torch.int8)
+    with pytest.raises(InputError, match=r"state of a float dtype. Got torch.int8"):
+        optimizer.step()
+
+
 def test_a_formula_has_to_be_one_that_can_be_recorded():
     @sparsestep.rule()
     def by_hand(param, grad, *, lr=0.1):

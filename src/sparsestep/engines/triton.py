@@ -165,7 +165,7 @@ class Triton:
             negates=settings.sign < 0,
             adds_decay=settings.l2 != 0,
             shrinks=settings.shrink != 1,
-            at_random=update.seed is not None,
+            at_random=update.seed is not None and settings.stochastic,
             width=1 << max(0, touched.block - 1).bit_length(),
         )
         if form.by_row and form.width > _ROW:
@@ -226,6 +226,9 @@ def _why_not(update: ParamUpdate) -> str | None:
         contract = "engine='triton' takes parameters on a GPU"
         remedy = "Use engine='auto', or set TRITON_INTERPRET=1 to try kernels out on the CPU"
         return sentence(contract, "one on the CPU", remedy)
+    if any(tensor.dtype is torch.int8 for tensor in tensors):
+        contract = "engine='triton' takes state of a float dtype"
+        return sentence(contract, "torch.int8", "Use engine='auto', or another state_dtype")
     if not all(tensor.is_contiguous() for tensor in tensors):
         contract = "engine='triton' takes contiguous parameters and state"
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
