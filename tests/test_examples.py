@@ -171,3 +171,20 @@ def test_the_distributed_recommender_learns_and_goes_on_with_other_numbers_of_ra
         found += re.findall(r"^step +(\d+)   AUC (0\.\d+)", done.stdout, re.MULTILINE)
     assert [int(step) for step, _ in found] == [4, 8, 12, 16, 20, 24, 32, 40]
     assert float(found[0][1]) < 0.6 < 0.65 < float(found[-1][1])
+
+
+@pytest.mark.slow
+def test_a_stream_of_clicks_is_learned_with_a_tenth_of_the_rows(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "month.svg"
+    done = run("streaming.py", "--quick", "--picture", str(picture))
+    assert done.returncode == 0, done.stderr
+    means = dict(re.findall(r"^(vocabulary|hashed|unlimited) +(0\.\d{4})$", done.stdout, re.M))
+    found = {name: float(value) for name, value in means.items()}
+    assert found["vocabulary"] > found["unlimited"] - 0.003
+    assert found["vocabulary"] > found["hashed"] + 0.03
+    last = re.search(r"^ 30 .* ([\d,]+), ([\d,]+), ([\d,]+)$", done.stdout, re.M)
+    assert last is not None
+    few, same, many = (int(each.replace(",", "")) for each in last.groups())
+    assert few == same < many / 9
+    assert "rows in use" in picture.read_text()

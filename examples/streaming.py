@@ -1,0 +1,203 @@
+"""A month of clicks whose users and articles come and go, learned with a tenth of the rows.
+
+New ids come all day, are popular for a while and are never seen again; some come once. Three models
+learn the same clicks as they come, each batch being predicted before it is learned:
+
+- a vocabulary that gives its rows to the ids that are around (`sparsestep.nn.Vocabulary`),
+- a table of as many rows that ids are hashed into, as one does without a vocabulary,
+- one with a row for every id that ever comes, ten times as many.
+
+    python examples/streaming.py --picture streaming.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from clicks import auc
+from torch import Tensor
+
+import sparsestep
+
+DAYS = 30
+LIFE = 1.5  # of an id, in days
+ONCE = 0.02  # how many ids of a batch come once in a month
+POPULAR = 12  # one id in so many gets half of what is shown
+FEATURES = 2  # users and articles
+_MIX = -7046029254386353131
+_COLOURS = {"vocabulary": "#1f6fb4", "hashed": "#d1812f", "unlimited": "#6b6b6b"}
+
+
+class Stream:
+    """Clicks, the same ones for a seed.
+
+    Args:
+        ids: how many come in the month, of each feature, but for those that come once.
+        seed: where the random numbers begin.
+    """
+
+    def __init__(self, ids: int, seed: int) -> None:
+        self._ids = ids
+        self._chance = torch.Generator().manual_seed(seed)
+
+    def batch(self, day: float, size: int) -> tuple[Tensor, Tensor]:
+        """What is shown at a time, ``[size, FEATURES]`` ids of any value, and what was clicked."""
+        shape = (size, FEATURES)
+        window = self._ids * LIFE / (DAYS + LIFE)  # ids that are around at any time
+        newest = window + day / DAYS * (self._ids - window)
+        number = (newest - window * torch.rand(shape, generator=self._chance)).long()
+        popular = torch.rand(shape, generator=self._chance) < 0.5
+        number = torch.where(popular, number // POPULAR * POPULAR, number).clamp_(0)
+        once = torch.randint(2**40, 2**41, shape, generator=self._chance)
+        rare = torch.rand(shape, generator=self._chance) < ONCE
+        ids = hashed(torch.where(rare, once, FEATURES * number + torch.arange(FEATURES)))
+        click = torch.bernoulli(logits_of(ids).sigmoid(), generator=self._chance)
+        return ids, click
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """Bits that look random: what ids are, and what they are hashed into rows with."""
+    numbers = numbers * _MIX
+    numbers = (numbers ^ (numbers >> 29)) * _MIX
+    return numbers ^ (numbers >> 32)
+
+
+def logits_of(ids: Tensor) -> Tensor:
+    """What nobody may see: every id has a hidden weight, which is a hash of it."""
+    weights = (hashed(ids ^ 0x5DEECE66D) >> 20 & 0xFFFF).float() / 2**15 - 1
+    return 1.8 * weights.sum(dim=1) - 0.5
+
+
+class Learner:
+    """Weights by row, learned as clicks come.
+
+    Args:
+        rows: how many there are.
+        vocabulary: gives them; without one, ids are hashed.
+    """
+
+    def __init__(self, rows: int, vocabulary: sparsestep.nn.Vocabulary | None) -> None:
+        self._rows, self.vocabulary = rows, vocabulary
+        self._table = sparsestep.nn.EmbeddingBag(rows, 1, mode="sum")
+        torch.nn.init.zeros_(self._table.weight)
+        self._bias = torch.nn.Parameter(torch.zeros(1))
+        self._optimizer = sparsestep.Adagrad([self._table.weight, self._bias], lr=0.4)
+        if vocabulary is not None:
+            vocabulary.attach(self._table, self._optimizer, init=torch.nn.init.zeros_)
+
+    @property
+    def used(self) -> int:
+        """How many rows are in use."""
+        return self._rows if self.vocabulary is None else self.vocabulary.used
+
+    def predict_and_learn(self, ids: Tensor, clicks: Tensor) -> Tensor:
+        """Scores of a batch, given before it is learned."""
+        rows = ids.remainder(self._rows) if self.vocabulary is None else self.vocabulary(ids)
+        scores = self._table(rows).squeeze(1) + self._bias
+        self._optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, clicks, reduction="sum")
+        loss.backward()
+        self._optimizer.step()
+        return scores.detach()
+
+
+@dataclass
+class Day:
+    """How a day went.
+
+    Attributes:
+        auc: of each learner, of all its predictions.
+        used: the rows that it uses in the evening.
+    """
+
+    auc: dict[str, float]
+    used: dict[str, int]
+
+
+def run(ids: int, batches: int, size: int, seed: int) -> list[Day]:
+    """Learn for a month.
+
+    Args:
+        ids: how many different ones come of each feature, but for those that come once.
+        batches: a day.
+        size: of a batch.
+        seed: of the clicks.
+    """
+    stream, found = Stream(ids, seed), []
+    total = FEATURES * (ids + int(ONCE * DAYS * batches * size)) + 1
+    capacity = total // 10
+    new = sparsestep.nn.Vocabulary
+    learners = {
+        "vocabulary": Learner(capacity, new(capacity, evict="lru")),
+        "hashed": Learner(capacity, None),
+        "unlimited": Learner(total, new(total)),
+    }
+    print(f"{DAYS} days of {batches * size:,} clicks; {capacity:,} rows, unlimited {total:,}")
+    print("day " + "".join(f"{name:>14}" for name in learners) + "   rows in use")
+    for day in range(DAYS):
+        scores: dict[str, list[Tensor]] = {name: [] for name in learners}
+        clicks = []
+        for number in range(batches):
+            shown, clicked = stream.batch(day + number / batches, size)
+            clicks.append(clicked)
+            for name, learner in learners.items():
+                scores[name].append(learner.predict_and_learn(shown, clicked))
+        found.append(
+            Day(
+                {name: auc(torch.cat(each), torch.cat(clicks)) for name, each in scores.items()},
+                {name: learner.used for name, learner in learners.items()},
+            )
+        )
+        figures = "".join(f"{value:14.4f}" for value in found[-1].auc.values())
+        print(f"{day + 1:3} {figures}   {', '.join(f'{n:,}' for n in found[-1].used.values())}")
+    return found
+
+
+def draw(path: str, days: Sequence[Day]) -> None:
+    """The picture: AUC and rows in use, day by day."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 6.0), facecolor="white")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    numbers = range(1, len(days) + 1)
+    for name, colour in _COLOURS.items():
+        upper.plot(numbers, [day.auc[name] for day in days], color=colour, label=name)
+        lower.plot(numbers, [day.used[name] for day in days], color=colour)
+    upper.set_ylabel("AUC of predictions before learning")
+    lower.set_ylabel("rows in use")
+    lower.set_xlabel("day")
+    lower.set_yscale("log")
+    upper.legend(frameon=False)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+    with matplotlib.rc_context({"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}):
+        metadata = {"Date": None} if path.endswith(".svg") else None
+        figure.savefig(path, metadata=metadata)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Learn, and say how it went."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a small town")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", metavar="PATH", help="where to draw it")
+    options = parser.parse_args(arguments)
+    size = (2_000, 10, 512) if options.quick else (15_000, 15, 2_048)
+    days = run(*size, options.seed)
+    later = days[7:]  # the first week is for learning
+    means = {name: sum(day.auc[name] for day in later) / len(later) for name in days[0].auc}
+    print("\nmean AUC after the first week")
+    for name, value in means.items():
+        print(f"{name:12} {value:.4f}")
+    if options.picture:
+        draw(options.picture, days)
+
+
+if __name__ == "__main__":
+    main()
