@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/program.h"
+
 namespace sparsestep {
 
 enum class Dtype : int32_t { float16 = 0, bfloat16 = 1, float32 = 2, float64 = 3 };
@@ -33,8 +35,8 @@ struct Memory {
 // The longest slot whose state may be codes: its values are kept until the scale is known.
 constexpr int64_t max_coded_block = 8192;
 
-constexpr int max_states = 4;
-constexpr int max_slot_states = 2;
+constexpr int max_states = 8;
+constexpr int max_slot_states = 4;
 constexpr int max_options = 8;
 
 struct Job;
@@ -91,6 +93,8 @@ struct Job {
     Codes codes[max_states];
     double options[max_options];  // of the rule, in the order of its formula's arguments
     double step;                  // the number of this update, from 1
+    const Program* program;       // where the rule is none of the core's own
+    const double* numbers;        // of the program
     Apply apply;
     bool by_slot;   // the rule needs whole slots at a time
     Norm order;     // where there is no rule but a norm is asked for
@@ -164,6 +168,8 @@ struct KernelTable {
     int motion_count;
     Apply norms_float;
     Apply norms_double;
+    Apply program_float;
+    Apply program_double;
 };
 
 }  // namespace sparsestep

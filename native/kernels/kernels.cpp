@@ -26,13 +26,16 @@ constexpr MotionKernels motions[] = {SPARSESTEP_MOTIONS(SPARSESTEP_CATCH_UP)};
 
 }  // namespace
 
-#define SPARSESTEP_JOIN_(a, b) a##b
-#define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
-
 KernelTable SPARSESTEP_JOIN(kernels_, SPARSESTEP_ISA)() {
-    return {rules,         int(sizeof(rules) / sizeof(rules[0])),
-            motions,       int(sizeof(motions) / sizeof(motions[0])),
-            &norms<float>, &norms<double>};
+    const ProgramKernels programs = SPARSESTEP_JOIN(programs_, SPARSESTEP_ISA)();
+    return {rules,
+            int(sizeof(rules) / sizeof(rules[0])),
+            motions,
+            int(sizeof(motions) / sizeof(motions[0])),
+            &norms<float>,
+            &norms<double>,
+            programs.apply_float,
+            programs.apply_double};
 }
 
 }  // namespace sparsestep

@@ -101,11 +101,17 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);
     watch_forks();
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
+    nb::class_<OwnedProgram>(module, "Program", "A formula as the core runs it.")
+        .def(nb::init<int, int, int, nb::tuple, nb::bytes>(), nb::arg("states"),
+             nb::arg("slot_states"), nb::arg("numbers"), nb::arg("phases"), nb::arg("row_results"));
     nb::class_<Group>(module, "Group", "What a param group says about its updates.")
         .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
              nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"),
              nb::arg("shrink"), nb::arg("options"), nb::arg("stochastic") = false,
-             nb::arg("roots") = nb::tuple());
+             nb::arg("roots") = nb::tuple())
+        .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
+             nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"), nb::arg("l2"),
+             nb::arg("shrink"), nb::arg("numbers"), nb::arg("stochastic"));
     module.def("step_again", &step_again, nb::arg("instruction_set"), nb::arg("groups"),
                nb::arg("before"), nb::arg("state"), nb::arg("known"), nb::arg("threads"),
                "Do a step whose groups say what they said; false, and nothing done, otherwise.");

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/dispatch.h"
+#include "python/programs.h"
 #include "python/tensors.h"
 
 namespace sparsestep {
@@ -33,12 +34,15 @@ bool is_address(nb::handle number, const void* data) {
 
 // What a param group says about its updates: made once, when Python's side has read the group.
 struct Group {
-    int rule;
-    nb::tuple names;  // of the rule's state: first per element, then per row
-    bool counts;      // whether a parameter's state has a step count
-    bool negate;      // to maximize
+    int rule = -1;             // one of the core's own, or else:
+    nb::object program_owner;  // keeps the program
+    const Program* program = nullptr;
+    int64_t step = 0;  // the one step that the program is for; 0: any
+    nb::tuple names;   // of the rule's state: first per element, then per row
+    bool counts;       // whether a parameter's state has a step count
+    bool negate;       // to maximize
     double l2, shrink;
-    std::vector<double> options;  // of the rule
+    std::vector<double> options;  // of the rule, or the numbers of the program
     bool stochastic;              // whether half precision is rounded at random
     std::vector<bool> roots;      // for each state per element that is codes, which; else none
 
@@ -63,12 +67,40 @@ struct Group {
         for (nb::handle option : options) this->options.push_back(nb::cast<double>(option));
     }
 
+    Group(nb::object owner, nb::tuple names, int64_t step, double sign, double l2, double shrink,
+          nb::tuple numbers, bool stochastic)
+        : program_owner(owner),
+          program(&nb::cast<const OwnedProgram&>(owner).get()),
+          step(step),
+          names(names),
+          counts(true),
+          negate(sign < 0),
+          l2(l2),
+          shrink(shrink),
+          stochastic(stochastic) {
+        if (nb::len(names) != size_t(program->states + program->slot_states) ||
+            nb::len(numbers) != size_t(program->numbers)) {
+            throw nb::value_error("a program was given the wrong number of states or numbers");
+        }
+        for (nb::handle number : numbers) options.push_back(nb::cast<double>(number));
+    }
+
+    RuleKernels kernels(const KernelTable& table) const {
+        if (!program) return table.rules[rule];
+        return {"program",           program->states,     program->slot_states,
+                int(options.size()), table.program_float, table.program_double};
+    }
+
+    // The group must outlive the job where it has a program.
     void write_to(Job& job, int64_t step) const {
         job.negate = negate;
         job.l2 = l2;
         job.shrink = shrink;
-        for (size_t i = 0; i < options.size(); ++i) job.options[i] = options[i];
         job.step = double(step);
+        job.program = program;
+        job.numbers = options.data();
+        if (program) return;
+        for (size_t i = 0; i < options.size(); ++i) job.options[i] = options[i];
     }
 };
 

@@ -75,7 +75,7 @@ public:
     // with a bad entry.
     bool add(const Group& group, int64_t step, nb::tuple touched, nb::object param, nb::list states,
              std::optional<uint64_t> seed, nb::object owner, int64_t index) {
-        const RuleKernels& rule = kernels_.rules[group.rule];
+        const RuleKernels rule = group.kernels(kernels_);
         if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
         }
@@ -104,6 +104,7 @@ public:
             if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
         }
         finish(job, rule, {std::move(owner), index});
+        keep_alive(group);
         alive_.push_back(std::move(touched));
         written_.append(param);
         alive_.push_back(std::move(param));
@@ -212,9 +213,10 @@ private:
         job.param = *view;
         Count count;
         if (!read_state(group, param, own, state, memory, job, count)) return false;
-        if (count.value < 0) return false;
+        if (count.value < 0 || (group.step && group.step != count.value + 1)) return false;
         group.write_to(job, count.value + 1);
-        finish(job, kernels_.rules[group.rule], std::move(owner));
+        finish(job, group.kernels(kernels_), std::move(owner));
+        keep_alive(group);
         if (group.counts) counts_.push_back(std::move(count));
         written_.append(param);
         if (PySet_Add(seen.ptr(), id.ptr())) throw nb::python_error();
@@ -223,7 +225,7 @@ private:
 
     bool read_state(const Group& group, nb::handle param, const Plain& own, nb::dict state,
                     nb::handle memory, Job& job, Count& count) {
-        const RuleKernels& rule = kernels_.rules[group.rule];
+        const RuleKernels rule = group.kernels(kernels_);
         const int states = rule.states + rule.slot_states;
         count.value = 1;  // where nothing is counted, not the first, for there is a state
         if (states == 0 && !group.counts) return true;
@@ -254,9 +256,14 @@ private:
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
         job.apply = in_double ? rule.apply_double : rule.apply_float;
-        job.by_slot = rule.slot_states > 0 || job.coded;
+        job.by_slot = rule.slot_states > 0 || job.coded ||
+                      (job.program && job.program->phase_count > 1);
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));
+    }
+
+    void keep_alive(const Group& group) {
+        if (group.program) alive_.push_back(nb::borrow(nb::find(group)));
     }
 
     KernelTable kernels_;

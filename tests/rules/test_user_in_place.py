@@ -113,7 +113,7 @@ def test_a_formula_may_return_and_keep_its_arguments():
 
     param = table_of()
     start = param.detach().clone()
-    opt = keeps([param], lr=0.1)
+    opt = keeps([param], lr=0.1, engine="reference")
     param.grad = randn(*SHAPE, seed=1)
     opt.step()
     assert same_bits(opt.state[param]["last_grad"], param.grad)

@@ -98,7 +98,9 @@ def test_what_the_function_sees():
         return param, kept
 
     weight = torch.arange(6.0).view(3, 2)
-    opt = type("Watched", (FunctionalOptimizer,), {"optimizer_class": by_element})([weight])
+    opt = type("Watched", (FunctionalOptimizer,), {"optimizer_class": by_element})(
+        [weight], engine="reference"
+    )
     opt.step([sparsestep.Touched(torch.tensor([2, 0, 2]), torch.ones(3, 2))])
     opt.step([torch.tensor([[0.0, 3], [0, 0], [4, 0]]).to_sparse_coo()])
     opt.step([torch.ones(3, 2)])
@@ -116,7 +118,9 @@ def test_what_the_function_sees():
         return param, kept
 
     seen.clear()
-    opt = type("Watched", (FunctionalOptimizer,), {"optimizer_class": by_row})([weight])
+    opt = type("Watched", (FunctionalOptimizer,), {"optimizer_class": by_row})(
+        [weight], engine="reference"
+    )
     opt.step([torch.tensor([[0.0, 3], [0, 0], [4, 0]]).to_sparse_coo()])
     opt.step([torch.ones(3, 2)])
     assert seen == [
@@ -145,5 +149,5 @@ def test_arithmetic_is_in_the_widest_dtype_and_at_least_float32(
         found.update({param.dtype, grad.dtype, kept.dtype})
         return param, kept
 
-    trained(watched, param, state_dtype=state)
+    trained(watched, param, state_dtype=state, engine="reference")
     assert found == {seen}

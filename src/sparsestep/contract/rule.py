@@ -66,6 +66,8 @@ class Rule:
             rule that cannot say.
         counts: whether the number of a parameter's steps is part of its state, unlike in torch's
             SGD.
+        recorded: the formula that is recorded and run as a program, where the core has no twin;
+            ``None`` for a rule that is only ever called.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Rule:
     is_native: bool = False
     counts: bool = True
     motion: Motion | None = None
+    recorded: Callable[..., Any] | None = None
 
     @cached_property
     def hyperparameters(self) -> tuple[str, ...]:

@@ -26,11 +26,22 @@ def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool =
             here.
     """
     program = Program(("param", "grad", *(spec.name for spec in rule.state)), may_widen=may_widen)
+    alive = [0]
+    program.results = _results(rule, program, alive, step, hyper)
+    if alive[0]:
+        raise RecordError("it keeps values for itself")
+    return program
+
+
+def _results(
+    rule: Rule, program: Program, alive: list[int], step: int, hyper: Mapping[str, Any]
+) -> tuple[int, ...]:
     stand_ins = []
     for per_row in (False, False, *(spec.per_row for spec in rule.state)):
-        stand_ins.append(StandIn(program, program.add("input", (), per_row=per_row)))
+        stand_ins.append(StandIn(program, program.add("input", (), per_row=per_row), alive))
     counted = {"step": step} if rule.takes_step else {}
-    new = rule.update(*stand_ins, **counted, **hyper)
+    with torch.no_grad():
+        new = (rule.recorded or rule.update)(*stand_ins, **counted, **hyper)
     results = list(new) if isinstance(new, tuple | list) else [new]
     kinds = [False, *(spec.per_row for spec in rule.state)]
     if len(results) != len(kinds):
@@ -38,18 +49,32 @@ def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool =
     for result, per_row in zip(results, kinds, strict=True):
         if not isinstance(result, StandIn) or (per_row and not result.is_per_row):
             raise RecordError("it returns something that is not computed from its arguments")
-    program.results = tuple(result.place for result in results)
-    return program
+    return tuple(result.place for result in results)
 
 
 class StandIn:
-    """Stands for a tensor of any number of rows."""
+    """Stands for a tensor of any number of rows.
 
-    __slots__ = ("place", "program")
+    Args:
+        program: what is written.
+        place: that of its value there.
+        alive: counts the stand-ins that somebody has.
+    """
 
-    def __init__(self, program: Program, place: int) -> None:
+    __slots__ = ("alive", "place", "program")
+
+    def __init__(self, program: Program, place: int, alive: list[int]) -> None:
         self.program: Program = program
         self.place: int = place
+        self.alive: list[int] = alive
+        alive[0] += 1
+
+    def __del__(self) -> None:
+        self.alive[0] -= 1
+
+    def like(self, place: int) -> StandIn:
+        """Another, for another value of the same program."""
+        return StandIn(self.program, place, self.alive)
 
     @property
     def is_per_row(self) -> bool:
@@ -63,18 +88,20 @@ class StandIn:
         return call(getattr(func, "__name__", repr(func)), args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _OF_VALUES:
+        known = name.removesuffix("_")
+        known = _SAME_AS.get(known, known)
+        if known not in _COMPOSED and known not in OPERATIONS:
             raise RecordError(f"it asks for {name}")
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
     def __bool__(self) -> bool:
         raise RecordError("it decides by values")
 
+    def __repr__(self) -> str:
+        raise RecordError("it shows values")
+
     def __hash__(self) -> int:
         return id(self)
-
-
-_OF_VALUES = ("shape", "device", "dtype", "data", "grad", "T", "mT", "is_cpu", "ndim")
 
 
 # What a formula calls, in terms of the operations there are
@@ -94,6 +121,8 @@ def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
     name = _SAME_AS.get(name, name)
     made = _COMPOSED[name](*args, **kwargs) if name in _COMPOSED else _plain(name, args, kwargs)
     if is_in_place:
+        if args[0].is_per_row and not made.is_per_row:
+            raise RecordError("it makes a column wider in place")
         args[0].place = made.place
         return args[0]  # type: ignore[no-any-return]
     return made
@@ -117,9 +146,8 @@ def make(name: str, *args: Any) -> StandIn:
     stand_ins = [arg for arg in args if isinstance(arg, StandIn)]
     if not stand_ins:
         raise RecordError(f"it calls {name} on numbers alone")
-    program = stand_ins[0].program
     per_row = all(each.is_per_row for each in stand_ins)
-    return StandIn(program, program.add(name, given, per_row=per_row))
+    return stand_ins[0].like(stand_ins[0].program.add(name, given, per_row=per_row))
 
 
 def _argument(arg: Any) -> Value | float:
@@ -138,7 +166,7 @@ def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> 
         (dim,) = dim
     if dim not in (1, -1) or not keepdim or row.is_per_row:
         raise RecordError(f"it takes the {name} of something else than rows, kept as a column")
-    return StandIn(row.program, row.program.add(name, (Value(row.place),), per_row=True))
+    return row.like(row.program.add(name, (Value(row.place),), per_row=True))
 
 
 def _norm(row: StandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False) -> StandIn:
@@ -154,6 +182,8 @@ def _clamp(value: Any, min: Any = None, max: Any = None) -> StandIn:
 
 
 def _pow(base: Any, exponent: Any) -> StandIn:
+    if isinstance(exponent, StandIn):
+        return make("pow", base, exponent)
     # As torch computes them.
     if exponent == 2:
         return make("mul", base, base)
@@ -196,10 +226,24 @@ def _to(value: StandIn, dtype: Any = None) -> StandIn:
     return value
 
 
+def _full(value: StandIn, number: Any) -> StandIn:
+    """A number everywhere, whatever the value is: less than itself it never is."""
+    return make("add", make("lt", value, value), number)
+
+
+def _copy(value: StandIn, other: Any) -> StandIn:
+    return make("where", make("lt", value, value), value, other)
+
+
 _COMPOSED: dict[str, Callable[..., StandIn]] = {
-    "clone": lambda value, **_: StandIn(value.program, value.place),
-    "contiguous": lambda value: StandIn(value.program, value.place),
-    "detach": lambda value: StandIn(value.program, value.place),
+    "clone": lambda value, **_: value.like(value.place),
+    "copy": _copy,
+    "fill": _full,
+    "full_like": _full,
+    "zero": lambda value: make("lt", value, value),
+    # The same memory: what is done to the one in place is done to the other.
+    "contiguous": lambda value: value,
+    "detach": lambda value: value,
     "square": lambda value: make("mul", value, value),
     "pow": _pow,
     "clamp": _clamp,
@@ -212,7 +256,8 @@ _COMPOSED: dict[str, Callable[..., StandIn]] = {
     "vector_norm": _norm,
     "linalg_vector_norm": _norm,
     "where": lambda condition, a, b: make("where", condition, a, b),
-    "zeros_like": lambda value: make("mul", value, 0.0),
+    "zeros_like": lambda value: make("lt", value, value),
+    "ones_like": lambda value: make("eq", make("lt", value, value), 0.0),
     "to": _to,
     "double": _double,
     "float": lambda value: value,

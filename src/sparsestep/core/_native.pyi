@@ -1,14 +1,25 @@
 # The native core, built from native/. See native/python/bindings.cpp.
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from sparsestep.gradients.touched import Touched
 
+class _Program:
+    def __init__(
+        self,
+        states: int,
+        slot_states: int,
+        numbers: int,
+        phases: tuple[tuple[bytes, bytes], ...],
+        row_results: bytes,
+    ) -> None: ...
+
 class _Group:
+    @overload
     def __init__(
         self,
         rule: int,
@@ -20,6 +31,17 @@ class _Group:
         options: tuple[float, ...],
         stochastic: bool = False,
         roots: tuple[bool, ...] = (),
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        program: _Program,
+        names: tuple[str, ...],
+        step: int,
+        sign: float,
+        l2: float,
+        shrink: float,
+        numbers: tuple[float, ...],
     ) -> None: ...
 
 class _Jobs:
@@ -106,6 +128,7 @@ class _Vocabulary:
 class Core(Protocol):
     """The module, as others see it; at run time there is no such class."""
 
+    Program: type[_Program]
     Group: type[_Group]
     Jobs: type[_Jobs]
     def step_again(

@@ -59,6 +59,7 @@ class SparseEngines:
         self._native = native
         self._triton = Triton() if engine == "triton" else None
         self._reference = Reference(params)
+        self._slow: list[str] = []  # why updates are not done by the fast engine
 
     def claim(self, update: ParamUpdate) -> None:
         """Give an update to the engine that can run it; raises where that is not the one wanted."""
@@ -69,9 +70,9 @@ class SparseEngines:
             update.engine = "triton"
             return
         if self._engine == "native":
-            raise update.refuse(_why_not_native(update))
+            raise update.refuse(_why_not_native(update, self._native))
         if self._engine == "auto":
-            _say_once_that_it_is_slow(update)
+            self._slow += _why_slow(update, self._native)
         self._reference.claim(update)
         update.engine, update.reason = "reference", self._why_reference(update)
 
@@ -80,7 +81,7 @@ class SparseEngines:
             return "engine='reference' was asked for."
         if core.core is None:
             return _NO_CORE
-        return _why_not_native(update)
+        return _why_not_native(update, self._native)
 
     @property
     def is_native(self) -> bool:
@@ -97,6 +98,9 @@ class SparseEngines:
     def prepare(self) -> None:
         """The rest: what is computed from the values as they are now."""
         self._reference.prepare()
+        for reason in self._slow:  # a formula that does not work has said so instead
+            slow = "the reference engine is used, about ten times slower than the native one"
+            warn_once(SlowWarning, f"{slow}: {reason}")
 
     def commit(self) -> None:
         """Write; nothing can fail."""
@@ -124,11 +128,15 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
 _NO_CORE = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
 
 
-def _why_not_native(update: ParamUpdate) -> str:
+def _why_not_native(update: ParamUpdate, native: Native | None) -> str:
     param, rule = update.written[0], update.settings.rule
-    if not rule.is_native:
-        contract = "the native engine takes rules that have a C++ twin"
-        return sentence(contract, f"rule {rule.name!r}", "Use engine='auto'")
+    why = native.why_not(update.settings) if native is not None else None
+    if why is not None:
+        contract = "the native engine takes formulas of operations on elements and rows"
+        return sentence(contract, f"rule {rule.name!r}, where {why}", _remedy(why))
+    if not rule.is_native and rule.recorded is None:
+        contract = "the native engine takes rules that it can record"
+        return sentence(contract, f"rule {rule.name!r} with compile", "Leave compile out")
     return sentence(
         "the native engine takes CPU tensors whose rows lie at regular distances",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
@@ -136,14 +144,20 @@ def _why_not_native(update: ParamUpdate) -> str:
     )
 
 
-def _say_once_that_it_is_slow(update: ParamUpdate) -> None:
-    if not update.settings.rule.is_native:
-        return  # a user's own rule: it was never to run elsewhere
+def _remedy(why: str) -> str:
+    if "decides by" in why:
+        return "Use torch.where instead of if"
+    return "docs/write-your-own-rule.md has the list; engine='reference' calls it as it is"
+
+
+def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:
+    """Why it is the reference engine that does it, where one would expect another."""
+    rule = update.settings.rule
+    if not rule.is_native and rule.recorded is None:
+        return []  # compiled by torch: it was never to run elsewhere
     if core.core is None:
-        reason = _NO_CORE
-    elif update.param.is_cpu and update.touched.positions is not None:
-        reason = _why_not_native(update)
-    else:
-        return  # torch's own kernels are the fast way for this device or a dense gradient
-    slow = "the reference engine is used, about ten times slower than the native one"
-    warn_once(SlowWarning, f"{slow}: {reason}")
+        return [_NO_CORE]
+    is_own = native is not None and native.why_not(update.settings) is not None
+    if update.param.is_cpu and (is_own or update.touched.positions is not None):
+        return [_why_not_native(update, native)]
+    return []  # torch's own kernels are the fast way for this device or a dense gradient

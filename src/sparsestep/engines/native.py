@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsestep.contract import int8
 from sparsestep.core import core, isa
+from sparsestep.engines.programs import Programs
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
@@ -31,6 +32,7 @@ class Native:
     def __init__(self) -> None:
         assert core is not None
         self._jobs = core.Jobs(isa.index)
+        self._programs = Programs()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
 
@@ -75,6 +77,8 @@ class Native:
         """Take an update; false where the core has no way to run it."""
         settings = update.settings
         group = group_of(settings)
+        if group is None and update.param.is_cpu:
+            group = self._programs.group_of(settings, update.step)
         if group is None:
             return False
         touched = update.touched
@@ -84,6 +88,10 @@ class Native:
         return self._jobs.add(
             group, update.step, touched, param, state, update.seed, settings, update.index
         )
+
+    def why_not(self, settings: Settings) -> str | None:
+        """Why a rule's formula could not be recorded, where that is so."""
+        return self._programs.refused.get(id(settings))
 
     def prepare(self) -> None:
         """Do all that may fail; raises if any position is no slot."""

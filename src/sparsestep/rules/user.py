@@ -24,7 +24,8 @@ class UserOptimizer(RuleOptimizer):
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
-        engine: ``"auto"`` or ``"reference"``; a formula in Python has no native twin.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``. What the formula does is recorded and
+            run by the core; where it cannot be recorded, ``"auto"`` calls it, and says so once.
         semantics: ``"masked"``; a formula does not say what it does without a gradient.
         mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
@@ -50,10 +51,6 @@ class UserOptimizer(RuleOptimizer):
         rounding_seed: int | None = None,
         **options: Any,
     ) -> None:
-        if engine == "native":
-            contract = "the native engine takes rules that have a C++ twin"
-            got, remedy = f"rule {self._rule.name!r}", "Use engine='auto'"
-            raise InputError(f"{self._rule.name}: {sentence(contract, got, remedy)}")
         defaults = {
             name: options.pop(name, value)
             for name, value in {**self._options, **_shared(self._options)}.items()
@@ -145,7 +142,9 @@ def rule(
         return lambda function: rule(function, state=state, row_state=row_state, compile=compile)
     specs = (*_specs("state", state), *_specs("row_state", row_state, per_row=True))
     signature = _checked_signature(function, specs)
-    made = Rule(function.__name__, _guarded(function, signature, compile), specs)
+    guarded = _guarded(function, signature, compile)
+    recorded = function if compile is False else None
+    made = Rule(function.__name__, guarded, specs, recorded=recorded)
     return _optimizer_class(function, made, signature)
 
 

@@ -1,0 +1,235 @@
+// The loop of apply.h for a rule that is a program: it has as many states as the program says, and
+// goes over a row once for each of its phases.
+//
+// Included by programs.cpp alone; everything has internal linkage (see types.h for the reason).
+#pragma once
+
+#include <cstring>
+#include <utility>
+
+#include "core/types.h"
+#include "kernels/gradients.h"
+#include "kernels/machine.h"
+#include "kernels/rows.h"
+
+namespace sparsestep {
+namespace {
+
+template <class T, class Rows, bool plain = false>
+class ProgramLoop : Gradients<T, Rows, plain> {
+public:
+    ProgramLoop(const Job& job, const Piece& piece)
+        : Gradients<T, Rows, plain>(job, piece),
+          program_(*job.program),
+          states_(job.program->states),
+          held_(job.held),
+          shrink_(T(job.shrink)),
+          tensors_(job, piece) {
+        const int inputs = 2 + states_;
+        for (int r = inputs; r < max_tile_registers; ++r) tiles_[r] = registers_[r - inputs];
+        for (int r = 0; r < max_row_registers; ++r) row_[r] = row_registers_ + r;
+        for (int k = 0; k < program_.numbers; ++k) {
+            const T number = T(job.numbers[k]);
+            row_registers_[program_.slot_states + k] = number;
+            fill(tiles_[inputs + k], number);
+        }
+    }
+
+    void run() {
+        this->for_each_slot([this](int64_t entry) SPARSESTEP_LAMBDA { prefetch_slot(entry); },
+                            [this](int64_t entry)
+                                SPARSESTEP_LAMBDA { update_slot(entry, slot_of(entry)); });
+    }
+
+private:
+    using Base = Gradients<T, Rows, plain>;
+    using Base::columns_, Base::gradient, Base::job_, Base::prefetch_values;
+    using Base::row_of, Base::slot_of;
+
+    // The parameter, then the states; those that the program has not are the parameter again.
+    struct Tensors {
+        Rows param, state[max_states];
+        Tensors(const Job& job, const Piece& piece)
+            : Tensors(job, piece, std::make_index_sequence<max_states>()) {}
+        template <size_t... S>
+        Tensors(const Job& job, const Piece& piece, std::index_sequence<S...>)
+            : param(job.param, job, piece, 0),
+              state{Rows(int(S) < job.program->states ? job.state[S] : job.param, job, piece,
+                         int(S) + 1)...} {}
+    };
+
+    bool is_held_in_part() const { return !plain && held_; }
+    int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
+
+    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
+        const int64_t slot = slot_of(entry);
+        prefetch_values(entry);
+        tensors_.param.prefetch(slot);
+        for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(slot);
+        for (int s = 0; s < program_.slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
+            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
+        }
+    }
+
+    SPARSESTEP_INLINE void update_slot(int64_t entry, int64_t slot) {
+        for (int s = 0; s < program_.slot_states; ++s) {
+            load_tile(job_.slot_state[s], slot, 0, 1, row_registers_ + s);
+        }
+        const int last = program_.phase_count - 1;
+        const T* known = nullptr;  // the gradient, where it was needed before and is one tile
+        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], entry, slot, known);
+        write(program_.phases[last], entry, slot, known);
+        for (int s = 0; s < program_.slot_states; ++s) store_row_state(s, slot);
+    }
+
+    // A phase that writes nothing. Returns the gradient where it is one tile.
+    const T* reduce(const Phase& phase, int64_t entry, int64_t slot, const T* known) {
+        const T* grad = known;
+        run_row(phase);
+        Reduction<T> found[max_reductions];
+        int count = 0;
+        for (const Instruction* at = phase.tile; at != phase.tile_end; ++at) {
+            if (at->code >= Code::mean) found[count++].begin(at->code);
+        }
+        const Instruction* const reductions = phase.tile_end - count;
+        for (int64_t offset = 0; offset < columns(); offset += tile_size) {
+            const int64_t n = tile_at(offset);
+            T* param = tensors_.param.load(slot, offset, n, param_tile_);
+            if (!known) grad = gradient(entry, offset, n, param);
+            if (phase.reads & 1 && shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) shrunk_[j] = param[j] * shrink_;
+                param = shrunk_;
+            }
+            T* state[max_states];
+            for (int s = 0; s < states_; ++s) {
+                const bool is_read = phase.reads >> (2 + s) & 1;
+                state[s] = is_read ? load_state(s, slot, offset, n) : param_tile_;
+            }
+            for (int64_t at = 0; at < n; at += chunk) {
+                const int64_t length = n - at < chunk ? n - at : chunk;
+                look_at(param, grad, state, at);
+                run_tile(phase.tile, reductions, length);
+                for (int r = 0; r < count; ++r) {
+                    found[r].add(reductions[r].code, tiles_[reductions[r].a], length);
+                }
+            }
+        }
+        for (int r = 0; r < count; ++r) {
+            row_registers_[reductions[r].to] = found[r].end(reductions[r].code, columns());
+        }
+        return columns() <= tile_size ? grad : nullptr;
+    }
+
+    // The last phase.
+    SPARSESTEP_INLINE void write(const Phase& phase, int64_t entry, int64_t slot, const T* known) {
+        run_row(phase);
+        for (int64_t offset = 0; offset < columns(); offset += tile_size) {
+            const int64_t n = tile_at(offset);
+            T* const param = tensors_.param.load(slot, offset, n, param_tile_);
+            const T* const grad = known ? known : gradient(entry, offset, n, param);
+            T* state[max_states];
+            for (int s = 0; s < states_; ++s) state[s] = load_state(s, slot, offset, n);
+            if (is_held_in_part()) keep(param, state, n);
+            if (shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
+            }
+            for (int64_t at = 0; at < n; at += chunk) {
+                look_at(param, grad, state, at);
+                run_tile(phase.tile, phase.tile_end, n - at < chunk ? n - at : chunk);
+            }
+            if (is_held_in_part()) restore(param, state, row_of(entry) * columns() + offset, n);
+            tensors_.param.store(slot, offset, n, param);
+            for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
+        }
+    }
+
+    int64_t tile_at(int64_t offset) const {
+        const int64_t rest = columns() - offset;
+        return rest < tile_size ? rest : tile_size;
+    }
+    T* load_state(int s, int64_t slot, int64_t offset, int64_t n) {
+        return tensors_.state[s].load(slot, offset, n, state_tiles_[s]);
+    }
+    SPARSESTEP_INLINE void look_at(T* param, const T* grad, T* const* state, int64_t at) {
+        tiles_[0] = param + at;
+        tiles_[1] = const_cast<T*>(grad) + at;  // no program writes it
+        for (int s = 0; s < states_; ++s) tiles_[2 + s] = state[s] + at;
+    }
+    SPARSESTEP_INLINE void run_tile(const Instruction* begin, const Instruction* end, int64_t n) {
+        if (n == chunk) return sparsestep::run<T, chunk>(begin, end, tiles_, n);
+        sparsestep::run<T, 0>(begin, end, tiles_, n);
+    }
+
+    // What is computed once for the row.
+    SPARSESTEP_INLINE void run_row(const Phase& phase) {
+        if (phase.row == phase.row_end) return;
+        const Instruction* at = phase.row;
+        while (at != phase.row_end && at->code != Code::spread) ++at;
+        sparsestep::run<T, 1>(phase.row, at, row_, 1);
+        for (; at != phase.row_end; ++at) fill(tiles_[at->to], row_registers_[at->a]);
+    }
+    static void fill(T* tile, T value) {
+        for (int64_t j = 0; j < chunk; ++j) tile[j] = value;
+    }
+
+    void store_row_state(int s, int64_t slot) {
+        const T* const value = row_registers_ + program_.row_results[s];
+        if (job_.stochastic) {
+            const Randomness random(job_.seed, states_ + 1 + s);
+            store_tile(job_.slot_state[s], slot, 0, 1, value, random, slot);
+        } else {
+            store_tile(job_.slot_state[s], slot, 0, 1, value);
+        }
+    }
+
+    // Of a slot that is held in part, what is not held gets back what it had.
+    void keep(const T* param, T* const* state, int64_t n) {
+        std::memcpy(before_[0], param, size_t(n) * sizeof(T));
+        for (int s = 0; s < states_; ++s) {
+            std::memcpy(before_[1 + s], state[s], size_t(n) * sizeof(T));
+        }
+    }
+    void restore(T* param, T* const* state, int64_t first, int64_t n) const {
+        for (int t = 0; t <= states_; ++t) {
+            T* const written = t ? state[t - 1] : param;
+            for (int64_t j = 0; j < n; ++j) {
+                written[j] = held_[first + j] ? written[j] : before_[t][j];
+            }
+        }
+    }
+
+    const Program& program_;
+    const int states_;
+    const bool* const held_;
+    const T shrink_;
+    const Tensors tensors_;
+    T* tiles_[max_tile_registers];  // where each register lies
+    T* row_[max_row_registers];
+    T row_registers_[max_row_registers];
+    alignas(cache_line) T registers_[max_tile_registers - 2][chunk];
+    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T shrunk_[tile_size];
+    alignas(cache_line) T state_tiles_[max_states][tile_size];
+    T before_[1 + max_states][tile_size];
+};
+
+template <class T>
+void apply_program(const Job& job, const Piece& piece) {
+    if (piece.first_column == piece.last_column) return;  // slots without elements
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    for (int s = 0; s < job.program->states; ++s) stored &= is_stored_as<T>(job.state[s]);
+    if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, piece).run();
+    if constexpr (sizeof(T) == 4) {
+        if (is_plain(job, piece)) {
+            const bool usual = piece.last_column - piece.first_column == 64;
+            if (usual) return ProgramLoop<T, StoredRows<T, 64>, true>(job, piece).run();
+            return ProgramLoop<T, StoredRows<T, 0>, true>(job, piece).run();
+        }
+    }
+    ProgramLoop<T, StoredRows<T, 0>>(job, piece).run();
+}
+
+}  // namespace
+}  // namespace sparsestep

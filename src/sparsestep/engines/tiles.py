@@ -1,0 +1,388 @@
+"""From a recorded formula to the program that the core runs over the tiles of a row.
+
+The core goes over a row once for each *phase* of the program. All phases but the last end in
+numbers of the row (its mean, sum or largest element) and write nothing; what the next one needs of
+their elements it computes again, so that a row may have any length. In a phase, what there is once
+per row is computed first; then come the elements, tile by tile, in registers.
+
+The native side is ``native/core/program.h`` (the form) and ``native/kernels/machine.h`` (the
+operations).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sparsestep.contract.program import (
+    OF_ROWS,
+    Argument,
+    Number,
+    Operation,
+    Program,
+    RecordError,
+    Value,
+)
+
+# The order is that of Code in native/core/program.h.
+_OF_TWO = ("add", "sub", "mul", "div", "maximum", "minimum", "pow")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_OF_ONE = ("neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "exp", "log", "copy", "spread")
+_OF_THREE = ("where", "mul_add", "mul_sub", "sub_mul")
+CODES = {
+    name: code
+    for code, name in enumerate((*_OF_TWO, *_COMPARISONS, *_OF_ONE, *_OF_THREE, *OF_ROWS))
+}
+
+# What the core has room for; as in native/core/types.h and program.h.
+MAX_STATES, MAX_ROW_STATES = 8, 4
+MAX_TILE_REGISTERS, MAX_ROW_REGISTERS = 64, 128
+MAX_REDUCTIONS = 8
+
+
+class Instruction(NamedTuple):
+    """An operation on registers."""
+
+    code: str
+    to: int
+    operands: tuple[int, ...]
+
+
+class Phase(NamedTuple):
+    """What is done once for a row, then for each tile of it."""
+
+    row: list[Instruction]
+    tile: list[Instruction]
+
+
+class TileProgram(NamedTuple):
+    """What the core is given.
+
+    Attributes:
+        states: how many there are per element.
+        row_states: how many there are per row.
+        numbers: how many it takes.
+        phases: in their order.
+        row_results: the registers of the new states per row.
+    """
+
+    states: int
+    row_states: int
+    numbers: int
+    phases: list[Phase]
+    row_results: list[int]
+
+    @property
+    def encoded(self) -> tuple[int, int, int, tuple[tuple[bytes, bytes], ...], bytes]:
+        """In the form that ``core.Program`` takes."""
+        phases = tuple((_encoded(phase.row), _encoded(phase.tile)) for phase in self.phases)
+        results = array("H", self.row_results).tobytes()
+        return self.states, self.row_states, self.numbers, phases, results
+
+
+def _encoded(instructions: Iterable[Instruction]) -> bytes:
+    numbers = array("H")
+    for code, to, operands in instructions:
+        given = (*operands, *operands[:1] * (3 - len(operands)))
+        numbers.extend((CODES[code], to, *given))
+    return numbers.tobytes()
+
+
+def lowered(program: Program) -> TileProgram:
+    """The program for the core.
+
+    Raises:
+        RecordError: it is larger than the core has room for.
+
+    Example:
+        >>> def update(param, grad, sum, *, lr):
+        ...     sum = sum + grad * grad
+        ...     return param - lr * grad / sum.sqrt(), sum
+        >>> from sparsestep.contract.rule import Rule, State
+        >>> from sparsestep.contract.stand_in import record
+        >>> program = record(Rule("mine", update, (State("sum"),)), 1, {"lr": 0.5})
+        >>> for instruction in lowered(program).phases[0].tile:
+        ...     print(instruction.code, instruction.operands, "to", instruction.to)
+        mul_add (1, 1, 2) to 2
+        mul (3, 1) to 4
+        sqrt (2,) to 5
+        div (4, 5) to 4
+        sub (0, 4) to 0
+    """
+    return _Lowering(program).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._operations = program.operations
+        inputs = self._operations[: len(program.inputs)]
+        self._row_states = sum(operation.per_row for operation in inputs)
+        self._inputs = len(inputs) - self._row_states  # those of tiles
+        self._results = program.results[: self._inputs - 1]
+        self._row_results = program.results[self._inputs - 1 :]
+        self._levels = self._find_levels()
+        self._live = self._needed(program.results, through_rows=True)
+        first = self._row_states + len(program.numbers)
+        self._row_registers = {self._inputs + s: s for s in range(self._row_states)}
+        self._next_row_register = first
+        self._spread: dict[int, int] = {}  # registers of tiles, for values of the row
+        self._next_register = self._inputs + len(program.numbers)
+
+    def run(self) -> TileProgram:
+        levels = [self._levels[place] for place in self._live]
+        phases = [self._phase(level) for level in range(max(levels, default=0) + 1)]
+        results = [self._row_registers[place] for place in self._row_results]
+        numbers = len(self._program.numbers)
+        made = TileProgram(self._inputs - 2, self._row_states, numbers, phases, results)
+        self._check_size(made)
+        return made
+
+    def _check_size(self, made: TileProgram) -> None:
+        most = max(
+            (i.to for phase in made.phases for i in phase.tile if i.code not in OF_ROWS),
+            default=0,
+        )
+        reductions = (sum(i.code in OF_ROWS for i in phase.tile) for phase in made.phases)
+        if (
+            made.states > MAX_STATES
+            or made.row_states > MAX_ROW_STATES
+            or max(most, self._next_register) >= MAX_TILE_REGISTERS
+            or self._next_row_register > MAX_ROW_REGISTERS
+            or max(reductions) > MAX_REDUCTIONS
+        ):
+            raise RecordError("it is longer, or has more state, than the core has room for")
+
+    # What depends on what
+
+    def _find_levels(self) -> list[int]:
+        """For each value, how often elements have to become a number of the row before it."""
+        levels: list[int] = []
+        for name, arguments, _ in self._operations:
+            known = [levels[a.place] for a in arguments if not isinstance(a, Number)]
+            levels.append(max(known, default=0) + (name in OF_ROWS))
+        return levels
+
+    def _needed(self, places: Iterable[int], *, through_rows: bool) -> list[int]:
+        """All values that some are made of, in order.
+
+        Args:
+            places: those that are wanted.
+            through_rows: whether values of the row count as made of others, or as given.
+        """
+        found: set[int] = set()
+        waiting = list(places)
+        while waiting:
+            place = waiting.pop()
+            if place in found:
+                continue
+            found.add(place)
+            operation = self._operations[place]
+            if through_rows or not operation.per_row:
+                waiting += (a.place for a in operation.arguments if not isinstance(a, Number))
+        return sorted(found)
+
+    # One phase
+
+    def _phase(self, level: int) -> Phase:
+        row = [
+            self._row_operation(place)
+            for place in self._live
+            if self._levels[place] == level and self._is_made_of_rows(place)
+        ]
+        reductions = [
+            place
+            for place in self._live
+            if self._levels[place] == level + 1 and self._operations[place].name in OF_ROWS
+        ]
+        wanted: Sequence[int]
+        if reductions:
+            wanted = [self._operations[place].arguments[0].place for place in reductions]
+        else:
+            wanted = self._results
+        needed = self._needed(wanted, through_rows=False)
+        row += self._spread_out(place for place in needed if self._operations[place].per_row)
+        tiles = _Tiles(self, needed, wanted, writes=not reductions)
+        tile = tiles.run()
+        for place in reductions:
+            argument = self._operations[place].arguments[0]
+            operand = tiles.register_of(argument)
+            tile.append(
+                Instruction(self._operations[place].name, self._new_row_register(place), (operand,))
+            )
+        return Phase(row, tile)
+
+    def _is_made_of_rows(self, place: int) -> bool:
+        name, _, per_row = self._operations[place]
+        return per_row and name != "input" and name not in OF_ROWS
+
+    def _row_operation(self, place: int) -> Instruction:
+        name, arguments, _ = self._operations[place]
+        operands = tuple(
+            self._row_states + a.place if isinstance(a, Number) else self._row_registers[a.place]
+            for a in arguments
+        )
+        return Instruction(name, self._new_row_register(place), operands)
+
+    def _new_row_register(self, place: int) -> int:
+        self._row_registers[place] = self._next_row_register
+        self._next_row_register += 1
+        return self._row_registers[place]
+
+    def _spread_out(self, places: Iterable[int]) -> list[Instruction]:
+        """Tiles full of a number of the row, those that there are not yet."""
+        made = []
+        for place in places:
+            if place not in self._spread:
+                self._spread[place] = self._next_register
+                self._next_register += 1
+                operand = self._row_registers[place]
+                made.append(Instruction("spread", self._spread[place], (operand,)))
+        return made
+
+    # For the tiles of a phase
+
+    @property
+    def operations(self) -> list[Operation]:
+        return self._operations
+
+    @property
+    def inputs(self) -> int:
+        return self._inputs
+
+    @property
+    def first_temporary(self) -> int:
+        return self._next_register
+
+    def given(self, argument: Argument) -> int | None:
+        """The register that has an argument from the start; none has what a phase computes."""
+        if isinstance(argument, Number):
+            return self._inputs + argument.place
+        if argument.place < self._inputs:
+            return argument.place
+        return self._spread.get(argument.place)
+
+
+class _Tiles:
+    """The instructions of one phase on tiles.
+
+    Args:
+        lowering: of the program.
+        needed: values that the phase needs, in order.
+        wanted: those of them that are to be there at its end.
+        writes: whether these are the new parameter and states, to be written.
+    """
+
+    def __init__(
+        self, lowering: _Lowering, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
+    ) -> None:
+        self._lowering = lowering
+        self._wanted = wanted
+        self._results: Sequence[int] = wanted if writes else ()
+        self._homes: list[int] = [0, *range(2, lowering.inputs)][: len(self._results)]
+        self._made = [p for p in needed if not self._is_given(p)]
+        self._registers: dict[int, int] = {}
+        self._free: list[int] = []
+        self._next = lowering.first_temporary
+        self._steps = self._fused()
+        # The last step that uses a value.
+        self._last: dict[int, int] = {}
+        for step, (_, _, arguments) in enumerate(self._steps):
+            for argument in arguments:
+                if not isinstance(argument, Number):
+                    self._last[argument.place] = step
+
+    def run(self) -> list[Instruction]:
+        made, moved = self._save_inputs()
+        at_home: set[int] = set()
+        for step, (name, place, arguments) in enumerate(self._steps):
+            operands = tuple(self.register_of(argument) for argument in arguments)
+            for argument in arguments:
+                if not isinstance(argument, Number):
+                    self._release(argument.place, step)
+            home = self._home_for(place, step, at_home)
+            if home is None:
+                self._registers[place] = self._new()
+            else:
+                self._registers[place] = home
+                at_home.add(home)
+            made.append(Instruction(name, self._registers[place], operands))
+        for place, home in zip(self._results, self._homes, strict=True):
+            register = moved[place] if place in moved else self.register_of(Value(place))
+            if home not in at_home and register != home:
+                made.append(Instruction("copy", home, (register,)))
+        return made
+
+    def register_of(self, argument: Argument) -> int:
+        """Where an argument is."""
+        given = self._lowering.given(argument)
+        return self._registers[argument.place] if given is None else given
+
+    def _is_given(self, place: int) -> bool:
+        return place < self._lowering.inputs or self._lowering.operations[place].per_row
+
+    def _save_inputs(self) -> tuple[list[Instruction], dict[int, int]]:
+        """Copies of inputs that become another's new value, before anything is overwritten."""
+        made, moved = [], {}
+        for place, home in zip(self._results, self._homes, strict=True):
+            if place in self._homes and place != home and place not in moved:
+                moved[place] = self._new()
+                made.append(Instruction("copy", moved[place], (place,)))
+        return made, moved
+
+    def _home_for(self, place: int, step: int, taken: set[int]) -> int | None:
+        """Where a value is written at once, if it is a result and what was there is done with."""
+        for result, home in zip(self._results, self._homes, strict=True):
+            if result == place and home not in taken and self._last.get(home, -1) <= step:
+                return home
+        return None
+
+    def _new(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def _release(self, place: int, step: int) -> None:
+        register = self._registers.get(place)
+        if register is None or place in self._wanted or self._last[place] != step:
+            return
+        if register >= self._lowering.first_temporary and register not in self._free:
+            self._free.append(register)
+
+    # Products that are used once, in a sum: one instruction for both
+
+    def _fused(self) -> list[tuple[str, int, tuple[Argument, ...]]]:
+        operations = self._lowering.operations
+        uses: dict[int, int] = {}
+        for place in self._made:
+            for argument in operations[place].arguments:
+                if not isinstance(argument, Number):
+                    uses[argument.place] = uses.get(argument.place, 0) + 1
+        absorbed: set[int] = set()
+
+        def is_product(argument: Argument) -> bool:
+            if isinstance(argument, Number) or argument.place not in uses:
+                return False
+            single = uses[argument.place] == 1 and argument.place not in self._wanted
+            is_made = argument.place in self._made and argument.place not in absorbed
+            return single and is_made and operations[argument.place].name == "mul"
+
+        steps: dict[int, tuple[str, int, tuple[Argument, ...]]] = {}
+        for place in self._made:
+            name, arguments, _ = operations[place]
+            steps[place] = (name, place, arguments)
+            if name not in ("add", "sub"):
+                continue
+            first, second = arguments
+            for product, other, fused in (
+                (second, first, "mul_add" if name == "add" else "sub_mul"),
+                (first, second, "mul_add" if name == "add" else "mul_sub"),
+            ):
+                if is_product(product):
+                    factors = operations[product.place].arguments
+                    steps[place] = (fused, place, (*factors, other))
+                    absorbed.add(product.place)
+                    break
+        return [steps[place] for place in self._made if place not in absorbed]
