@@ -33,11 +33,19 @@ enum class Code : uint16_t {
     log,
     copy,
     spread,  // a number of the row becomes a tile
-    // of three
     where,
-    mul_add,  // a * b + c, rounded twice
-    mul_sub,  // a * b - c
-    sub_mul,  // c - a * b
+    // What formulas often have one after the other, each operation rounded on its own. Less is then
+    // read and written.
+    mul_add,       // a * b + c
+    mul_sub,       // a * b - c
+    sub_mul,       // c - a * b
+    mul_mul_add,   // a * b + c * d
+    mul_div,       // a * b / c
+    sub_div,       // c - a / b
+    sub_mul_div,   // d - a * b / c
+    sqrt_add,      // sqrt(a) + b
+    sqrt_div,      // sqrt(a) / b
+    sqrt_div_add,  // sqrt(a) / b + c
     // of a whole row: tiles become a number of the row
     mean,
     sum,
@@ -49,7 +57,7 @@ constexpr int code_count = int(Code::amax) + 1;
 // the program's numbers, temporaries. Those of rows: states per row, the numbers, temporaries.
 struct Instruction {
     Code code;
-    uint16_t to, a, b, c;
+    uint16_t to, a, b, c, d;
 };
 
 constexpr int max_tile_registers = 64;

@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-#include "core/program.h"
-
 namespace sparsestep {
 
 enum class Dtype : int32_t { float16 = 0, bfloat16 = 1, float32 = 2, float64 = 3 };
@@ -40,6 +38,7 @@ constexpr int max_slot_states = 4;
 constexpr int max_options = 8;
 
 struct Job;
+struct Program;  // see program.h
 
 // Of a slot of a gradient, for clipping: of its absolute values, of its squares (their root), or
 // the largest.

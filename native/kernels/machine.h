@@ -42,10 +42,12 @@ __attribute__((noinline)) void run(const Instruction* at, const Instruction* end
     for (; at != end; ++at) {
         T* const to = tiles[at->to];
         const T *const a = tiles[at->a], *const b = tiles[at->b], *const c = tiles[at->c];
-#define SPARSESTEP_EACH(expression)                                              \
-    {                                                                            \
-        _Pragma("GCC ivdep") for (int64_t j = 0; j < n; ++j) to[j] = expression; \
-        break;                                                                   \
+        const T* const d = tiles[at->d];
+#define SPARSESTEP_EACH(expression)                                                          \
+    {                                                                                        \
+        _Pragma("GCC ivdep") _Pragma("GCC unroll 8") for (int64_t j = 0; j < n; ++j) to[j] = \
+            expression;                                                                      \
+        break;                                                                               \
     }
         switch (at->code) {
             case Code::add: SPARSESTEP_EACH(a[j] + b[j])
@@ -74,6 +76,13 @@ __attribute__((noinline)) void run(const Instruction* at, const Instruction* end
             case Code::mul_add: SPARSESTEP_EACH(a[j] * b[j] + c[j])
             case Code::mul_sub: SPARSESTEP_EACH(a[j] * b[j] - c[j])
             case Code::sub_mul: SPARSESTEP_EACH(c[j] - a[j] * b[j])
+            case Code::mul_mul_add: SPARSESTEP_EACH(a[j] * b[j] + c[j] * d[j])
+            case Code::mul_div: SPARSESTEP_EACH(a[j] * b[j] / c[j])
+            case Code::sub_div: SPARSESTEP_EACH(c[j] - a[j] / b[j])
+            case Code::sub_mul_div: SPARSESTEP_EACH(d[j] - a[j] * b[j] / c[j])
+            case Code::sqrt_add: SPARSESTEP_EACH(square_root(a[j]) + b[j])
+            case Code::sqrt_div: SPARSESTEP_EACH(square_root(a[j]) / b[j])
+            case Code::sqrt_div_add: SPARSESTEP_EACH(square_root(a[j]) / b[j] + c[j])
             default: break;  // those that go from tiles to rows or back
         }
 #undef SPARSESTEP_EACH

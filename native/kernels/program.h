@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/program.h"
 #include "core/types.h"
 #include "kernels/gradients.h"
 #include "kernels/machine.h"

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/program.h"
 #include "core/types.h"
 
 namespace sparsestep {
@@ -14,7 +15,7 @@ namespace {
 
 namespace nb = nanobind;
 
-// A Program and what it points to. `phases` has two bytes objects for each: five 16-bit numbers for
+// A Program and what it points to. `phases` has two bytes objects for each: six 16-bit numbers for
 // each instruction, those of the row and those of its tiles.
 class OwnedProgram {
 public:
@@ -66,7 +67,7 @@ private:
         for (const Instruction& each : row) {
             check(int(each.code) < code_count && each.code < Code::mean);
             check(each.a < max_row_registers && each.b < max_row_registers &&
-                  each.c < max_row_registers);
+                  each.c < max_row_registers && each.d < max_row_registers);
             const bool spread = each.code == Code::spread;
             check(spread || !spreading);
             spreading = spread;
@@ -83,8 +84,8 @@ private:
         for (const Instruction& each : tile) {
             check(int(each.code) < code_count && each.code != Code::spread);
             check(each.a < max_tile_registers && each.b < max_tile_registers &&
-                  each.c < max_tile_registers);
-            for (int r : {each.a, each.b, each.c}) reads |= uint64_t(1) << r;
+                  each.c < max_tile_registers && each.d < max_tile_registers);
+            for (int r : {each.a, each.b, each.c, each.d}) reads |= uint64_t(1) << r;
             const bool reduces = each.code >= Code::mean;
             check(reduces || !reductions);
             if (reduces) {

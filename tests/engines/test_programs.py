@@ -159,13 +159,13 @@ def test_the_core_refuses_programs_that_it_could_not_run():
 
         return array.array("H", [CODES[code], to, *operands]).tobytes()
 
-    good = made("mul", 0, 1, 1, 1)
+    good = made("mul", 0, 1, 1, 1, 1)
     core.Program(0, 0, 0, ((b"", good),), b"")
     bad = {
-        "a register that there is not": made("mul", 0, 1, 64, 1),
-        "the gradient written": made("mul", 1, 1, 1, 1),
-        "a number written": made("mul", 2, 1, 1, 1),
-        "a sum in the last phase": made("sum", 2, 1, 1, 1),
+        "a register that there is not": made("mul", 0, 1, 64, 1, 1),
+        "the gradient written": made("mul", 1, 1, 1, 1, 1),
+        "a number written": made("mul", 2, 1, 1, 1, 1),
+        "a sum in the last phase": made("sum", 2, 1, 1, 1, 1),
         "an instruction cut off": good[:-1],
         "a code that there is not": b"\xff\xff" + good[2:],
     }

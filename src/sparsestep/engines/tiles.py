@@ -19,34 +19,28 @@ from sparsestep.contract.program import (
     OF_ROWS,
     Argument,
     Number,
-    Operation,
     Program,
     RecordError,
-    Value,
 )
+from sparsestep.engines.registers import Given, Instruction, TileCode
 
 # The order is that of Code in native/core/program.h.
 _OF_TWO = ("add", "sub", "mul", "div", "maximum", "minimum", "pow")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _OF_ONE = ("neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "exp", "log", "copy", "spread")
-_OF_THREE = ("where", "mul_add", "mul_sub", "sub_mul")
+_FUSED = ("mul_add", "mul_sub", "sub_mul", "mul_mul_add", "mul_div", "sub_div", "sub_mul_div")
+_ROOTS = ("sqrt_add", "sqrt_div", "sqrt_div_add")
 CODES = {
     name: code
-    for code, name in enumerate((*_OF_TWO, *_COMPARISONS, *_OF_ONE, *_OF_THREE, *OF_ROWS))
+    for code, name in enumerate(
+        (*_OF_TWO, *_COMPARISONS, *_OF_ONE, "where", *_FUSED, *_ROOTS, *OF_ROWS)
+    )
 }
 
 # What the core has room for; as in native/core/types.h and program.h.
 MAX_STATES, MAX_ROW_STATES = 8, 4
 MAX_TILE_REGISTERS, MAX_ROW_REGISTERS = 64, 128
 MAX_REDUCTIONS = 8
-
-
-class Instruction(NamedTuple):
-    """An operation on registers."""
-
-    code: str
-    to: int
-    operands: tuple[int, ...]
 
 
 class Phase(NamedTuple):
@@ -84,7 +78,7 @@ class TileProgram(NamedTuple):
 def _encoded(instructions: Iterable[Instruction]) -> bytes:
     numbers = array("H")
     for code, to, operands in instructions:
-        given = (*operands, *operands[:1] * (3 - len(operands)))
+        given = (*operands, *operands[:1] * (4 - len(operands)))
         numbers.extend((CODES[code], to, *given))
     return numbers.tobytes()
 
@@ -105,10 +99,8 @@ def lowered(program: Program) -> TileProgram:
         >>> for instruction in lowered(program).phases[0].tile:
         ...     print(instruction.code, instruction.operands, "to", instruction.to)
         mul_add (1, 1, 2) to 2
-        mul (3, 1) to 4
-        sqrt (2,) to 5
-        div (4, 5) to 4
-        sub (0, 4) to 0
+        sqrt (2,) to 4
+        sub_mul_div (3, 1, 4, 0) to 0
     """
     return _Lowering(program).run()
 
@@ -203,7 +195,8 @@ class _Lowering:
             wanted = self._results
         needed = self._needed(wanted, through_rows=False)
         row += self._spread_out(place for place in needed if self._operations[place].per_row)
-        tiles = _Tiles(self, needed, wanted, writes=not reductions)
+        given = Given(self._operations, self._inputs, self._next_register, self._given)
+        tiles = TileCode(given, needed, wanted, writes=not reductions)
         tile = tiles.run()
         for place in reductions:
             argument = self._operations[place].arguments[0]
@@ -241,148 +234,10 @@ class _Lowering:
                 made.append(Instruction("spread", self._spread[place], (operand,)))
         return made
 
-    # For the tiles of a phase
-
-    @property
-    def operations(self) -> list[Operation]:
-        return self._operations
-
-    @property
-    def inputs(self) -> int:
-        return self._inputs
-
-    @property
-    def first_temporary(self) -> int:
-        return self._next_register
-
-    def given(self, argument: Argument) -> int | None:
+    def _given(self, argument: Argument) -> int | None:
         """The register that has an argument from the start; none has what a phase computes."""
         if isinstance(argument, Number):
             return self._inputs + argument.place
         if argument.place < self._inputs:
             return argument.place
         return self._spread.get(argument.place)
-
-
-class _Tiles:
-    """The instructions of one phase on tiles.
-
-    Args:
-        lowering: of the program.
-        needed: values that the phase needs, in order.
-        wanted: those of them that are to be there at its end.
-        writes: whether these are the new parameter and states, to be written.
-    """
-
-    def __init__(
-        self, lowering: _Lowering, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
-    ) -> None:
-        self._lowering = lowering
-        self._wanted = wanted
-        self._results: Sequence[int] = wanted if writes else ()
-        self._homes: list[int] = [0, *range(2, lowering.inputs)][: len(self._results)]
-        self._made = [p for p in needed if not self._is_given(p)]
-        self._registers: dict[int, int] = {}
-        self._free: list[int] = []
-        self._next = lowering.first_temporary
-        self._steps = self._fused()
-        # The last step that uses a value.
-        self._last: dict[int, int] = {}
-        for step, (_, _, arguments) in enumerate(self._steps):
-            for argument in arguments:
-                if not isinstance(argument, Number):
-                    self._last[argument.place] = step
-
-    def run(self) -> list[Instruction]:
-        made, moved = self._save_inputs()
-        at_home: set[int] = set()
-        for step, (name, place, arguments) in enumerate(self._steps):
-            operands = tuple(self.register_of(argument) for argument in arguments)
-            for argument in arguments:
-                if not isinstance(argument, Number):
-                    self._release(argument.place, step)
-            home = self._home_for(place, step, at_home)
-            if home is None:
-                self._registers[place] = self._new()
-            else:
-                self._registers[place] = home
-                at_home.add(home)
-            made.append(Instruction(name, self._registers[place], operands))
-        for place, home in zip(self._results, self._homes, strict=True):
-            register = moved[place] if place in moved else self.register_of(Value(place))
-            if home not in at_home and register != home:
-                made.append(Instruction("copy", home, (register,)))
-        return made
-
-    def register_of(self, argument: Argument) -> int:
-        """Where an argument is."""
-        given = self._lowering.given(argument)
-        return self._registers[argument.place] if given is None else given
-
-    def _is_given(self, place: int) -> bool:
-        return place < self._lowering.inputs or self._lowering.operations[place].per_row
-
-    def _save_inputs(self) -> tuple[list[Instruction], dict[int, int]]:
-        """Copies of inputs that become another's new value, before anything is overwritten."""
-        made, moved = [], {}
-        for place, home in zip(self._results, self._homes, strict=True):
-            if place in self._homes and place != home and place not in moved:
-                moved[place] = self._new()
-                made.append(Instruction("copy", moved[place], (place,)))
-        return made, moved
-
-    def _home_for(self, place: int, step: int, taken: set[int]) -> int | None:
-        """Where a value is written at once, if it is a result and what was there is done with."""
-        for result, home in zip(self._results, self._homes, strict=True):
-            if result == place and home not in taken and self._last.get(home, -1) <= step:
-                return home
-        return None
-
-    def _new(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._next += 1
-        return self._next - 1
-
-    def _release(self, place: int, step: int) -> None:
-        register = self._registers.get(place)
-        if register is None or place in self._wanted or self._last[place] != step:
-            return
-        if register >= self._lowering.first_temporary and register not in self._free:
-            self._free.append(register)
-
-    # Products that are used once, in a sum: one instruction for both
-
-    def _fused(self) -> list[tuple[str, int, tuple[Argument, ...]]]:
-        operations = self._lowering.operations
-        uses: dict[int, int] = {}
-        for place in self._made:
-            for argument in operations[place].arguments:
-                if not isinstance(argument, Number):
-                    uses[argument.place] = uses.get(argument.place, 0) + 1
-        absorbed: set[int] = set()
-
-        def is_product(argument: Argument) -> bool:
-            if isinstance(argument, Number) or argument.place not in uses:
-                return False
-            single = uses[argument.place] == 1 and argument.place not in self._wanted
-            is_made = argument.place in self._made and argument.place not in absorbed
-            return single and is_made and operations[argument.place].name == "mul"
-
-        steps: dict[int, tuple[str, int, tuple[Argument, ...]]] = {}
-        for place in self._made:
-            name, arguments, _ = operations[place]
-            steps[place] = (name, place, arguments)
-            if name not in ("add", "sub"):
-                continue
-            first, second = arguments
-            for product, other, fused in (
-                (second, first, "mul_add" if name == "add" else "sub_mul"),
-                (first, second, "mul_add" if name == "add" else "mul_sub"),
-            ):
-                if is_product(product):
-                    factors = operations[product.place].arguments
-                    steps[place] = (fused, place, (*factors, other))
-                    absorbed.add(product.place)
-                    break
-        return [steps[place] for place in self._made if place not in absorbed]
