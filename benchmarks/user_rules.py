@@ -9,6 +9,8 @@ scatter on the coalesced gradient), divided by the formula's.
 ``--picture`` draws what it found.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import argparse
