@@ -256,8 +256,8 @@ private:
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
         job.apply = in_double ? rule.apply_double : rule.apply_float;
-        job.by_slot = rule.slot_states > 0 || job.coded ||
-                      (job.program && job.program->phase_count > 1);
+        job.by_slot =
+            rule.slot_states > 0 || job.coded || (job.program && job.program->phase_count > 1);
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));
     }

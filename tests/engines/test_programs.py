@@ -37,7 +37,7 @@ def run(
 ) -> list[Tensor]:
     """The new parameter and state of a rule that the core runs; values as the rule takes them."""
     param, grad, *state = (value.clone() for value in values)
-    asked = {"sign": 1.0, "l2": 0.0, "shrink": 1.0, "seed": None, **settings}
+    asked = {"sign": 1.0, "l2": 0.0, "shrink": 1.0, "seed": None, "stochastic": False, **settings}
     said = Settings(rule, hyper or {}, state_dtype=None, who=str, **asked)
     gradient = Touched(positions, grad, len(param), param.shape[1])
     update = ParamUpdate(said, {}, 0, param, param, grad, gradient, state=state)
@@ -177,4 +177,6 @@ def test_the_core_refuses_programs_that_it_could_not_run():
     with pytest.raises(ValueError, match="no such program"):
         core.Program(0, 0, 0, (), b"")
     with pytest.raises(ValueError, match="wrong number"):
-        core.Group(core.Program(0, 0, 0, ((b"", good),), b""), ("sum",), 1, 1.0, 0.0, 1.0, ())
+        core.Group(
+            core.Program(0, 0, 0, ((b"", good),), b""), ("sum",), 1, 1.0, 0.0, 1.0, (), False
+        )

@@ -42,6 +42,7 @@ class _Group:
         l2: float,
         shrink: float,
         numbers: tuple[float, ...],
+        stochastic: bool,
     ) -> None: ...
 
 class _Jobs:

@@ -64,6 +64,7 @@ class Programs:
             settings.l2,
             settings.shrink,
             tuple(program.numbers),
+            settings.stochastic,
         )
         self._groups[key] = (settings, group)  # keeps the settings, whose id is the key
         return group
