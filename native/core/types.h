@@ -62,6 +62,18 @@ using Link = uint32_t;
 constexpr Link taken = 0x80000000u;
 constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than that
 
+// Which elements of a whole tensor those of a part are: its row i is row i * step + first. By
+// default the part is the whole. Random bits are those of the whole's elements.
+struct DealtRows {
+    int64_t length = INT64_MAX;  // of a row
+    int64_t step = 1, first = 0;
+
+    int64_t element(int64_t here) const {
+        return step == 1 ? here : (here / length * step + first) * length + here % length;
+    }
+    int64_t row(int64_t here) const { return here * step + first; }
+};
+
 // One gradient to apply to one parameter.
 struct Job {
     bool whole;                // every slot comes once, in order; no positions
@@ -80,6 +92,7 @@ struct Job {
         1;            // decoupled weight decay: the parameter is multiplied by this first; 1: none
     bool stochastic;  // round half-precision tensors up or down at random
     uint64_t seed;    // of that randomness: one for each parameter and step
+    DealtRows dealt;  // where other processes have the other rows
     View values;      // [rows, block]
     // Where values are in several places: all of them. Then `source` has the elements between
     // values.data and each entry's row instead of the row's number, and the slot stride is 1.

@@ -145,7 +145,8 @@ private:
         for (int s = 0; s < slot_states; ++s) {
             if (job_.stochastic) {
                 const Randomness random(job_.seed, states + 1 + s);
-                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s, random, slot);
+                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s, random,
+                           job_.dealt.row(slot));
             } else {
                 store_tile(job_.slot_state[s], slot, 0, 1, row_state + s);
             }

@@ -64,6 +64,7 @@ struct ConvertedRows {
     int64_t first_column, last_column, block;
     bool stochastic;
     Randomness random;
+    DealtRows dealt;
 
     ConvertedRows(const View& view, const Job& job, const Piece& piece, int tensor)
         : view(view),
@@ -71,17 +72,20 @@ struct ConvertedRows {
           last_column(piece.last_column),
           block(job.block),
           stochastic(job.stochastic),
-          random(job.seed, tensor) {}
+          random(job.seed, tensor),
+          dealt(job.dealt) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
         load_tile(view, row, first_column + offset, n, tile);
         return tile;
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
         const int64_t column = first_column + offset;
-        if (stochastic) {
-            store_tile(view, row, column, n, tile, random, row * block + column);
-        } else {
-            store_tile(view, row, column, n, tile);
+        if (!stochastic) return store_tile(view, row, column, n, tile);
+        for (int64_t done = 0, run = 0; done < n; done += run) {  // a row of the tensor at a time
+            const int64_t here = row * block + column + done;
+            const int64_t rest = dealt.length - here % dealt.length;
+            run = rest < n - done ? rest : n - done;
+            store_tile(view, row, column + done, run, tile + done, random, dealt.element(here));
         }
     }
     void finish(int64_t, int64_t, const T*) const {}

@@ -118,8 +118,8 @@ NB_MODULE(_native, module) {
     nb::class_<Jobs>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
         .def("add", &Jobs::add, nb::arg("group"), nb::arg("step"), nb::arg("touched"),
-             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("owner"),
-             nb::arg("index"),
+             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("dealt").none(),
+             nb::arg("owner"), nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("try_claim", &Jobs::try_claim, nb::arg("group"), nb::arg("owner"), nb::arg("params"),
              nb::arg("state"), nb::arg("known"), nb::arg("seen"), nb::arg("selections").none(),

@@ -65,6 +65,12 @@ bool read_gradient(nb::tuple touched, Job& job) {
            (touched[5].is_none() || read_view(touched[5], job.entries, 1, job.scale));
 }
 
+// See rounding.Dealt.
+void read_dealt(const nb::tuple& from, DealtRows& to) {
+    to = {nb::cast<int64_t>(from[0]), nb::cast<int64_t>(from[1]), nb::cast<int64_t>(from[2])};
+    if (to.length < 1 || to.step < 1) throw nb::value_error("no such rows");
+}
+
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
 class Jobs {
 public:
@@ -74,7 +80,8 @@ public:
     // says it is. Whoever answers for the group, and the parameter's number there, are returned
     // with a bad entry.
     bool add(const Group& group, int64_t step, nb::tuple touched, nb::object param, nb::list states,
-             std::optional<uint64_t> seed, nb::object owner, int64_t index) {
+             std::optional<uint64_t> seed, std::optional<nb::tuple> dealt, nb::object owner,
+             int64_t index) {
         const RuleKernels rule = group.kernels(kernels_);
         if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
@@ -88,6 +95,7 @@ public:
         }
         job.stochastic = seed.has_value() && group.stochastic;
         job.seed = seed.value_or(0);
+        if (dealt) read_dealt(*dealt, job.dealt);
         if (!read_view(param, job.slots, job.block, job.param)) return false;
         job.coded = !group.roots.empty();
         for (int s = 0; s < rule.states; ++s) {

@@ -168,10 +168,10 @@ def ends(rank: int, world: int) -> Found:
     return {"sizes": sizes, "after": made.weight.detach()}
 
 
-def masked(rank: int, world: int) -> Found:
+def masked(rank: int, world: int, kind: str) -> Found:
     """Only some rows may move."""
     made = nn.Embedding(7, 2)
-    plan = shard(made, plan="rows", reduce="sum")
+    plan = shard(made, plan=kind, reduce="sum")
     mask = plan.local("", torch.tensor([True, False] * 3 + [True]))
     opt = sparsestep.SGD([{"params": [made.weight], "mask": mask}], lr=1.0)
     before = made.weight.detach().clone()
@@ -191,9 +191,9 @@ def in_chunks(rank: int, world: int) -> Found:
         wire.CHUNK = whole
 
 
-def scaled(rank: int, world: int) -> Found:
+def scaled(rank: int, world: int, kind: str) -> Found:
     """The last rank's gradient is infinite in the second step: all ranks skip it."""
-    made, opt = table("rows")
+    made, opt = table(kind)
     other, _ = table("tables")
     opt.add_param_group({"params": [other.weight]})
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -218,7 +218,9 @@ def behaviour(rank: int, world: int) -> Found:
         found["bad ids", kind] = bad_ids(rank, world, kind)
         found["left out", kind] = left_out(rank, world, kind)
         found["loops", kind] = loops(rank, world, kind)
-    for work in (different_places, refusals, with_ddp, ends, masked, in_chunks, scaled):
+        found["masked", kind] = masked(rank, world, kind)
+        found["scaled", kind] = scaled(rank, world, kind)
+    for work in (different_places, refusals, with_ddp, ends, in_chunks):
         with contextlib.suppress(ImportError):
             found[work.__name__] = work(rank, world)
         dist.barrier()

@@ -6,7 +6,7 @@ import torch
 
 import sparsestep
 from tests.distributed.shard_cases import KINDS, Case
-from tests.table import EVERY, Variant
+from tests.table import EVERY, Variant, sm3_by_rows
 
 
 def has_dense_form(variant: Variant) -> bool:
@@ -17,17 +17,30 @@ def has_dense_form(variant: Variant) -> bool:
     return True
 
 
+ROUNDED = (
+    ("stochastic_rounding", True),
+    ("rounding_seed", 7),
+    ("state_dtype", torch.bfloat16),
+)
 QUICK = {
     **{f"{kind}-global": Case(kind) for kind in KINDS},
     **{f"{kind}-fast": Case(kind, order="fast", reduce="mean") for kind in KINDS},
     "dense": Case("rows", semantics="dense", make=sparsestep.AdamW),
     "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
     "clipped": Case("tables", clip=0.5),
-    "half": Case("rows", order="fast", dtype=torch.bfloat16),
+    **{f"half-{kind}": Case(kind, order="fast", dtype=torch.bfloat16) for kind in KINDS},
+    **{f"user rule-{kind}": Case(kind, make=sm3_by_rows) for kind in KINDS},
+    # The random bits are those of the elements of the whole, whoever has them.
+    **{
+        f"rounded-{kind}-{rule.__name__}": Case(
+            kind, make=rule, options=ROUNDED, dtype=torch.bfloat16
+        )
+        for kind in KINDS
+        for rule in (sparsestep.Adam, sparsestep.RowwiseAdagrad, sm3_by_rows)
+    },
 }
 
-# Every rule with every kind, under both semantics where the rule has both. Rounding is left out:
-# its random bits are those of the rows here.
+# Every rule with every kind, under both semantics where the rule has both.
 SWEEP = {
     f"{variant}-{kind}-{semantics}": Case(
         kind,

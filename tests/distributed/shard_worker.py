@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from tests.distributed import pair
+from tests.distributed.shard_ahead import ahead
 from tests.distributed.shard_behaviour import behaviour
 from tests.distributed.shard_cases import on_ranks
 from tests.distributed.shard_runs import QUICK
@@ -17,6 +18,7 @@ def work(rank: int, meeting: str) -> pair.Results:
     for name, case in QUICK.items():
         found[name] = on_ranks(case, rank, world)[0]
     found.update(behaviour(rank, world))
+    found.update(ahead(rank, world))
     dist.destroy_process_group()
     return found
 

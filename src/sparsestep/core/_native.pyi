@@ -55,6 +55,7 @@ class _Jobs:
         param: Tensor,
         states: list[Tensor],
         seed: int | None,
+        dealt: tuple[int, int, int] | None,
         owner: object,
         index: int,
     ) -> bool: ...

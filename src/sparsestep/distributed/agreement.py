@@ -45,9 +45,13 @@ class Line:
         largest: the most bytes that this rank will send another.
         back: the most bytes that it expects from another in return.
         payload: whatever else the exchange needs.
+        ahead: which ids have been sent already; 0 for none.
     """
 
-    FIELDS = ("refuses", "doing", "table", "turn", "count", "oldest", "largest", "back", "payload")
+    FIELDS = (
+        *("refuses", "doing", "table", "turn", "count", "oldest"),
+        *("largest", "back", "payload", "ahead"),
+    )
     # What all ranks must say alike.
     AGREED = ("doing", "table", "turn", "count")
 
@@ -60,10 +64,11 @@ class Line:
     largest: int
     back: int
     payload: int
+    ahead: int
 
     def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
         self.refuses, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
-        self.count = self.largest = self.back = self.payload = 0
+        self.count = self.largest = self.back = self.payload = self.ahead = 0
 
     def numbers(self) -> list[int]:
         """What all ranks get."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.agreement import Doing, Lines
-from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
+from sparsestep.distributed.ledger import Answer, Ledger, Ticket
+from sparsestep.distributed.sending import NUMBERS
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader
+from sparsestep.distributed.wire import Reader, joined
 from sparsestep.gradients.arriving import Pending, read_otherwise, source_of
 from sparsestep.gradients.compact import (
     Compact,
@@ -27,7 +28,6 @@ from sparsestep.gradients.compact import (
 )
 from sparsestep.gradients.merge import summed
 from sparsestep.gradients.touched import Touched
-from sparsestep.surroundings import cat
 
 
 class _Sent(NamedTuple):
@@ -93,7 +93,7 @@ def _fetch(
     for index in dict.fromkeys(each.ticket for said in theirs for each in said):
         answer = ledger.answers[index]
         arrived = [pieces.get((rank, index)) for rank in range(ledger.wire.world)]
-        new = _of_all(answer.table, arrived) if answer.found is None else _part(answer, arrived)
+        new = _of_all(answer.table, arrived) if answer.parts is None else _part(answer, arrived)
         parts.setdefault(answer.table.index, []).extend(new)
 
 
@@ -126,9 +126,9 @@ def _arrived_in(grad: Tensor) -> list[Touched]:
 
 def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
     """What the others get of a copy's gradient: sums, or every entry where their order matters."""
-    assert ticket.found is not None
+    assert ticket.parts is not None
     weight = ticket.table.weight
-    touched = _backward(ticket.found, weight, rows).touched()
+    (touched,) = ticket.parts(rows)
     if ticket.table.order == "global":
         touched = touched.expanded()
         values = touched.values.reshape(-1, touched.block)
@@ -195,33 +195,21 @@ def _exchanged(
 
 def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]:
     """What the gradients of the rows that an owner has answered with are for its weight."""
-    assert answer.found is not None
+    assert answer.parts is not None
     table = answer.table
     if not table.is_here:
         return []
-    nothing = answer.found.new_zeros(max(answer.bags), table.dim)
-    rows = cat(
-        [
-            nothing[:count] if piece is None else piece.values
-            for piece, count in zip(arrived, answer.bags, strict=True)
-        ]
-    )
-    rows = _reduced(table, rows)
-    parts = _backward(answer.found, table.weight, rows)._parts
+    values = [
+        table.weight.new_zeros(count, table.dim) if piece is None else piece.values
+        for piece, count in zip(arrived, answer.bags, strict=True)
+    ]
+    parts = answer.parts(_reduced(table, values))
     if None not in arrived:
         return parts
     # A rank that left the lookup out of its loss touches nothing with it, not even with zeros.
     counts = torch.tensor(answer.bags)
     present = torch.tensor([piece is not None for piece in arrived]).repeat_interleave(counts)
     return [_only(part, present, table.dim) for part in parts]
-
-
-def _backward(found: Tensor, weight: Tensor, rows: Tensor) -> Compact:
-    """The gradient of a weight; the graph stays, for as long as more may come."""
-    grad: Any
-    (grad,) = torch.autograd.grad(found, weight, rows, retain_graph=True)
-    made: Compact = grad
-    return made
 
 
 def _only(part: Touched, present: Tensor, dim: int) -> Touched:
@@ -237,18 +225,22 @@ def _only(part: Touched, present: Tensor, dim: int) -> Touched:
 def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
     """What all ranks have sent of a copy's gradient, in their order."""
     pieces: list[Any] = [piece for piece in arrived if piece is not None]
-    values = _reduced(table, cat([piece.values for piece in pieces]))
+    values = _reduced(table, [piece.values for piece in pieces])
     block = values.shape[1]
-    positions = cat([piece.positions for piece in pieces])
+    positions = joined([piece.positions for piece in pieces])
     table.bring_up_to_date(positions * block // table.dim)
     slots = table.rows * table.dim // block if block else table.rows
     return [Touched(positions, values, slots, block)]
 
 
-def _reduced(table: Table, values: Tensor) -> Tensor:
-    """Values that were put together here, for their mean over ranks divided in place."""
-    world = table.wire.world
-    return values.div_(world) if table.reduce == "mean" and world > 1 else values
+def _reduced(table: Table, pieces: Sequence[Tensor]) -> Tensor:
+    """Values of all ranks put together, divided for their mean."""
+    world, values = table.wire.world, joined(pieces)
+    if table.reduce != "mean" or world == 1:
+        return values
+    # A piece that is alone may be what this rank has sent itself: somebody may still hold it.
+    is_own = values.numel() and any(values.data_ptr() == piece.data_ptr() for piece in pieces)
+    return values / world if is_own else values.div_(world)
 
 
 def _give(table: Table, new: Sequence[Touched]) -> None:

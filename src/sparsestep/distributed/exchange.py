@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsestep.distributed import arrivals, lookups
 from sparsestep.distributed.agreement import Doing
+from sparsestep.distributed.ahead import Sent
 from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.table import Table
@@ -35,13 +36,16 @@ class Exchange:
         self.wire: Wire = wire
         self.tables: Sequence[Table] = tables
         self._ledger = Ledger(wire, tables, most)
+        self._dealt = {id(t.weight) for t in tables if t.kind == "rows"}
         self._divided = {id(t.weight) for t in tables if t.kind != "copy" and wire.world > 1}
         for table in tables:
             arriving.register(table.weight, self)
 
-    def look_up(self, first: Table, prepare: Callable[[], Sequence[Request]]) -> list[Tensor]:
+    def look_up(
+        self, first: Table, prepare: Callable[[], Sequence[Request]], ahead: Sent | None = None
+    ) -> list[Tensor]:
         """Look up what this rank asks for; see ``lookups.look_up``."""
-        return lookups.look_up(self._ledger, first, prepare)
+        return lookups.look_up(self._ledger, first, prepare, ahead)
 
     @torch.no_grad()
     def arrive(self) -> None:
@@ -51,6 +55,10 @@ class Exchange:
     def is_divided(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""
         return id(param) in self._divided
+
+    def dealt(self, param: Tensor) -> tuple[int, int]:
+        """How many rows of the whole there are to each that is here, and which is the first."""
+        return (self.wire.world, self.wire.rank) if id(param) in self._dealt else (1, 0)
 
     def total(self, value: Tensor, order: float) -> Tensor:
         """The norm of what all ranks have the norms of; the same bits on all of them."""

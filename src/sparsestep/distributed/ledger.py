@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.agreement import Doing, Line, Lines, agree
+from sparsestep.distributed.answers import Parts
+from sparsestep.distributed.sending import NUMBERS
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
-
-NUMBERS = 3  # that a rank has for another, for each table of a lookup or each gradient
 
 
 class Ticket:
@@ -23,14 +23,14 @@ class Ticket:
         index: the same on all ranks.
         table: which table.
         bags: how many bags went to each rank.
-        found: of a copy, the rows with their graph.
+        parts: of a copy, what its gradient is for the weight.
     """
 
     def __init__(self, index: int, table: Table, bags: list[int]) -> None:
         self.index: int = index
         self.table: Table = table
         self.bags: list[int] = bags
-        self.found: Tensor | None = None
+        self.parts: Parts | None = None
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class Answer:
 
     Attributes:
         table: which table.
-        found: the rows with their graph; ``None`` of a copy, where each rank has its own.
+        parts: what its gradient is for the weight; ``None`` of a copy, where each rank has its own.
         bags: how many of them went to each rank.
     """
 
     table: Table
-    found: Tensor | None
+    parts: Parts | None
     bags: list[int]
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsestep.distributed.ahead import Loop, tensors_in, version_of
 from sparsestep.errors import InputError, sentence
 from sparsestep.torch_internals import tree_map_only
 
 Batch = TypeVar("Batch")
 
 # What a rank has at the begin of a step.
-_NOTHING, _EXAMPLE, _BATCH = 0, 1, 2
+_NOTHING, _EXAMPLE, _BATCH, _ERROR = 0, 1, 2, 3
 
 
 def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
@@ -31,18 +32,26 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
     The loss of an empty batch may be NaN, as a mean of nothing is; its gradient is zero. Under
     ``reduce="mean"`` such a rank counts like any other, as in ``DistributedDataParallel``.
 
-    Each step costs one exchange of a number. All ranks have to go on to the end: whoever leaves the
-    loop early leaves the others waiting.
+    Each step costs one exchange of two numbers. All ranks have to go on to the end: whoever leaves
+    the loop early leaves the others waiting. Where a loader raises, all ranks do.
+
+    With ``prefetch=1`` the loader is one batch ahead, and while a batch computes, the ids of the
+    next one are sent to the ranks that have the rows. That needs tables that are given tensors of
+    the batch as they are, ``model.user(batch["user"])`` and not ``model.user(batch["ids"][:, 0])``;
+    others are sent when they are looked up, as without it. It begins with the third batch: the
+    first shows which tensors are meant.
 
     Args:
         loader: batches, or anything else to iterate over.
-        prefetch: how many batches' ids are sent ahead; 0 is all that there is so far.
+        prefetch: how many batches' ids are sent ahead, 0 or 1.
 
     Returns:
         An iterator, with the same number of batches on every rank.
 
     Raises:
-        InputError: ``prefetch`` is another number, or there is nothing to make an empty batch of.
+        InputError: ``prefetch`` is another number, or there is nothing to make an empty batch of,
+            or the loader of another rank raises, or with ``prefetch`` it writes to a batch that it
+            has given already.
 
     Example:
         >>> import torch
@@ -51,33 +60,79 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
         tensor([3, 1])
         tensor([4])
     """
-    if prefetch != 0:
-        contract = "lockstep: prefetch must be 0, for ids cannot be sent ahead yet"
-        raise InputError(sentence(contract, prefetch))
-    return _in_step(iter(loader))
+    if prefetch not in (0, 1):
+        raise InputError(sentence("lockstep: prefetch must be 0 or 1", prefetch))
+    if not prefetch or not _is_shared():
+        return (batch for batch, _ in _in_step(iter(loader), lambda _: 0))
+    return _ahead(iter(loader))
 
 
-def _in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches, of which the next one's ids are sent before each."""
+    loop = Loop()
+    given: list[tuple[Tensor, int]] = []
+
+    def recipe(batch: Any) -> int:
+        if any(version_of(tensor) != version for tensor, version in given):
+            contract = "lockstep: with prefetch=1 a loader must not write to a batch it has given"
+            raise InputError(sentence(contract, "one that did", "Give every batch its own tensors"))
+        return 0 if batch is None else loop.recipe(batch)
+
+    try:
+        steps = _in_step(batches, recipe)
+        following, sending = next(steps, None), None
+        while following is not None:
+            batch, sent = following[0], sending
+            loop.learn()
+            given[:] = [(each, version_of(each)) for each in tensors_in(batch)]
+            following = next(steps, None)
+            sending = loop.send(following[0]) if following is not None and following[1] else None
+            given.clear()
+            loop.begin(batch, sent)
+            yield batch
+    finally:
+        loop.end()
+
+
+def _in_step(
+    batches: Iterator[Batch], recipe: Callable[[Any], int]
+) -> Iterator[tuple[Batch, bool]]:
+    """Batches, and whether all ranks say the same of theirs.
+
+    Args:
+        batches: of this rank.
+        recipe: what it says of a batch; ``None`` where it is not known yet. 0: nothing.
+    """
     example: Any = None
     has = _NOTHING
     while True:
-        batch = next(batches, _END)
-        if batch is not _END:
-            has = _BATCH
-        elif has == _BATCH:
-            has = _EXAMPLE
-        everybody = _gathered(has)
+        error: Exception | None = None
+        batch, said = _END, 0
+        try:
+            batch = next(batches, _END)
+            if batch is not _END:
+                has = _BATCH
+            elif has != _NOTHING:
+                has, batch = _EXAMPLE, emptied(example)
+            said = recipe(None if batch is _END else batch)
+        except Exception as raised:
+            error = raised
+        everybody, agreed = _gathered(_ERROR if error else has, said)
+        if error is not None:
+            raise error
+        if _ERROR in everybody:
+            rank = everybody.index(_ERROR)
+            contract = f"lockstep: rank {rank} has no next batch; its message says why"
+            raise InputError(f"{contract}. All ranks stop here.")
         if _BATCH not in everybody:
             return
         if _NOTHING in everybody:
             found = _from_rank(everybody.index(_BATCH), batch)
             if has == _NOTHING:
-                example, has = found, _EXAMPLE
-        if batch is not _END:
+                example, has, batch = found, _EXAMPLE, found
+        if has == _BATCH:
             example = batch
-            yield batch
-        else:
-            yield emptied(example)
+        yield batch, agreed
 
 
 _END: Any = object()
@@ -99,13 +154,18 @@ def emptied(batch: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, batch)
 
 
-def _gathered(value: int) -> list[int]:
-    """What every rank says, in their order."""
-    if not dist.is_available() or not dist.is_initialized():
-        return [value]
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([value]))
-    return [int(each) for each in found]
+def _is_shared() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _gathered(has: int, said: int) -> tuple[list[int], bool]:
+    """What every rank has, in their order; whether they say the same, and something."""
+    if not _is_shared():
+        return [has], said != 0
+    found = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([has, said]))
+    numbers = [each.tolist() for each in found]
+    return [each[0] for each in numbers], {each[1] for each in numbers} == {said} != {0}
 
 
 def _from_rank(rank: int, batch: Any) -> Any:

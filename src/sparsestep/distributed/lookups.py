@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsestep.distributed import answers
 from sparsestep.distributed.agreement import Doing
-from sparsestep.distributed.ledger import NUMBERS, Answer, Ledger, Ticket
+from sparsestep.distributed.ahead import Sent
+from sparsestep.distributed.ledger import Answer, Ledger, Ticket
 from sparsestep.distributed.requests import Request
+from sparsestep.distributed.sending import (
+    NUMBERS,
+    Asked,
+    is_sent,
+    numbers_of,
+    send_ids,
+    sent_bytes,
+)
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader
+from sparsestep.distributed.wire import Reader, joined
 from sparsestep.gradients.arriving import Pending
 from sparsestep.gradients.compact import compact
 from sparsestep.nn.parts import first_derivative, unshared
-from sparsestep.surroundings import cat
 
 
-def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request]]) -> list[Tensor]:
+def look_up(
+    ledger: Ledger,
+    first: Table,
+    prepare: Callable[[], Sequence[Request]],
+    ahead: Sent | None = None,
+) -> list[Tensor]:
     """Look up what this rank asks for, in as many tables as it asks; all ranks at once.
 
     Args:
         ledger: of the ranks.
         first: the table that messages name.
         prepare: says what is asked for. What it raises, all ranks are told.
+        ahead: that, where its ids have been sent already.
     """
+    wire = ledger.wire
     line = ledger.line(Doing.LOOK_UP, first.index)
-    room = torch.zeros(ledger.wire.world, ledger.room, dtype=torch.int64)
-    asked: list[Request] = []
+    room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
+    asked: Sequence[Request] = []
     error: Exception | None = None
     try:
-        asked = list(prepare())
-        numbers = torch.tensor([_numbers(each) for each in asked], dtype=torch.int64)
-        room[:, : NUMBERS * len(asked)] = numbers.movedim(2, 0).flatten(1)
-        rows = room[:, : NUMBERS * len(asked)].tolist()
-        line.largest = max(sum(_bytes(asked, row)) for row in rows)
-        line.back = max(
-            sum(each.table.row_bytes * each.bags[rank] for each in asked if _is_sent(each))
-            for rank in range(ledger.wire.world)
-        )
+        asked = list(prepare()) if ahead is None else ahead.asked
+        count = NUMBERS * len(asked)
+        room[:, :count] = numbers_of(asked)
+        line.largest = max(sent_bytes(asked, row) for row in room[:, :count].tolist())
+        line.back = max(_bytes_back(asked, rank) for rank in range(wire.world))
         line.count, line.payload = len(asked), int(torch.is_grad_enabled())
+        line.ahead = 0 if ahead is None else ahead.index
     except Exception as raised:
         error = raised
     lines = ledger.agree(line, room, error)
-    incoming = _send_ids(ledger, asked, lines.room, max(lines["largest"]))
+    if ahead is not None and set(lines["ahead"]) == {ahead.index}:
+        incoming = ahead.incoming
+    else:
+        incoming = send_ids(wire, asked, lines.room, max(lines["largest"]))
     tickets = [Ticket(ledger.turn + n, each.table, each.bags) for n, each in enumerate(asked)]
     ledger.turn += len(asked)
-    answers = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["payload"]))
-    rows_found = _send_rows(ledger, asked, incoming, answers, max(lines["back"]))
+    looked_up = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["payload"]))
+    rows_found = _send_rows(ledger, asked, incoming, looked_up, max(lines["back"]))
     weights = [each.table.weight for each in asked]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         ledger.alive.update({ticket.index: ticket for ticket in tickets})
@@ -59,90 +75,16 @@ def look_up(ledger: Ledger, first: Table, prepare: Callable[[], Sequence[Request
     return [each.finish(found) for each, found in zip(asked, rows_found, strict=True)]
 
 
-def _is_sent(request: Request) -> bool:
-    return request.table.kind != "copy"
-
-
-def _numbers(request: Request) -> list[list[int]]:
-    """For each rank: how many ids and bags it gets, and whether there are factors."""
-    world = request.table.wire.world
-    if not _is_sent(request):
-        return [[0] * world] * NUMBERS
-    bags = [-1] * world if request.lengths is None else request.bags  # -1: one id each
-    return [request.counts, bags, [int(request.factors is not None)] * world]
-
-
-def _bytes(asked: Sequence[Request], row: Sequence[int]) -> Iterator[int]:
-    """How many bytes a rank sends another for each table, from what it has said."""
-    for n, request in enumerate(asked):
-        table = request.table
-        ids, bags, has_factors = row[NUMBERS * n : NUMBERS * (n + 1)]
-        of_factors = table.weight.dtype.itemsize if has_factors else 0
-        yield ids * (table.id_dtype.itemsize + of_factors) + max(bags, 0) * 8
-
-
-class _Asked(NamedTuple):
-    """What all ranks ask of this one in a table, one after the other."""
-
-    ids: Tensor
-    lengths: Tensor | None
-    factors: Tensor | None
-    bags: list[int]  # of each rank
-
-
-def _send_ids(
-    ledger: Ledger, asked: Sequence[Request], room: Sequence[Sequence[int]], largest: int
-) -> list[_Asked | None]:
-    """Send ids to their owners; what this rank is asked for, in each table."""
-    outgoing: list[list[Tensor]] = [[] for _ in room]
-    for each in filter(_is_sent, asked):
-        for piece, counts in _pieces(each):
-            for tensors, part in zip(outgoing, piece.split(counts), strict=True):
-                tensors.append(part)
-    sizes = [sum(_bytes(asked, row)) for row in room]
-    readers = [Reader(message) for message in ledger.wire.send(outgoing, sizes, largest)]
-    found: list[_Asked | None] = []
-    for n, each in enumerate(asked):
-        said = [row[NUMBERS * n : NUMBERS * (n + 1)] for row in room]
-        found.append(_read(each.table, readers, said) if _is_sent(each) else None)
-    return found
-
-
-def _pieces(request: Request) -> Iterator[tuple[Tensor, list[int]]]:
-    """What is sent, and how much of it to each rank."""
-    yield request.ids.to(request.table.id_dtype), request.counts
-    if request.lengths is not None:
-        yield request.lengths, request.bags
-    if request.factors is not None:
-        yield request.factors.detach(), request.counts
-
-
-def _read(table: Table, readers: Sequence[Reader], said: Sequence[Sequence[int]]) -> _Asked:
-    ids, lengths, factors, bags = [], [], [], []
-    for reader, (count, some, has_factors) in zip(readers, said, strict=True):
-        ids.append(reader.take(count, table.id_dtype))
-        is_single = some < 0
-        bags.append(count if is_single else some)
-        ones = torch.ones(count, dtype=torch.int64) if is_single else None
-        lengths.append(reader.take(some, torch.int64) if ones is None else ones)
-        dtype = table.weight.dtype
-        given = reader.take(count, dtype) if has_factors else torch.ones(count, dtype=dtype)
-        factors.append(given)
-    is_all_single = all(some < 0 for _, some, _ in said)
-    has_any_factors = any(has_factors for _, _, has_factors in said)
-    return _Asked(
-        cat(ids),
-        None if is_all_single else cat(lengths),
-        cat(factors) if has_any_factors else None,
-        bags,
-    )
+def _bytes_back(asked: Sequence[Request], rank: int) -> int:
+    """How many bytes of rows come from a rank."""
+    return sum(each.table.row_bytes * each.bags[rank] for each in asked if is_sent(each))
 
 
 def _answer(
     ledger: Ledger,
     asked: Sequence[Request],
     tickets: Sequence[Ticket],
-    incoming: Sequence[_Asked | None],
+    incoming: Sequence[Asked | None],
     *,
     wants_grad: bool,
 ) -> list[Tensor]:
@@ -150,41 +92,36 @@ def _answer(
     found = []
     for each, ticket, theirs in zip(asked, tickets, incoming, strict=True):
         table = each.table
-        if theirs is None:
-            rows = table.look_up(each.ids, each.lengths, each.factors)
-            ticket.found = rows if rows.requires_grad else None
-        else:
-            with torch.set_grad_enabled(wants_grad):
-                rows = table.look_up(theirs.ids, theirs.lengths, theirs.factors)
+        mine = each if theirs is None else theirs
+        looked = answers.look_up(table, mine.ids, mine.lengths, mine.factors, wants_grad=wants_grad)
         if wants_grad and table.weight.requires_grad:
-            graph, bags = (None, []) if theirs is None else (rows, theirs.bags)
-            ledger.answers[ticket.index] = Answer(table, graph, bags)
-        found.append(rows.detach())
+            if theirs is None:
+                ticket.parts = looked.parts
+            parts, bags = (None, []) if theirs is None else (looked.parts, theirs.bags)
+            ledger.answers[ticket.index] = Answer(table, parts, bags)
+        found.append(looked.rows)
     return found
 
 
 def _send_rows(
     ledger: Ledger,
     asked: Sequence[Request],
-    incoming: Sequence[_Asked | None],
-    answers: Sequence[Tensor],
+    incoming: Sequence[Asked | None],
+    looked_up: Sequence[Tensor],
     largest: int,
 ) -> list[Tensor]:
     """Send rows to who asked for them; those that this rank has asked for, of each table."""
     world = ledger.wire.world
     outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-    for theirs, rows in zip(incoming, answers, strict=True):
+    for theirs, rows in zip(incoming, looked_up, strict=True):
         if theirs is not None:
             for tensors, part in zip(outgoing, rows.split(theirs.bags), strict=True):
                 tensors.append(part)
-    sizes = [
-        sum(each.table.row_bytes * each.bags[rank] for each in asked if _is_sent(each))
-        for rank in range(world)
-    ]
+    sizes = [_bytes_back(asked, rank) for rank in range(world)]
     readers = [Reader(message) for message in ledger.wire.send(outgoing, sizes, largest)]
     found = []
-    for each, rows in zip(asked, answers, strict=True):
-        if not _is_sent(each):
+    for each, rows in zip(asked, looked_up, strict=True):
+        if not is_sent(each):
             found.append(rows)
             continue
         table = each.table
@@ -192,7 +129,7 @@ def _send_rows(
             reader.take(count * table.dim, table.weight.dtype)
             for reader, count in zip(readers, each.bags, strict=True)
         ]
-        found.append(cat(pieces).view(sum(each.bags), table.dim))
+        found.append(joined(pieces).view(sum(each.bags), table.dim))
     return found
 
 

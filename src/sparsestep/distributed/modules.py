@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparsestep.distributed import ahead
 from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.requests import Request, request
 from sparsestep.distributed.table import Table
@@ -26,6 +27,16 @@ class _Sharded:
 
     _exchange: Exchange
     looked_up_by: Sequence[nn.Module]
+    _width: int  # how many tables a call looks up
+    _number: tuple[int, int]  # the same for the module that it is on other ranks
+
+    def _requests(self, *arguments: Any) -> list[Request]:
+        """What a call asks for, or an error that says what is wrong with it."""
+        raise NotImplementedError
+
+    def _look_up(self, first: Table, *arguments: Any) -> list[Tensor]:
+        sent = ahead.look_up(self, arguments)
+        return self._exchange.look_up(first, lambda: self._requests(*arguments), sent)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         contract = "a sharded table can be neither copied nor pickled: other ranks have parts of it"
@@ -42,29 +53,27 @@ class _ShardedTable(_Sharded):
         where = f", owner={table.owner}" if table.kind == "tables" else ""
         return f"{super().extra_repr()}, sharded={table.kind!r}{where}"  # type: ignore[misc]
 
+    def _requests(self, *arguments: Any) -> list[Request]:
+        return [request(self._table, *arguments)]
+
     @outside_graphs
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Look up rows, wherever they are; all ranks do so at the same time."""
-        table = self._table
-
-        def prepare() -> list[Request]:
-            return [request(table, input, offsets, per_sample_weights)]
-
-        return self._exchange.look_up(table, prepare)[0]
+        return self._look_up(self._table, input, offsets, per_sample_weights)[0]
 
 
 class _ShardedCollection(_Sharded):
+    def _requests(self, *arguments: Any) -> list[Request]:
+        collection: Any = self
+        split = collection._split(*arguments)
+        return [request(table._table, *each) for table, *each in split]
+
     @outside_graphs
     def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
         """Look up all tables at once; all ranks do so at the same time."""
         collection: Any = self
-
-        def prepare() -> list[Request]:
-            split = collection._split(inputs, offsets, per_sample_weights)
-            return [request(table._table, *arguments) for table, *arguments in split]
-
-        tables = list(collection.tables._modules.values())
-        found = self._exchange.look_up(tables[0]._table, prepare)
+        first = next(iter(collection.tables._modules.values()))._table
+        found = self._look_up(first, inputs, offsets, per_sample_weights)
         names = collection.names
         return found if names is None else dict(zip(names, found, strict=True))
 
@@ -89,10 +98,15 @@ def make_sharded(module: Any, table: Table, exchange: Exchange) -> None:
     table.take_over(module)
     assert table.local is not None
     vars(module).update(_table=table, _exchange=exchange, looked_up_by=(table.local,))
+    vars(module).update(_width=1, _number=(exchange.index, table.index))
     module.__class__ = _sharded(_class(module), _ShardedTable)
 
 
 def make_collection_sharded(collection: EmbeddingBagCollection, exchange: Exchange) -> None:
     """Have all tables of a collection looked up by one exchange."""
+    first = next(iter(collection.tables.children()))
     vars(collection).update(_exchange=exchange, looked_up_by=())
+    vars(collection).update(
+        _width=len(collection.tables), _number=(exchange.index, -1 - vars(first)["_table"].index)
+    )
     collection.__class__ = _sharded(_class(collection), _ShardedCollection)

@@ -108,21 +108,23 @@ def _bags(table: Table, bags: Bags) -> Request:
     ids, factors = bags.ids, bags.factors
     lengths = (starts := _starts(bags)).diff()
     world = table.wire.world
+    inverse = _inverse_sizes(table, ids, lengths) if table.mode == "mean" else None
+
+    def averaged(total: Tensor) -> Tensor:
+        return total if inverse is None else total * inverse
+
     if table.kind == "copy":
-        return Request(table, ids, [len(ids)], lengths, [len(lengths)], factors, lambda rows: rows)
-    if table.kind == "tables":
+        return Request(table, ids, [len(ids)], lengths, [len(lengths)], factors, averaged)
+    if table.kind == "tables" or world == 1:
         to = _all_to(table)
-        return Request(
-            table, ids, to(len(ids)), lengths, to(len(lengths)), factors, lambda rows: rows
-        )
+        return Request(table, ids, to(len(ids)), lengths, to(len(lengths)), factors, averaged)
     count = len(lengths)
     found = owners.split(ids, starts, world, table.id_dtype)  # a bag as far as one owner has it
-    inverse = _inverse_sizes(table, ids, lengths) if table.mode == "mean" else None
 
     def finish(rows: Tensor) -> Tensor:
         summed = rows.float() if rows.dtype in HALVES else rows
-        total = summed.new_zeros(count, table.dim).index_add(0, found.bags, summed).to(rows.dtype)
-        return total if inverse is None else total * inverse
+        total = summed.new_zeros(count, table.dim).index_add(0, found.bags, summed)
+        return averaged(total.to(rows.dtype))
 
     return Request(
         table,

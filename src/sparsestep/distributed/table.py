@@ -67,6 +67,7 @@ class Table:
         self.whole: Any = _whole(module, name)
         self.here: Tensor = part_here(self, module.weight.detach())
         self.local: Embedding | EmbeddingBag | None = None
+        self._is_simple: bool = self.mode != "max" and module.max_norm is None
 
     @property
     def is_here(self) -> bool:
@@ -84,6 +85,21 @@ class Table:
         """What a row has on the wire."""
         return self.dim * self.weight.dtype.itemsize
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether to look up rows is to read them: no norm to see to, nobody who watches."""
+        return self._is_simple and not is_watched(self.local)
+
+    @property
+    def padding_here(self) -> int:
+        """The number here of the row that does not count; -1 where there is none."""
+        padding = self.padding
+        if padding is None or not self.is_here:
+            return -1
+        if self.kind != "rows":
+            return padding
+        return padding // self.wire.world if self._has(padding) else -1
+
     def make_rows(self, module: Any, seed: int) -> None:
         """Make the rows that are here, for a weight on the device ``meta``, which has none.
 
@@ -93,36 +109,26 @@ class Table:
         draw = torch.Generator().manual_seed(seed + self.wire.rank)
         self.here = torch.empty(self.here.shape, dtype=self.here.dtype).normal_(generator=draw)
         module.weight = self.weight = nn.Parameter(self.here, module.weight.requires_grad)
-        if self.padding is not None and self.is_here:
-            place = self.padding
-            if self.kind == "rows":
-                place = place // self.wire.world if self._has(place) else -1
-            if place >= 0:
-                self.here[place] = 0
+        if self.padding_here >= 0:
+            self.here[self.padding_here] = 0
 
     def _has(self, row: int) -> bool:
         return row % self.wire.world == self.wire.rank
 
     def take_over(self, module: Any) -> None:
         """Keep the part that is here alone, and make the module that looks up in it."""
-        world = self.wire.world
         self.weight.grad = None
         self.weight.data = self.here
-        padding = self.padding
-        if padding is not None and self.kind == "rows":
-            padding = padding // world if self._has(padding) else None
-        if not self.is_here:
-            padding = None
         options: dict[str, Any] = {
-            "padding_idx": padding,
+            "padding_idx": None if self.padding_here < 0 else self.padding_here,
             "max_norm": module.max_norm,
             "norm_type": module.norm_type,
             "scale_grad_by_freq": self.by_frequency,
             "_weight": self.here,
         }
         if self.is_bag:
-            # Of rows, an owner has a part of a bag, and sums that in any case.
-            options["mode"] = "sum" if self.kind == "rows" else self.mode
+            # A mean is a sum here, of which who asks makes the mean: it has the whole bag.
+            options["mode"] = "max" if self.mode == "max" else "sum"
             options["include_last_offset"] = True
         rows, dim = self.here.shape
         made: Any = EmbeddingBag if self.is_bag else Embedding

@@ -64,8 +64,18 @@ class Wire:
             >>> found.view(torch.float32)
             tensor([1., 1., 0.])
         """
+        own = _packed(outgoing[self.rank])  # which goes nowhere
         if self.world == 1:
-            return [_packed(tensors) for tensors in outgoing]
+            return [own]
+        outgoing = [[] if rank == self.rank else each for rank, each in enumerate(outgoing)]
+        sizes = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+        found = self._in_chunks(outgoing, sizes, largest)
+        found[self.rank] = own
+        return found
+
+    def _in_chunks(
+        self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], largest: int
+    ) -> list[Tensor]:
         if largest <= CHUNK:
             return list(self._at_once(outgoing, sizes).split(list(sizes)))
         packed = [_packed(tensors) for tensors in outgoing]
@@ -92,6 +102,18 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """One after the other; a piece beside which all are empty is not copied.
+
+    Example:
+        >>> whole = torch.ones(3)
+        >>> joined([whole[:0], whole]) is whole, joined([whole, whole]).shape
+        (True, torch.Size([6]))
+    """
+    some = [each for each in pieces if each.numel()] or pieces[:1]
+    return some[0] if len(some) == 1 else cat(some)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class Native:
             touched = touched.in_rows()
         param, *state = update.written
         return self._jobs.add(
-            group, update.step, touched, param, state, update.seed, settings, update.index
+            *(group, update.step, touched, param, state, update.seed, update.dealt),
+            *(settings, update.index),
         )
 
     def why_not(self, settings: Settings) -> str | None:

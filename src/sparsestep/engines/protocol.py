@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract.rule import Rule
+from sparsestep.engines.rounding import Dealt
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import Touched
@@ -70,6 +71,7 @@ class ParamUpdate:
         seed: of this update's stochastic rounding.
         engine: the name of the one that has claimed it.
         reason: why that is not the native one.
+        dealt: which rows of a whole these are, for their random bits, where others have the rest.
     """
 
     settings: Settings
@@ -86,6 +88,7 @@ class ParamUpdate:
     seed: int | None = None
     engine: str = ""
     reason: str = ""
+    dealt: Dealt | None = None
 
     def steps_taken(self) -> int:
         """How many steps its record says were taken; 1 where a record does not count them."""

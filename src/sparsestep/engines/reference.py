@@ -48,8 +48,14 @@ class Result:
             return int8.rounded(settings.rule.state[place - 1], new, chance)
         columns = torch.arange(new[0].numel(), device=new.device)
         elements = slots[:, None] * len(columns) + columns
+        if (dealt := self.update.dealt) is not None:
+            length = 1 if self._is_per_row(place) else dealt.length
+            elements = dealt._replace(length=length).elements(elements)
         bits = rounding.random_bits(seed, place, elements.view(new.shape))
         return rounding.rounded(new, dtype, bits)
+
+    def _is_per_row(self, place: int) -> bool:
+        return place > 0 and self.update.settings.rule.state[place - 1].per_row
 
 
 class Reference:

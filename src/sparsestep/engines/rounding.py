@@ -9,11 +9,37 @@ the same whatever the order, the threads, the instruction set or the engine. The
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
+
+
+class Dealt(NamedTuple):
+    """Rows of which other processes have the others: row ``i`` here is row ``i * step + first``.
+
+    Attributes:
+        length: how many elements a row has.
+        step: how many processes.
+        first: the first row that is here.
+    """
+
+    length: int
+    step: int
+    first: int
+
+    def elements(self, here: Tensor) -> Tensor:
+        """The numbers that elements have in the whole.
+
+        Example:
+            >>> Dealt(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
+            [2, 3, 8, 9]
+        """
+        rows = here.div(self.length, rounding_mode="floor") * self.step + self.first
+        return rows * self.length + here % self.length
 
 
 def _mixed(key: int) -> int:

@@ -38,6 +38,10 @@ class Source(Protocol):
         """Whether other processes have other rows of the parameter; if not, they have a copy."""
         ...
 
+    def dealt(self, param: Tensor) -> tuple[int, int]:
+        """How many rows of the whole there are to each that is here, and which is the first."""
+        ...
+
     def total(self, value: Tensor, order: float) -> Tensor:
         """The norm of what all processes have the norms of; all processes call it."""
         ...

@@ -12,6 +12,7 @@ from sparsestep.engines import rounding
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
+from sparsestep.gradients.arriving import source_of
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
 from sparsestep.memory import parameters
@@ -108,6 +109,14 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
         update.seed = rounding.seed_for(settings.seed, place, update.step)
+        update.dealt = _dealt(update.owner, update.written[0])
+
+
+def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
+    """Which rows of a sharded table a parameter has, where that is not all of them."""
+    source = source_of(owner)
+    step, first = (1, 0) if source is None else source.dealt(owner)
+    return None if step == 1 else rounding.Dealt(written[:1].numel(), step, first)
 
 
 def in_real_numbers(
