@@ -202,13 +202,15 @@ def test_a_bad_call_into_the_core_is_refused():
         core.core.Group(0, names, True, 1.0, 0.0, 1.0, options[:-1])
     group = core.core.Group(0, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(group, 1, whole, one, [one], None, "who", 0)
+        jobs.add(group, 1, whole, one, [one], None, None, "who", 0)
     with pytest.raises(TypeError):
-        jobs.add(group, 1, whole, one, one, None, "who", 0)
+        jobs.add(group, 1, whole, one, one, None, None, "who", 0)
+    with pytest.raises(ValueError, match="no such rows"):
+        jobs.add(group, 1, whole, one, [one, one], 0, (0, 2, 1), "who", 0)
     integers = torch.zeros(1, 1, dtype=torch.int64)
-    assert not jobs.add(group, 1, whole, integers, [one, one], None, "who", 0)
+    assert not jobs.add(group, 1, whole, integers, [one, one], None, None, "who", 0)
     elsewhere = Touched(None, one.to("meta"), 1, 1)
-    assert not jobs.add(group, 1, elsewhere, one, [one, one], None, "who", 0)
+    assert not jobs.add(group, 1, elsewhere, one, [one, one], None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
 
 

@@ -79,12 +79,12 @@ class Sent(NamedTuple):
     """A look-up whose ids have been sent.
 
     Attributes:
-        index: the same on all ranks; more than 0.
+        turn: the same on all ranks; more than 0.
         asked: what this rank asks for, in each table.
         incoming: what it is asked for.
     """
 
-    index: int
+    turn: int
     asked: list[Request]
     incoming: list[Asked | None]
 

@@ -65,9 +65,9 @@ def look_up(
         if lengths is not None:
             source = torch.repeat_interleave(lengths, output_size=len(ids))
         if padding < 0 and not table.by_frequency:
-            return [Touched(ids, grad, *weight.shape, source, factors)]
-        by = {"padding": padding, "by_frequency": table.by_frequency}
-        return [part(weight.shape, ids, grad, source, factors, **by)]
+            return [Touched(ids, grad, len(weight), table.dim, source, factors)]
+        of = (weight.shape, ids, grad, source, factors)
+        return [part(*of, padding=padding, by_frequency=table.by_frequency)]
 
     return Looked(rows, parts)
 

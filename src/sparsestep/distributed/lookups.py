@@ -54,11 +54,11 @@ def look_up(
         line.largest = max(sent_bytes(asked, row) for row in room[:, :count].tolist())
         line.back = max(_bytes_back(asked, rank) for rank in range(wire.world))
         line.count, line.payload = len(asked), int(torch.is_grad_enabled())
-        line.ahead = 0 if ahead is None else ahead.index
+        line.ahead = 0 if ahead is None else ahead.turn
     except Exception as raised:
         error = raised
     lines = ledger.agree(line, room, error)
-    if ahead is not None and set(lines["ahead"]) == {ahead.index}:
+    if ahead is not None and set(lines["ahead"]) == {ahead.turn}:
         incoming = ahead.incoming
     else:
         incoming = send_ids(wire, asked, lines.room, max(lines["largest"]))

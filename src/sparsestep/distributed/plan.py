@@ -14,6 +14,8 @@ KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")
 # On all ranks together, a table that is copied must not have more: each rank sends every other what
 # it has touched of it.
 _TINY_BYTES = 256 << 10
+# For each table that is whole on one rank, there must not be more: each of them asks that one.
+_MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Placement:
         return len(range(rank, self.rows, world))
 
     def bytes_per_step(self, world: int, batch: int, length: float = 1.0) -> int:
-        """What a rank sends others in a step, at most: where no id of its batch comes twice.
+        """What a rank sends others in a step on average, where no id of its batch comes twice.
 
         Args:
             world: how many ranks.
@@ -80,6 +82,27 @@ class Placement:
         lengths = 0 if length == 1 else 8 * bags
         # Ids and gradients go, and rows to those who ask this rank.
         return round(away * (4 * ids + lengths + 2 * bags * row))
+
+    def bytes_sent_by(self, rank: int, world: int, batch: int, length: float = 1.0) -> int:
+        """The same for one rank: who has a whole table sends rows to all others.
+
+        Args:
+            rank: which one.
+            world: how many there are.
+            batch: how many bags each looks up.
+            length: how many ids a bag has.
+
+        Example:
+            >>> table = Placement("user", rows=1000, dim=16, item=4, kind="tables", owner=1)
+            >>> [table.bytes_sent_by(rank, world=3, batch=256) for rank in range(3)]
+            [17408, 32768, 17408]
+        """
+        if self.kind != "tables":
+            return self.bytes_per_step(world, batch, length)
+        rows = batch * self.dim * self.item
+        if rank == self.owner:
+            return rows * (world - 1)
+        return rows + round(4 * batch * length + (0 if length == 1 else 8 * batch))
 
 
 class Plan:
@@ -157,6 +180,11 @@ class Plan:
         """Bytes of all tables that a rank has."""
         return sum(p.rows_on(rank, self.world) * p.dim * p.item for p in self.placements)
 
+    def bytes_sent_by(self, rank: int) -> int:
+        """What a rank sends others in a step."""
+        of = (rank, self.world, self.batch)
+        return sum(p.bytes_sent_by(*of, self.lengths.get(p.name, 1.0)) for p in self.placements)
+
     def __str__(self) -> str:
         heads = ["table", "rows", "dim", "kind", "where", "bytes/rank", "wire/step", "why"]
         lines = [heads, *(self._line(each) for each in self.placements)]
@@ -203,7 +231,8 @@ def placed(
     """Where tables go: as the plan says, and by size where it says nothing.
 
     A table that is larger than the share of a rank is dealt by rows. The others stay whole, the
-    largest first, each on the rank that has the least; tiny ones are copied.
+    largest first, each on the rank that has the least; tiny ones are copied. Where there are many
+    more ranks than such tables, these are dealt as well: all ranks would wait for a few.
 
     Example:
         >>> sizes = [Placement(n, r, 16, 4) for n, r in (("a", 10**6), ("b", 10**5), ("c", 100))]
@@ -213,6 +242,14 @@ def placed(
     asked = _asked(tables, plan)
     share = sum(each.size for each in tables) / world
     found = [_chosen(each, asked.get(each.name), share, world) for each in tables]
+    whole = sum(each.kind == "tables" for each in found)
+    if world > _MOST_RANKS * whole:
+        found = [
+            replace(each, kind="rows", why="few tables for so many ranks")
+            if each.kind == "tables" and each.name not in asked
+            else each
+            for each in found
+        ]
     load = [0] * world
     for index in sorted(range(len(found)), key=lambda n: (-found[n].size, n)):
         if found[index].kind == "tables":

@@ -88,7 +88,7 @@ class Table:
     @property
     def is_plain(self) -> bool:
         """Whether to look up rows is to read them: no norm to see to, nobody who watches."""
-        return self._is_simple and not is_watched(self.local)
+        return self._is_simple and self.local is not None and not is_watched(self.local)
 
     @property
     def padding_here(self) -> int:
