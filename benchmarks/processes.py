@@ -3,7 +3,7 @@
 Ranks on this machine, one thread each. ``alone`` is the same training in each rank by itself,
 without a word to the others: what no sharing can be faster than. ``tables`` and ``rows`` are
 sharded. ``ddp`` is torch's: DistributedDataParallel with sparse gradients and SparseAdam. Each step
-is look-up, backward and update of all tables; contestants take turns.
+is lookup, backward and update of all tables; contestants take turns.
 
 Where TorchRec is installed, ``torchrec tables`` and ``torchrec rows`` take part with row-wise
 Adagrad, beside ``rowwise tables`` and ``rowwise rows``, which are ours under that rule. (TorchRec
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsestep
+from sparsestep.cli.bench.peers import imported
 from sparsestep.distributed import arrivals, exchange, ledger, lookups, modules
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
@@ -88,17 +89,11 @@ def theirs() -> Step:
 
 def torchrecs(kind: str) -> Step:
     """TorchRec's, which updates in backward."""
-    import torchrec
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import (
-        construct_module_sharding_plan,
-        row_wise,
-        table_wise,
-    )
-    from torchrec.distributed.types import ShardingEnv, ShardingPlan
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-
+    torchrec, types = imported("torchrec"), imported("torchrec.distributed.types")
+    plans = imported("torchrec.distributed.sharding_plan")
+    of_bags = imported("torchrec.distributed.embeddingbag")
+    parallel = imported("torchrec.distributed.model_parallel")
+    in_backward = imported("torchrec.optim.apply_optimizer_in_backward")
     world = dist.get_world_size()
     names = [f"t{n}" for n in range(TABLES)]
     configs = [
@@ -109,20 +104,20 @@ def torchrecs(kind: str) -> Step:
     ]
     tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     rule = torchrec.optim.RowWiseAdagrad
-    apply_optimizer_in_backward(rule, tables.parameters(), {"lr": 1e-3})
-    sharder = EmbeddingBagCollectionSharder()
+    in_backward.apply_optimizer_in_backward(rule, tables.parameters(), {"lr": 1e-3})
+    sharder = of_bags.EmbeddingBagCollectionSharder()
     where = {
-        name: table_wise(rank=n % world) if kind == "tables" else row_wise()
+        name: plans.table_wise(rank=n % world) if kind == "tables" else plans.row_wise()
         for n, name in enumerate(names)
     }
-    plan = construct_module_sharding_plan(
+    plan = plans.construct_module_sharding_plan(
         tables, where, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
     )
-    model = DistributedModelParallel(
+    model = parallel.DistributedModelParallel(
         nn.ModuleDict({"tables": tables}),
         device=torch.device("cpu"),
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        plan=ShardingPlan({"tables": plan}),
+        env=types.ShardingEnv.from_process_group(dist.group.WORLD),
+        plan=types.ShardingPlan({"tables": plan}),
         sharders=[sharder],
     )
 
@@ -179,7 +174,7 @@ def watch_all() -> None:
     phase.watch(modules._ShardedCollection, "_requests", "what is asked: checks, distinct, split")
     phase.watch(ledger.Ledger, "agree", "lines")
     phase.watch(lookups, "send_ids", "ids out")
-    phase.watch(lookups, "_answer", "look-up")
+    phase.watch(lookups, "_answer", "lookup")
     phase.watch(lookups, "_send_rows", "rows back")
     phase.watch(arrivals, "_exchanged", "gradients out")
     phase.watch(arrivals, "_fetch", "gradients put together")

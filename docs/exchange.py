@@ -46,11 +46,11 @@ class Line(NamedTuple):
 
 
 LINES = [
-    Line("look-up", "checks ids 7, 3, 7; 3 and 7 once", "counts, “refused” ▶", "agrees, or raises"),
+    Line("lookup", "checks ids 7, 3, 7; 3 and 7 once", "counts, “refused” ▶", "agrees, or raises"),
     Line("", "", "ids 3, 7 ▶", "looks up rows 3 and 7", _IDS),
     Line("", "rows of 7, 3, 7 for the model", "◀ rows 3, 7", "keeps the ids, not the rows", _ROWS),
     Line("backward", "gradients of the rows, added up", "", "the same, for what it has asked"),
-    Line("clip or step", "which look-ups have gradients", "counts ▶", "agrees, or raises"),
+    Line("clip or step", "which lookups have gradients", "counts ▶", "agrees, or raises"),
     Line("", "one row for each id", "gradients of 3, 7 ▶", "a compact gradient", _GRADIENTS),
     Line("clip", "the norm of what it has", "◀ norms ▶", "the norm of what it has"),
     Line("step", "updates the rows it has", "", "updates the rows it has"),

@@ -19,7 +19,7 @@ STEPS = 6
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many look-ups send ids when they are done."""
+    """How many lookups send ids when they are done."""
     calls: list[int] = []
     real = lookups.send_ids
 

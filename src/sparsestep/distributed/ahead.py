@@ -1,7 +1,7 @@
 """Ids that are sent ahead: while a batch computes, those of the next one go to their owners.
 
-A loop sees which tensors of a batch are given to look-ups, and does the same with those of the next
-batch, in a thread and by a process group of its own. A look-up that is then given these very
+A loop sees which tensors of a batch are given to lookups, and does the same with those of the next
+batch, in a thread and by a process group of its own. A lookup that is then given these very
 tensors finds that its ids have been sent. One that is given others sends them as ever, and so do
 all ranks with it.
 """
@@ -46,7 +46,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def _with(arguments: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments of a look-up with every tensor, or number of one, replaced."""
+    """Arguments of a lookup with every tensor, or number of one, replaced."""
     if isinstance(arguments, Mapping):
         return {key: _with(value, change) for key, value in arguments.items()}
     if isinstance(arguments, list | tuple):
@@ -60,7 +60,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class _Call(NamedTuple):
-    """A look-up that a batch leads to.
+    """A lookup that a batch leads to.
 
     Attributes:
         module: what is called; it says what that asks for.
@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A look-up whose ids have been sent.
+    """A lookup whose ids have been sent.
 
     Attributes:
         turn: the same on all ranks; more than 0.
@@ -90,7 +90,7 @@ class Sent(NamedTuple):
 
 
 class Sending:
-    """The look-ups of one batch, which are being sent."""
+    """The lookups of one batch, which are being sent."""
 
     def __init__(self, calls: Sequence[_Call], tensors: Sequence[Tensor], first: int) -> None:
         self.calls = list(calls)
@@ -116,7 +116,7 @@ class Sending:
         try:
             for call, given in zip(self.calls, self.given, strict=True):
                 asked.append(call.module._requests(*given))
-        except Exception:  # the look-up itself will say so, on all ranks
+        except Exception:  # the lookup itself will say so, on all ranks
             refuses = 1
         tables = [request for each in asked for request in each]
         # All ranks call the same modules, so all have as many tables.
@@ -164,7 +164,7 @@ class Loop:
         self._wire = Wire(dist.new_group(backend="gloo"))
         self._tensors: list[Tensor] = []  # of the batch that computes
         self._calls: list[_Call] = []  # that it has led to
-        self._others = 0  # look-ups that were given something else
+        self._others = 0  # lookups that were given something else
         self._known: tuple[list[_Call], int] = ([], 0)  # calls of a batch of so many tensors
         self._now: Sending | None = None
         self._index = 1
@@ -200,23 +200,23 @@ class Loop:
         return sending
 
     def learn(self) -> None:
-        """Take the look-ups of the batch that has computed for those of the next ones."""
+        """Take the lookups of the batch that has computed for those of the next ones."""
         if self._calls:
             self._known = (self._calls, len(self._tensors))
         elif self._others and not self._known[0]:
             warn_once(
                 SlowWarning,
-                "lockstep: prefetch=1 sends nothing ahead, because no look-up was given tensors of "
+                "lockstep: prefetch=1 sends nothing ahead, because no lookup was given tensors of "
                 "the batch as they are. Give tables the batch's own tensors, not parts of them",
             )
 
     def begin(self, batch: Any, sending: Sending | None) -> None:
-        """Have the look-ups of a batch find what was sent, and see what they are given."""
+        """Have the lookups of a batch find what was sent, and see what they are given."""
         self._now = sending
         self._tensors, self._calls, self._others = list(tensors_in(batch)), [], 0
 
     def look_up(self, module: Any, arguments: Any) -> Sent | None:
-        """See a look-up; what has been sent for it."""
+        """See a lookup; what has been sent for it."""
         if module._exchange.wire.world != self._wire.world:
             return None  # these are some of the processes
         places = {id(tensor): number for number, tensor in enumerate(self._tensors)}

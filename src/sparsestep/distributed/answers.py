@@ -1,4 +1,4 @@
-"""Look-ups of the rows that are here, for whoever asked, and what their gradients are."""
+"""Lookups of the rows that are here, for whoever asked, and what their gradients are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parts: TypeAlias = Callable[[Tensor], Sequence[Touched]]
 
 
 class Looked(NamedTuple):
-    """A look-up that was done.
+    """A lookup that was done.
 
     Attributes:
         rows: a row for each bag.

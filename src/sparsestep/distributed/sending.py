@@ -12,7 +12,7 @@ from sparsestep.distributed.requests import Request
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Reader, Wire, joined
 
-NUMBERS = 3  # that a rank has for another, for each table of a look-up or each gradient
+NUMBERS = 3  # that a rank has for another, for each table of a lookup or each gradient
 
 
 def is_sent(request: Request) -> bool:
