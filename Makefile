@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test test-all kill-test lint format fuzz fuzz-properties sanitize sanitize-module gpu-check bench docs \
+.PHONY: demo test test-all kill-test lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
 	wheel clean
 
 demo: $(INSTALLED)
@@ -45,6 +45,10 @@ fuzz: $(INSTALLED)
 # Processes that train a table in a file, killed at random moments; KILLS=200 says how often.
 kill-test: $(INSTALLED)
 	$(BIN)/python -m tests.storage.kills --kills $(or $(KILLS),200)
+
+# Twenty thousand steps of four processes that share tables; the slow tests have a tenth of it.
+soak: $(INSTALLED)
+	SPARSESTEP_TESTS=all SPARSESTEP_SOAK=20000 $(BIN)/python -m pytest tests/distributed/test_shard_long.py -k many_steps
 
 # The property tests with random cases instead of the fixed ones, until one fails or you stop it.
 fuzz-properties: $(INSTALLED)

@@ -26,7 +26,9 @@ def run_pair(module: str, folder: Path) -> list[Results]:
     return run_ranks(module, folder, 2)
 
 
-def run_ranks(module: str, folder: Path, world: int, killed: int | None = None) -> list[Results]:
+def run_ranks(
+    module: str, folder: Path, world: int, killed: int | None = None, timeout: float = TIMEOUT
+) -> list[Results]:
     """What the worker of that module returned in each of several processes.
 
     Args:
@@ -34,6 +36,7 @@ def run_ranks(module: str, folder: Path, world: int, killed: int | None = None) 
         folder: where they meet.
         world: how many processes.
         killed: one that is to end by a signal; it leaves nothing.
+        timeout: how many seconds they may take.
     """
     command = [sys.executable, "-W", "error", "-m", module]
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
@@ -49,7 +52,7 @@ def run_ranks(module: str, folder: Path, world: int, killed: int | None = None) 
                     [*command, *arguments], cwd=ROOT, env=env, stdout=out, stderr=out
                 )
             workers.append(worker)
-        _wait([worker for rank, worker in enumerate(workers) if rank != killed])
+        _wait([worker for rank, worker in enumerate(workers) if rank != killed], timeout)
     finally:
         for worker in workers:
             worker.kill()  # nothing, if it has ended
@@ -62,9 +65,9 @@ def run_ranks(module: str, folder: Path, world: int, killed: int | None = None) 
     return [torch.load(folder / f"results{rank}") for rank in ranks]
 
 
-def _wait(workers: list[subprocess.Popen[bytes]]) -> None:
+def _wait(workers: list[subprocess.Popen[bytes]], timeout: float) -> None:
     """Until all have ended, or one has failed, which others might wait for, or too long."""
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         codes = [worker.poll() for worker in workers]
         if None not in codes or any(codes):

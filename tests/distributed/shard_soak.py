@@ -36,6 +36,8 @@ def soak(rank: int) -> pair.Results:
         kept = max(kept, len(model.tables._exchange._ledger.answers))
         if step == STEPS // 2:
             early = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if rank == 0 and step % 1000 == 0:
+            print(f"step {step}", flush=True)  # into its log
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - early
     steps = [int(state["step"]) for state in opt.state.values() if "step" in state]
     return {"kept": kept, "grown": grown, "steps": steps}

@@ -5,6 +5,11 @@ Two of them share each parameter. Four are two such pairs, with the same rows ea
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +17,9 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.rules import OPTIMIZERS
 from tests.distributed import pair
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ROWS = 7  # not the same number for both
 HYBRID = [sparsestep.AdamW, sparsestep.RowwiseAdagrad, sparsestep.SGD]
@@ -70,8 +78,59 @@ def work(rank: int, meeting: str) -> pair.Results:
         }
     table = fully_shard(nn.Embedding(ROWS, 4), mesh=mesh).weight
     found["sparse"] = sparse_gradient(table)
+    found["placed"] = placed(mesh)
+    for optimizer in HYBRID:
+        found["saved", optimizer.__name__] = saved_and_loaded(mesh, optimizer)
     dist.destroy_process_group()
     return found
+
+
+def by_hand(step: int) -> Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step))
+
+
+def placed(mesh: DeviceMesh) -> dict[str, list[Tensor]]:
+    """Parameters that are divided along either dim, or copied; of all optimizers."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = {}
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        where = [Replicate()] * (mesh.ndim - 1) + [placement]
+        whole = []
+        for optimizer in OPTIMIZERS:
+            param = nn.Parameter(distribute_tensor(torch.ones(ROWS, 4), mesh, where))
+            opt = optimizer([param], **options_of(optimizer))
+            for step in range(3):
+                param.grad = distribute_tensor(by_hand(step), mesh, where)
+                with contextlib.suppress(sparsestep.InputError):  # rules by rows need whole ones
+                    opt.step()
+            whole.append(param.full_tensor().detach())
+        found[str(placement)] = whole
+    return found
+
+
+def saved_and_loaded(mesh: DeviceMesh, optimizer: type[torch.optim.Optimizer]) -> list[Tensor]:
+    """Half of the training, a distributed checkpoint in a folder, and a new model that goes on."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    folder = Path(sys.argv[2]) / f"saved-{optimizer.__name__}"
+    model = fully_shard(Model(), mesh=mesh)
+    opt = optimizer(model.parameters(), **options_of(optimizer))
+    train(model, opt, range(3))
+    found, of_opt = state_dict.get_state_dict(model, opt)
+    checkpoint.save({"model": found, "optimizer": of_opt}, checkpoint_id=folder)
+    model = fully_shard(Model(), mesh=mesh)
+    opt = optimizer(model.parameters(), **options_of(optimizer))
+    found, of_opt = state_dict.get_state_dict(model, opt)  # before the first step
+    everything = {"model": found, "optimizer": of_opt}
+    checkpoint.load(everything, checkpoint_id=folder)
+    state_dict.set_state_dict(
+        model, opt, model_state_dict=found, optim_state_dict=everything["optimizer"]
+    )
+    train(model, opt, range(3, 6))
+    return [param.full_tensor().detach() for param in model.parameters()]
 
 
 def sparse_gradient(table: Tensor) -> Tensor:

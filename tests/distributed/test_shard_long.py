@@ -12,7 +12,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("needs gloo", allow_module_level=True)
 
 from tests.distributed.pair import run_ranks
-from tests.distributed.shard_soak import TIMEOUT
+from tests.distributed.shard_soak import STEPS, TIMEOUT
 
 WORKER = "tests.distributed.shard_soak"
 
@@ -27,7 +27,7 @@ def test_the_others_raise_when_a_rank_is_killed(tmp_path: Path):
 
 @pytest.mark.slow
 def test_many_steps_neither_hang_nor_grow(tmp_path: Path):
-    found = run_ranks(WORKER, tmp_path, 4)
+    found = run_ranks(WORKER, tmp_path, 4, timeout=180 + STEPS / 5)
     for each in found:
         assert each["kept"] <= 6, "lookups of the step before, and of this one"
         assert each["grown"] < 20_000, "kilobytes"

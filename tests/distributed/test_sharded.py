@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sparsestep
 from sparsestep.rules import OPTIMIZERS
 from tests.table import same_bits
 from tests.torch_versions import SUMS_SHARDED_GRADIENTS
@@ -15,7 +16,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("needs gloo", allow_module_level=True)
 
 from tests.distributed.pair import Results, run_pair, run_ranks
-from tests.distributed.sharded_worker import HYBRID, ROWS, Model, options_of, train
+from tests.distributed.sharded_worker import HYBRID, ROWS, Model, by_hand, options_of, train
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,50 @@ def test_a_mesh_of_copies_and_shards(tmp_path: Path):
     found = run_ranks("tests.distributed.sharded_worker", tmp_path, 4)
     for optimizer in HYBRID:
         assert_bits_of_one_process(found, optimizer, [4, 3, 4, 3])
+        assert_goes_on(found, optimizer)
+    assert_placed(found)
+
+
+@pytest.mark.parametrize("optimizer", HYBRID)
+def test_training_goes_on_from_a_distributed_checkpoint(
+    found: list[Results], optimizer: type[torch.optim.Optimizer]
+):
+    assert_goes_on(found, optimizer)
+
+
+def assert_goes_on(found: list[Results], optimizer: type[torch.optim.Optimizer]) -> None:
+    for each in found:
+        ours = each["saved", optimizer.__name__]
+        assert all(map(same_bits, ours, each[optimizer.__name__]["params"]))
+
+
+def test_parameters_divided_by_hand_have_the_bits_of_whole_ones(found: list[Results]):
+    assert_placed(found)
+
+
+def assert_placed(found: list[Results]) -> None:
+    """Divided along either dim, or copied, under every optimizer; and as torch's AdamW does it."""
+    for place, optimizer in enumerate(OPTIMIZERS):
+        param = torch.nn.Parameter(torch.ones(ROWS, 4))
+        after(param, optimizer([param], **options_of(optimizer)))
+        for each in found:
+            assert len(each["placed"]) == 3
+            for name, whole in each["placed"].items():
+                by_row = optimizer in (sparsestep.RowwiseAdagrad, sparsestep.RowwiseAdam)
+                is_refused = by_row and "1" in name  # such a rule would see half a row
+                wanted = torch.ones(ROWS, 4) if is_refused else param.detach()
+                assert same_bits(whole[place], wanted), (optimizer, name)
+    theirs = torch.nn.Parameter(torch.ones(ROWS, 4))
+    after(theirs, torch.optim.AdamW([theirs], lr=0.05))
+    for whole in found[0]["placed"].values():
+        ours = whole[OPTIMIZERS.index(sparsestep.AdamW)]
+        torch.testing.assert_close(ours, theirs.detach())
+
+
+def after(param: torch.nn.Parameter, opt: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        param.grad = by_hand(step)
+        opt.step()
 
 
 def test_a_sparse_gradient_is_that_of_the_local_rows(found: list[Results]):

@@ -19,7 +19,7 @@ class Split(NamedTuple):
     Attributes:
         rows: the owner's number of each row.
         counts: how many of them each rank has.
-        order: which id it was.
+        order: which id it was; empty where nobody asks for it.
         bags: of the bags of which a rank has a part, which they are.
         lengths: how many ids such a part has.
         parts: how many parts each rank has.
@@ -33,7 +33,9 @@ class Split(NamedTuple):
     parts: list[int]
 
 
-def split(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
+def split(
+    ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype, *, wants_order: bool = True
+) -> Split:
     """Divide bags of ids among the owners of their rows.
 
     Args:
@@ -41,6 +43,7 @@ def split(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
         starts: where each bag begins, and where the last one ends; int64.
         world: how many ranks there are.
         dtype: of the owner's numbers.
+        wants_order: whether to say which id is where.
 
     Example:
         >>> found = split(torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4]), 2, torch.int32)
@@ -53,8 +56,11 @@ def split(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
     if core is None:
         return _split_by_torch(ids, starts, world, dtype)
     rows = torch.empty(count, dtype=dtype)
-    order, bags, lengths = (torch.empty(count, dtype=torch.int64) for _ in range(3))
-    counts, parts = core.split_by_owner(ids, starts.contiguous(), world, rows, order, bags, lengths)
+    order = torch.empty(count if wants_order else 0, dtype=torch.int64)
+    bags, lengths = (torch.empty(count, dtype=torch.int64) for _ in range(2))
+    counts, parts = core.split_by_owner(
+        *(ids, starts.contiguous(), world, rows, order if wants_order else None, bags, lengths)
+    )
     total = sum(parts)
     return Split(rows, counts, order, bags[:total], lengths[:total], parts)
 

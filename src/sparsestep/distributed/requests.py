@@ -119,7 +119,9 @@ def _bags(table: Table, bags: Bags) -> Request:
         to = _all_to(table)
         return Request(table, ids, to(len(ids)), lengths, to(len(lengths)), factors, averaged)
     count = len(lengths)
-    found = owners.split(ids, starts, world, table.id_dtype)  # a bag as far as one owner has it
+    # A bag as far as one owner has it.
+    has_factors = factors is not None
+    found = owners.split(ids, starts, world, table.id_dtype, wants_order=has_factors)
 
     def finish(rows: Tensor) -> Tensor:
         summed = rows.float() if rows.dtype in HALVES else rows
