@@ -54,7 +54,8 @@ def test_distinct_rows_are_distinct() -> None:
 
 def test_suites() -> None:
     assert list(SUITES) == [
-        *("peers", "large", "small", "lookups", "rows", "density", "skew", "threads")
+        *("peers", "large", "small", "lookups", "rows", "density", "skew", "threads"),
+        "programs",
     ]
     assert [each.lookups for each in SUITES["lookups"]] == [
         2**n for n in (8, 10, 12, 14, 16, 18, 20)

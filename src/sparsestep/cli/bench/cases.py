@@ -101,9 +101,24 @@ class Case:
         return replace(smaller, name=_described(smaller))
 
 
+@dataclass(frozen=True)
+class Program(Case):
+    """A whole iteration of a training: lookups, the model, backward, update.
+
+    Attributes:
+        kind: which model, see ``programs.py``.
+        length: how many lookups an example has, in each table.
+    """
+
+    kind: str = ""
+    length: int = 1
+
+
 def _described(case: Case) -> str:
     several = f"{case.tables} tables of " if case.tables > 1 else ""
     text = f"{several}{case.rows:,} x {case.dim}, {case.lookups:,} {case.distribution}"
+    if isinstance(case, Program):
+        text = f"{case.kind}, {text}"
     if case.threads is None:
         return text
     return f"{text}, {case.threads} thread{'s' if case.threads > 1 else ''}"
@@ -124,6 +139,19 @@ def case(
         '26 tables of 1,000 x 16, 64 uniform'
     """
     unnamed = Case("", rows, dim, lookups, distribution, tables, threads)
+    return replace(unnamed, name=_described(unnamed))
+
+
+def program(
+    kind: str, rows: int, dim: int, lookups: int, distribution: str, tables: int = 1, *, length: int
+) -> Program:
+    """A program that is named after what it is.
+
+    Example:
+        >>> program("dlrm", 200_000, 64, 8_192, "uniform", 26, length=4).name
+        'dlrm, 26 tables of 200,000 x 64, 8,192 uniform'
+    """
+    unnamed = Program("", rows, dim, lookups, distribution, tables, kind=kind, length=length)
     return replace(unnamed, name=_described(unnamed))
 
 
@@ -157,5 +185,12 @@ SUITES: dict[str, list[Case]] = {
     "threads": [
         case(1_000_000, 64, 65_536, "uniform", threads=1),
         case(1_000_000, 64, 65_536, "uniform"),
+    ],
+    # Meta's DLRM script, PyG's Node2Vec, knowledge-graph training as PyKEEN and DGL-KE have it
+    "programs": [
+        program("dlrm", 200_000, 64, 8_192, "uniform", 26, length=4),
+        program("dlrm", 200_000, 64, 8_192, "zipf", 26, length=4),
+        program("node2vec", 400_000, 128, 57_344, "zipf", length=7),
+        program("transe", 200_000, 128, 36_864, "zipf", length=18),
     ],
 }

@@ -152,8 +152,10 @@ def measure(
         )
 
 
-def timings(names: Sequence[str], times: Sequence[Sequence[float]]) -> list[Timing]:
-    """What the times of each contestant come to, the fastest first.
+def timings(
+    names: Sequence[str], times: Sequence[Sequence[float]], base: str = TorchSparseAdam.name
+) -> list[Timing]:
+    """What the times of each contestant come to, the fastest first; ratios are to ``base``.
 
     Example:
         >>> slow, fast = [4.0, 4.0, 4.0, 5.0], [1.0, 2.0, 2.0, 2.0]
@@ -162,7 +164,7 @@ def timings(names: Sequence[str], times: Sequence[Sequence[float]]) -> list[Timi
         ('sparsestep', 2.0, 1.75, 2.0, None)
     """
     medians = {name: median(each) for name, each in zip(names, times, strict=True)}
-    theirs, least = medians.get(TorchSparseAdam.name), medians.get(Limit.name)
+    theirs, least = medians.get(base), medians.get(Limit.name)
     result = []
     for name, each in zip(names, times, strict=True):
         lower, middle, upper = quantiles(each, n=4, method="inclusive")
