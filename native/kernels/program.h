@@ -179,7 +179,7 @@ private:
         const T* const value = row_registers_ + program_.row_results[s];
         if (job_.stochastic) {
             const Randomness random(job_.seed, states_ + 1 + s);
-            store_tile(job_.slot_state[s], slot, 0, 1, value, random, slot);
+            store_tile(job_.slot_state[s], slot, 0, 1, value, random, job_.dealt.row(slot));
         } else {
             store_tile(job_.slot_state[s], slot, 0, 1, value);
         }

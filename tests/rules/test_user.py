@@ -243,3 +243,23 @@ def test_nobody_is_told_that_it_is_slow(engine: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same_bits(trained(adagrad, lr=0.1, engine=engine), trained(adagrad, lr=0.1))
+
+
+def test_a_formula_that_asks_for_float32_gets_it_from_float64_too():
+    @sparsestep.rule
+    def in_float32(param, grad, *, lr=0.1):
+        return param - lr * (grad.float() / 3)
+
+    def moved(dtype: torch.dtype, engine: str) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        optimizer = in_float32([weight], engine=engine)
+        weight.grad = torch.full((3, 2), 0.7, dtype=dtype)
+        optimizer.step()
+        return weight.detach()
+
+    assert same_bits(moved(torch.float32, "native"), moved(torch.float32, "reference"))
+    with pytest.raises(InputError, match="float64 values to float32"):
+        moved(torch.float64, "native")
+    with pytest.warns(SlowWarning, match="float64 values to float32"):
+        found = moved(torch.float64, "auto")
+    assert same_bits(found, moved(torch.float64, "reference"))

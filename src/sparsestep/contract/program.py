@@ -58,6 +58,8 @@ class Program:
         operations: one for each value, inputs first.
         numbers: in the order in which operations take them.
         results: the new parameter and state.
+        asks_for_float32: whether the formula converts to float32, which is what it has anyway
+            unless the arithmetic is in float64.
         may_widen: whether the machine that it is for can compute in float64 what a formula asks
             for in float64.
 
@@ -83,6 +85,7 @@ class Program:
     numbers: list[float] = field(default_factory=list)
     results: tuple[int, ...] = ()
     may_widen: bool = False
+    asks_for_float32: bool = False
 
     @property
     def structure(self) -> tuple[Any, ...]:

@@ -223,6 +223,11 @@ def _to(value: StandIn, dtype: Any = None) -> StandIn:
         return make("narrow", value) if value.program.may_widen else value
     if dtype is not torch.float32:
         raise RecordError(f"it converts values to {dtype}")
+    return _float(value)
+
+
+def _float(value: StandIn) -> StandIn:
+    value.program.asks_for_float32 = True
     return value
 
 
@@ -260,7 +265,7 @@ _COMPOSED: dict[str, Callable[..., StandIn]] = {
     "ones_like": lambda value: make("eq", make("lt", value, value), 0.0),
     "to": _to,
     "double": _double,
-    "float": lambda value: value,
+    "float": _float,
     # Of a condition, which is 1 or 0.
     "logical_not": lambda value: make("eq", value, 0.0),
     "logical_and": lambda a, b: make("mul", make("ne", a, 0.0), make("ne", b, 0.0)),

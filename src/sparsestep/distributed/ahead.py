@@ -93,11 +93,13 @@ class Sending:
     """The lookups of one batch, which are being sent."""
 
     def __init__(self, calls: Sequence[_Call], tensors: Sequence[Tensor], first: int) -> None:
-        self.calls = list(calls)
+        self.calls: list[_Call] = list(calls)
         self.first = first
-        self.given = [call.given(tensors) for call in calls]
-        self.versions = [[version_of(each) for each in tensors_in(a)] for a in self.given]
-        self.done = threading.Event()
+        self.given: list[Any] = [call.given(tensors) for call in calls]
+        self.versions: list[list[int]] = [
+            [version_of(each) for each in tensors_in(a)] for a in self.given
+        ]
+        self.done: threading.Event = threading.Event()
         self.sent: list[Sent | None] = [None] * len(calls)
         self.error: Exception | None = None
 

@@ -78,7 +78,9 @@ class Native:
         settings = update.settings
         group = group_of(settings)
         if group is None and update.param.is_cpu:
-            group = self._programs.group_of(settings, update.step)
+            tensors = (*update.written, update.touched.values)
+            in_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+            group = self._programs.group_of(settings, update.step, in_double=in_double)
         if group is None:
             return False
         touched = update.touched

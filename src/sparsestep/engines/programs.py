@@ -32,23 +32,26 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, int], tuple[Settings, Group]] = {}
+        self._groups: dict[tuple[int, int, bool], tuple[Settings, Group]] = {}
         self.refused: dict[int, str] = {}
 
-    def group_of(self, settings: Settings, step: int) -> Group | None:
+    def group_of(self, settings: Settings, step: int, *, in_double: bool) -> Group | None:
         """What the core is told of a param group; ``None`` where its rule cannot be recorded.
 
         Args:
             settings: of the group.
             step: the number of the parameter's update.
+            in_double: whether the arithmetic is in float64.
         """
-        key = (id(settings), step)
+        key = (id(settings), step, in_double)
         if key in self._groups:
             return self._groups[key][1]
         if core is None or settings.rule.recorded is None or id(settings) in self.refused:
             return None
         try:
             program = record(settings.rule, step, settings.hyper)
+            if in_double and program.asks_for_float32:
+                raise RecordError("it converts float64 values to float32")
             made = _for_core(program)
         except RecordError as error:
             self.refused[id(settings)] = str(error)

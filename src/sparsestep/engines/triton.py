@@ -25,6 +25,7 @@ from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.engines.triton_source import Form, form_of, kernel_of
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import Touched, bad_index
+from sparsestep.surroundings import cat, stack
 from sparsestep.torch_internals import assert_async
 
 # Columns that a program sees at most: of rows that may be cut, and of those that may not.
@@ -184,7 +185,7 @@ class Triton:
         self._look(launch for launch in self._launches if not _is_captured(launch))
         captured = [x for x in self._launches if x.order is not None and _is_captured(x)]
         if captured:
-            ok = torch.stack([launch.is_inside() for launch in captured]).all()
+            ok = stack([launch.is_inside() for launch in captured]).all()
             assert_async(ok, "an index of a gradient is out of range: nothing is updated")
             for launch in self._launches:
                 launch.ok = ok.to(torch.int32)
@@ -199,7 +200,7 @@ class Triton:
             if launch.order is not None:
                 by_device.setdefault(launch.order.device, []).append(launch)
         for some in by_device.values():
-            bounds = torch.cat([bound for launch in some for bound in launch.bounds()])
+            bounds = cat([bound for launch in some for bound in launch.bounds()])
             found = bounds.cpu().tolist()  # here the host waits
             for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
                 slots = launch.touched.slots

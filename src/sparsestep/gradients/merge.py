@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError
 from sparsestep.gradients.touched import Touched, bad_index, check_positions
+from sparsestep.surroundings import stack
 
 _ELEMENTS = 1 << 20  # of a chunk: small enough for a cache, large enough for torch's kernels
 
@@ -77,7 +78,7 @@ class _Runs:
         # The number of each entry's slot among all that come.
         which = torch.zeros_like(positions)
         torch.cumsum(positions[1:] != positions[:-1], 0, out=which[1:])
-        ends = torch.stack([positions[0], positions[-1], which[-1]])
+        ends = stack([positions[0], positions[-1], which[-1]])
         low, high, last = ends.cpu().tolist()
         if low < 0 or high >= touched.slots:
             raise InputError(bad_index(0, touched.slots, low if low < 0 else high))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.ids import Options, Saved
+from sparsestep.surroundings import cat
 
 _TENSORS = Saved._fields[:5]
 NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
@@ -58,7 +59,7 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[Saved, int, int]:
         raise InputError(sentence(contract, f"numbers {found['numbers'].tolist()}"))
     if any(bool(((each < 0) | (each >= 2**32)).any()) for each in (counts, seen, times)):
         raise InputError(sentence(contract, "counts that are none"))
-    known = torch.cat([ids[options.shared : used], few[:candidates]])
+    known = cat([ids[options.shared : used], few[:candidates]])
     if known.unique().numel() != known.numel():
         raise InputError(sentence(contract, "an id that comes twice"))
     return saved, now, handed_over
@@ -105,7 +106,7 @@ def merged(saved: Saved, theirs: Saved, options: Options, now: int) -> tuple[Sav
     saved.seen[rows[~is_known]] = now
     candidates = _without(saved, ids)
     shared = torch.arange(first, device="cpu")
-    return candidates._replace(used=saved.used + new), torch.cat([shared, rows])
+    return candidates._replace(used=saved.used + new), cat([shared, rows])
 
 
 def _without(saved: Saved, ids: Tensor) -> Saved:

@@ -47,11 +47,11 @@ class Dlrm(Model):
     def __init__(self, program: Program) -> None:
         nn.Module.__init__(self)
         rows, dim, count = program.rows, program.dim, program.tables
-        self.tables = nn.ModuleList(
+        self.tables: nn.ModuleList = nn.ModuleList(
             nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for _ in range(count)
         )
-        self.bottom = _perceptron(_NUMBERS, *_BOTTOM, dim)
-        self.top = _perceptron(dim + (count + 1) ** 2, *_TOP, 1)
+        self.bottom: nn.Sequential = _perceptron(_NUMBERS, *_BOTTOM, dim)
+        self.top: nn.Sequential = _perceptron(dim + (count + 1) ** 2, *_TOP, 1)
 
     def forward(self, numbers: Tensor, clicks: Tensor, *ids: Tensor) -> Tensor:
         """The loss."""
@@ -79,7 +79,7 @@ class Node2Vec(Model):
 
     def __init__(self, program: Program) -> None:
         nn.Module.__init__(self)
-        self.nodes = nn.Embedding(program.rows, program.dim, sparse=True)
+        self.nodes: nn.Embedding = nn.Embedding(program.rows, program.dim, sparse=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The loss."""
@@ -99,8 +99,8 @@ class TransE(Model):
 
     def __init__(self, program: Program) -> None:
         nn.Module.__init__(self)
-        self.entities = nn.Embedding(program.rows, program.dim, sparse=True)
-        self.relations = nn.Embedding(_RELATIONS, program.dim, sparse=True)
+        self.entities: nn.Embedding = nn.Embedding(program.rows, program.dim, sparse=True)
+        self.relations: nn.Embedding = nn.Embedding(_RELATIONS, program.dim, sparse=True)
 
     def forward(self, ids: Tensor, relations: Tensor) -> Tensor:
         """The loss: the right tail is to be nearer than others by a margin."""
@@ -158,7 +158,8 @@ class Training:
     def __init__(
         self, name: str, model: Model, optimizer: Any, batches: Sequence[tuple[Tensor, ...]]
     ) -> None:
-        self.name, self.model = name, model
+        self.name: str = name
+        self.model: Model = model
         self._optimizer, self._batches = optimizer, batches
 
     def before(self, set_index: int, /) -> None:
