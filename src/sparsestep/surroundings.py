@@ -1,4 +1,4 @@
-"""What of a user's surroundings must not reach into a step or into clipping: autocast."""
+"""A user's surroundings: autocast, which must not reach into a step, and profilers that watch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from sparsestep.torch_internals import profiler_enabled
+
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Operations on a kind of device as they are, whatever surrounds them."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def labelled(name: str) -> AbstractContextManager[object]:
+    """A name for what is done, in the trace of a profiler where there is one.
+
+    Example:
+        >>> with torch.profiler.profile() as trace, labelled("sparsestep: plan"):
+        ...     pass
+        >>> any(event.key == "sparsestep: plan" for event in trace.key_averages())
+        True
+    """
+    return torch.profiler.record_function(name) if profiler_enabled() else nullcontext()
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,12 +17,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"sparsestep {sparsestep.__version__}\n"
 
 
+@pytest.mark.parametrize("module", ["sparsestep", "sparsestep.cli"])
 def test_it_runs_as_a_module(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ignored", "--version"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("sparsestep.cli", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert capsys.readouterr().out == f"sparsestep {sparsestep.__version__}\n"
 
 
@@ -45,12 +46,14 @@ def test_every_command_has_help_with_an_example(
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"]])
-def test_no_command_or_an_unknown_one(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_command_it_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "sparsestep demo" in capsys.readouterr().out
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
+        cli.main(["fly"])
     assert "error:" in capsys.readouterr().err
 
 

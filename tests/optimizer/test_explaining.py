@@ -82,3 +82,14 @@ def test_copies_and_pickles_begin_without_a_past():
     table.grad = rows((5, 4), [1, 3])
     optimizer.step()
     assert [each.engine for each in copy.deepcopy(optimizer).explain()] == [None]
+
+
+def test_a_profiler_sees_the_parts_of_a_planned_step():
+    table = torch.nn.Parameter(torch.zeros(5, 4))
+    optimizer = sparsestep.Adam([table], semantics="dense")
+    table.grad = rows((5, 4), [1])
+    with torch.profiler.profile() as trace:
+        optimizer.step()
+    found = {event.key for event in trace.key_averages()}
+    parts = ("plan", "prepare", "catch up", "commit")
+    assert {f"sparsestep: {part}" for part in parts} <= found

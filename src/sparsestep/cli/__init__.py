@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--version", action="version", version=f"sparsestep {__version__}")
-    commands = result.add_subparsers(metavar="command", required=True)
+    commands = result.add_subparsers(metavar="command")
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
         its_parser = commands.add_parser(
@@ -103,7 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        options = parser().parse_args(arguments)
+        known = parser()
+        options = known.parse_args(arguments)
+        if "run" not in options:
+            known.print_help()
+            return 0
         code: int = options.run(options)
         return code
     except KeyboardInterrupt:

@@ -37,6 +37,7 @@ from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.explaining import Explains
 from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
+from sparsestep.surroundings import labelled
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
 
 _KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
@@ -197,8 +198,9 @@ class RuleOptimizer(Explains):
     def _plan_step(self) -> None:
         self._before = None
         plan = Plan(self)
-        for group_index, group in enumerate(self.param_groups):
-            plan.add_group(group_index, group)
+        with labelled("sparsestep: plan"):
+            for group_index, group in enumerate(self.param_groups):
+                plan.add_group(group_index, group)
         if plan.repeats:
             uninterrupted(lambda: self._run_with_repeats(plan))
             return

@@ -24,6 +24,7 @@ from sparsestep.optimizer import state as states
 from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.records import StateKeeper
 from sparsestep.optimizer.updates import complete, examined
+from sparsestep.surroundings import labelled
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
@@ -170,12 +171,14 @@ class Plan:
             self._optimizer.engine, self._native, self._optimizer._all_params
         )
         try:
-            self._prepare()
+            with labelled("sparsestep: prepare"):
+                self._prepare()
         except BaseException:
             if self._catch_ups is not None:
                 self._catch_ups.cancel()
             raise
-        uninterrupted(self._commit)
+        with labelled("sparsestep: commit"):
+            uninterrupted(self._commit)
         self._note_engines()
         if mapped_files:
             written(self._optimizer._all_params())
@@ -200,7 +203,8 @@ class Plan:
         if self._torch is not None:
             self._torch.prepare()
         if self._catch_ups is not None:
-            self._catch_ups.prepare()
+            with labelled("sparsestep: catch up"):
+                self._catch_ups.prepare()
         self._engines.prepare()  # from values that are up to date
 
     def _commit(self) -> None:
