@@ -32,6 +32,7 @@ IDS = {
     "bytes": (tensor(1).byte(), "Got a torch.uint8 tensor of shape (1,)."),
     "a list": ([1, 2], "ids must be an int64 or int32 tensor. Got a list."),
     "None": (None, "ids must be an int64 or int32 tensor. Got None."),
+    "sparse": (tensor(1, 2).to_sparse(), "strided or nested tensor. Got torch.sparse_coo."),
     "elsewhere": (torch.empty(2, device="meta").long(), "the table's device, cpu. Got meta."),
 }  # fmt: skip
 

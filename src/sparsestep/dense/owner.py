@@ -35,6 +35,7 @@ def rows_in(ids: Any, weight: Tensor) -> Tensor | None:
         not isinstance(ids, Tensor)
         or ids.dtype not in _INTEGERS
         or ids.device != weight.device
+        or not (ids.layout is torch.strided or ids.is_nested)
         or not weight.dim()
     ):
         return None

@@ -150,7 +150,8 @@ def _by_core(asked: Sequence[Asked]) -> list[_Read] | None:
         pooling = 0 if _is_refused(table) else POOLING[table.mode]
         if not pooling or table.max_norm is not None or not takes_compact(weight):
             return None
-        if type(ids) is Tensor and not ids.is_contiguous():
+        is_usual = type(ids) is Tensor and ids.layout is torch.strided
+        if is_usual and not ids.is_contiguous():
             ids = ids.contiguous()
         has_gradient = is_recorded and weight.requires_grad
         ends, padding = table.include_last_offset, _padding(table)
