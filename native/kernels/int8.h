@@ -52,10 +52,15 @@ struct CodedRows {
         if (codes.root) {
             for (int64_t j = 0; j < n; ++j) {
                 const T root = T(int32_t(from[j]) + 128) * scale;
-                tile[j] = root * root;
+                const T square = root * root;
+                tile[j] = square * square;
             }
         } else {
-            for (int64_t j = 0; j < n; ++j) tile[j] = T(int32_t(from[j])) * scale;
+            for (int64_t j = 0; j < n; ++j) {
+                const T root = T(int32_t(from[j])) * scale;
+                const T square = root * root;
+                tile[j] = (root < 0 ? -square : square) * square;
+            }
         }
         return tile;
     }
@@ -111,7 +116,7 @@ private:
         const T size = bits_as<T>(largest);
         // A little more than there are codes, so that the largest value is below the last.
         const T most = codes.root ? T(254.99) : T(126.99);
-        const float scale = float((codes.root ? square_root(size) : size) / most);
+        const float scale = float(square_root(square_root(size)) / most);
         return scale < least_scale ? 0.0f : scale;
     }
 
@@ -123,12 +128,12 @@ private:
         const int32_t turn = int32_t(turned);
         for (int64_t j = 0; j < n; ++j) {
             int32_t code;
+            const T size = square_root(square_root(magnitude(values[j]))) * inverse;
             if constexpr (root) {
-                const T size = square_root(values[j]) * inverse;
                 const T least = values[j] > 0 ? T(one) : T(0);
                 code = int32_t(size > least ? size : least);
             } else {
-                code = int32_t(values[j] * inverse + T(128 * one));
+                code = int32_t((values[j] < 0 ? -size : size) + T(128 * one));
             }
             to[j] = int8_t(((code + (int32_t(chance[j]) ^ turn)) >> 16) - 128);
         }

@@ -12,11 +12,11 @@ from sparsestep.contract import int8
 from sparsestep.contract.rule import Rule, State
 from sparsestep.rules import OPTIMIZERS
 
-LINEAR, ROOT = (
+SIGNED, ROOT = (
     int8.stored_as_int8(Rule("one", lambda: None, (State("value", int8=code),))).state
-    for code in ("linear", "root")
+    for code in ("signed", "root")
 )
-each_code = pytest.mark.parametrize("state", [LINEAR, ROOT], ids=["linear", "root"])
+each_code = pytest.mark.parametrize("state", [SIGNED, ROOT], ids=["signed", "root"])
 
 rows = st.integers(1, 5).flatmap(
     lambda n: st.lists(
@@ -39,13 +39,14 @@ def test_what_comes_back_is_within_one_code(state, rows):
         values = values.abs()
     codes, scale = stored(state, values)
     (back,) = int8.decoded(state, [codes.float(), scale])
-    if state is LINEAR:
-        # A row of numbers below 1.3e-35 is taken for zero.
-        assert ((back - values).abs() <= 0.51 * scale + 1.3e-35).all()
+    if state is SIGNED:
+        # The smallest float32 numbers are denormal: their roots are not exact.
+        apart = back.abs() ** 0.25 - values.abs() ** 0.25
+        assert (apart.abs() <= 0.51 * scale + 1e-11).all()
         assert (back.sign() * values.sign() >= 0).all()
     else:
         # What is above zero has at least the code 1.
-        assert ((back.sqrt() - values.sqrt()).abs() <= 1.01 * scale).all()
+        assert ((back**0.25 - values**0.25).abs() <= 1.01 * scale + 1e-11).all()
         usable = (scale > 0).expand_as(values)
         assert ((back > 0) == (values > 0))[usable].all()
 
@@ -56,7 +57,7 @@ def test_rounding_at_random_is_right_on_average(state):
     chances = (torch.arange(4096) * 16)[:, None].expand(-1, 3)
     codes, _ = int8.encoded(state, [values])
     rounded = int8.rounded(state[0], codes.expand(4096, 3), chances).float().mean(0)
-    offset = 0 if state is LINEAR else -128
+    offset = 0 if state is SIGNED else -128
     torch.testing.assert_close(rounded, codes[0] + offset, atol=3e-4, rtol=0)
 
 

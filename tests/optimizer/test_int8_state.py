@@ -185,7 +185,10 @@ def test_checkpoints_go_from_float32_to_int8_and_back(cls, options):
             found = again.state[param][name]
             assert found.dtype is torch.float32
             largest = value.abs().amax(1, keepdim=True)
-            assert ((found - value).abs() <= largest / 120).all()
+            # Of the fourth root, half a code is lost, one where it is the smallest.
+            apart = found.abs() ** 0.25 - value.abs() ** 0.25
+            assert (apart.abs() <= largest**0.25 / 120).all()
+            assert (found * value >= 0).all()
 
 
 def test_resuming_is_as_if_nothing_had_happened():

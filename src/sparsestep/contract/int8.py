@@ -1,10 +1,12 @@
 """State stored as int8: a code for each element, and a scale for each row.
 
-Two codes. ``"linear"`` is for what has a sign, such as a momentum: a value is a code from -127 to
-127 times the row's scale. ``"root"`` is for sums and averages of squares: it is the *root* of a
-value that is a code from 0 to 255 (less 128, to be stored) times the scale. Formulas divide by that
-root, and in the square itself all but the largest elements of a row would share a few codes. What
-is above zero gets at least the code 1, so that no formula divides by zero because of the storage.
+It is the *fourth root* of a value that is a code times the row's scale, so that small values beside
+a large one keep their share of the codes: Adam divides each by a root of its own, and what rounding
+does to a small one counts as much. (With a square root, a layer whose inputs were of very different
+size learned worse.) There are two codes. ``"signed"`` is for a momentum, which has a sign: from
+-127 to 127. ``"root"`` is for sums and averages of squares: from 0 to 255, less 128 to be stored. A
+square above zero gets at least the code 1, so that no formula divides by zero because of the
+storage.
 
 Codes are rounded up or down at random, in proportion: an average that moves by a thousandth of
 itself would otherwise never move. Row by row the largest value decides the scale, anew with every
@@ -35,7 +37,7 @@ def stored_as_int8(rule: Rule) -> Rule:
 
     Example:
         >>> def update(param, grad, mean, *, lr): ...
-        >>> rule = stored_as_int8(Rule("mine", update, (State("mean", int8="linear"),)))
+        >>> rule = stored_as_int8(Rule("mine", update, (State("mean", int8="signed"),)))
         >>> [(spec.name, spec.dtype) for spec in rule.state]
         [('mean', torch.int8), ('mean_scale', torch.float32)]
     """
@@ -67,7 +69,7 @@ def _first_root(value: float) -> float:
 
 
 def _first_scale(value: float) -> float:
-    return math.sqrt(value) / 255
+    return math.sqrt(math.sqrt(value)) / 255
 
 
 def count(state: Sequence[State]) -> int:
@@ -94,10 +96,13 @@ def decoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _values(spec: State, codes: Tensor, scale: Tensor) -> Tensor:
-    if spec.int8 == "linear":
-        return codes * scale
+    if spec.int8 == "signed":
+        root = codes * scale
+        square = root * root
+        return torch.where(root < 0, -square, square) * square
     root = (codes + 128) * scale
-    return root * root
+    square = root * root
+    return square * square
 
 
 def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
@@ -110,20 +115,19 @@ def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _codes(spec: State, values: Tensor) -> tuple[Tensor, Tensor]:
-    linear = spec.int8 == "linear"
-    largest = values.abs().amax(1, keepdim=True)
-    if not linear:
-        largest = largest.sqrt()
+    signed = spec.int8 == "signed"
+    largest = values.abs().amax(1, keepdim=True).sqrt().sqrt()
     # A little more than there are codes, so that the largest value is below the last; in float32
     # as it is stored. One number that is none makes the whole row so.
-    scale = (largest / (126.99 if linear else 254.99)).float()
+    scale = (largest / (126.99 if signed else 254.99)).float()
     scale = torch.where(scale < _LEAST, 0.0, scale)
     scale = torch.where(values.isfinite().all(1, keepdim=True), scale, torch.nan)
     per_code = scale.to(values.dtype)
     inverse = torch.where(per_code == 0, 0.0, 1 / per_code)
-    if linear:
-        return values * inverse, scale
-    return torch.where(values > 0, (values.sqrt() * inverse).clamp(min=1), 0.0), scale
+    if signed:
+        size = values.abs().sqrt().sqrt() * inverse
+        return torch.where(values < 0, -size, size), scale
+    return torch.where(values > 0, (values.sqrt().sqrt() * inverse).clamp(min=1), 0.0), scale
 
 
 def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
@@ -135,7 +139,7 @@ def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
         chance: from 0 to 65535, by which a code is rounded up; 32768 for the nearest.
     """
     steps = codes * 65536
-    if spec.int8 == "linear":
+    if spec.int8 == "signed":
         steps = steps + 128 * 65536
     code = (steps.nan_to_num(128 * 65536).long() + chance >> 16) - 128
     return code.to(torch.int8)

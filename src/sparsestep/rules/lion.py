@@ -32,7 +32,7 @@ _MOTION = SignDrift(
     decays=lambda hyper: {"exp_avg": hyper["betas"][1]},
     size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
 )
-RULE = Rule("lion", update, (State("exp_avg", int8="linear"),), is_native=True, motion=_MOTION)
+RULE = Rule("lion", update, (State("exp_avg", int8="signed"),), is_native=True, motion=_MOTION)
 
 
 class Lion(RuleOptimizer, Optimizer):

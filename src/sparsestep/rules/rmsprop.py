@@ -97,7 +97,7 @@ def update_centered_with_momentum(
 
 
 _SQUARE = State("square_avg", int8="root")
-_BUFFER = State("momentum_buffer", int8="linear")
+_BUFFER = State("momentum_buffer", int8="signed")
 _MEAN = State("grad_avg")  # a variance that is a difference of rounded numbers may be negative
 
 

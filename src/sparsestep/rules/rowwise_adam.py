@@ -37,7 +37,7 @@ def update(
     return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="linear"), State("exp_avg_sq", per_row=True))
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", per_row=True))
 _MOTION = Quotient(
     buffer="exp_avg",
     square="exp_avg_sq",

@@ -55,7 +55,7 @@ RULE = Rule("sgd", update, (), is_native=True, counts=False, motion=Still())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
-    (State("momentum_buffer", int8="linear"),),
+    (State("momentum_buffer", int8="signed"),),
     is_native=True,
     counts=False,
     motion=_MOTION,
