@@ -219,3 +219,13 @@ def test_half_precision_under_autocast(sparse: bool):
     with torch.autocast("cpu"):
         norm = sparsestep.clip_grad_norm_(table.parameters(), 1.0)
     assert float(norm) == pytest.approx(12**0.5, rel=1e-3)
+
+
+def test_a_dense_half_gradient_beside_a_sparse_one_does_not_overflow():
+    """Its norm is beyond float16: taken in float16 the factor would be zero, every gradient too."""
+    layer = with_grad(torch.full((3, 600), 0.01, dtype=torch.float16))
+    table = with_grad(coo([[1]], [0.5], (3,), torch.float16))
+    sparsestep.clip_grad_norm_([layer, table], 1e4, norm_type=0.5)
+    factor = 1e4 / (1800 * 0.01**0.5 + 0.5**0.5) ** 2
+    assert layer.grad[0, 0].item() == pytest.approx(0.01 * factor, rel=2e-3)
+    assert table.grad.to_dense()[1].item() == pytest.approx(0.5 * factor, rel=2e-3)

@@ -246,8 +246,13 @@ def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tens
     for each in held:
         with _said_of(each):
             tensors.append(elements(each.grad, norm_type))
-    if foreach is False:
-        norms = [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+    if foreach is False or any(t.dtype != dtype for t, dtype in zip(tensors, wide, strict=True)):
+        # In at least float32: what float16 cannot hold would make every gradient zero.
+        norms = [
+            torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
+            for tensor, dtype in zip(tensors, wide, strict=True)
+        ]
     else:
         norms = list(foreach_norm(tensors, norm_type))
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))

@@ -59,9 +59,11 @@ def clipping(chance: Chance, say: Say) -> None:
             return  # torch has no such norm of nothing
         with around:
             norm = clip_grad_norm_(params, bound, order, foreach=foreach)
-        shadows = [nn.Parameter(torch.zeros_like(d)) for _, d in held]
+        # Dense ones alone are torch's, which takes their norm in their own dtype.
+        torchs = all(p.grad.layout is torch.strided for p, _ in held)
+        shadows = [nn.Parameter(d.to(p.dtype) if torchs else d.clone()) for p, d in held]
         for shadow, (_, d) in zip(shadows, held, strict=True):
-            shadow.grad = d.clone()
+            shadow.grad = d.to(shadow.dtype, copy=True)
         exact = nn.utils.clip_grad_norm_(shadows, bound, order)
         # In torch's dtype: what float16 cannot hold is infinite there.
         _close("norm", norm, exact.to(norm.dtype), params[0].dtype)
