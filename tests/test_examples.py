@@ -150,6 +150,14 @@ def test_popular_ids_are_popular_and_every_id_can_come():
         assert float(counts[:most].sum() / counts.sum()) == pytest.approx(expected, abs=0.005)
 
 
+def test_averages_of_weights_see_current_rows():
+    done = run("averages.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    apart = re.findall(r"(?:EMA|SWA) (\S+e-\d+)", done.stdout)
+    assert len(apart) == 2
+    assert all(0 < float(each) < 1e-4 for each in apart)
+
+
 @pytest.mark.slow
 def test_the_distributed_recommender_learns_and_goes_on_with_other_numbers_of_ranks(tmp_path: Path):
     pytest.importorskip("torch.distributed.run")

@@ -150,3 +150,26 @@ def test_a_cycle_moves_the_momentum_where_there_is_one(optimizer: type[RuleOptim
         group = opt.param_groups[0]
         seen.add(group["betas"][0] if "betas" in group else group.get("momentum"))
     assert (len(seen) > 4) == bool(has_one)
+
+
+@steps_sequential_schedulers
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("driven", ["AdamW", "SGD"])
+def test_under_a_scheduler_rows_that_waited_are_where_dense_training_has_them(
+    scheduler: str, driven: str
+):
+    """Each missed step counts with the rate and the momentum that it had."""
+    runs = []
+    for module, dense in ((sparsestep, {"semantics": "dense"}), (torch.optim, {})):
+        model = Model(sparse=bool(dense)).double()
+        opt = getattr(module, driven)(model.parameters(), **DRIVEN[driven], **dense)
+        if dense:
+            opt.track(model)
+        schedule = SCHEDULERS[scheduler](opt)
+        for step in range(12):
+            opt.zero_grad()
+            loss_of(model, step).backward()
+            opt.step()
+            schedule.step(*[1.0] if scheduler == "ReduceLROnPlateau" else [])
+        runs.append(model.state_dict())
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-9)

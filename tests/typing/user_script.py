@@ -44,6 +44,7 @@ def train(model: Model, batches: list[Tensor]) -> None:
     optimizer.catch_up(model.words.weight, torch.tensor([1, 2]))
     assert_type(optimizer.step(lambda: 0.5), float)
     optimizer.load_state_dict(optimizer.state_dict())
+    assert_type(sparsestep.nn.optimizer_for(model, sparsestep.Adam, lr=0.1), sparsestep.Adam)
 
 
 def choose(model: Model) -> list[torch.optim.Optimizer]:

@@ -9,6 +9,7 @@ from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding
 from sparsestep.nn.fusing import fuse
 from sparsestep.nn.growing import grow
+from sparsestep.nn.optimizing import optimizer_for
 from sparsestep.nn.strings import hash_strings
 from sparsestep.nn.vocabulary import Vocabulary
 
@@ -20,4 +21,5 @@ __all__ = [
     "fuse",
     "grow",
     "hash_strings",
+    "optimizer_for",
 ]
