@@ -24,12 +24,6 @@ from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, snap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@sparsestep.rule(state={"sum": 0.0})
-def own_rule(param, grad, sum, *, lr=0.1):
-    sum = sum + grad.square()
-    return param - lr * grad / (sum.sqrt() + 1e-10), sum
-
-
 COUPLED = "no closed form for coupled weight decay.*Use decoupled_weight_decay=True, or AdamW"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (sparsestep.Adam, {"weight_decay": 0.1}, COUPLED),
@@ -46,7 +40,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (sparsestep.AdamW, {"stochastic_rounding": True}, "does not go with stochastic_rounding"),
     (sparsestep.SGD, {"differentiable": True}, "does not go with differentiable"),
     (sparsestep.RAdam, {}, "says what it does without a gradient.*'radam'"),
-    (own_rule, {}, "says what it does without a gradient.*'own_rule'.*Use semantics='masked'"),
     (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}, "must be less than 1. Got 1.0"),
     (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}, "must be less than 1. Got 1.5"),
     (sparsestep.SGD, {"lr": 10.0, **DECAY}, "must be less than 1. Got 1.0"),

@@ -29,7 +29,7 @@ class Missed(Protocol):
     Attributes:
         hyper: the options of the latest step; of the learning rates, the latest that was not zero.
         decays: the factor by which each state decays in a step; those that are not named stay.
-        eps: the option of that name, or zero.
+        eps: what ``Quotient`` adds to the root.
         converges: whether the sums of a series are known.
         largest_ratio: the largest ``eps / sqrt(square)`` for which the terms of ``Quotient`` are
             enough.
@@ -86,6 +86,18 @@ def _no_size(step: int, hyper: Hyper) -> tuple[float, float]:
     return 0.0, 1.0
 
 
+def _whole(step: int, hyper: Hyper) -> float:
+    return 1.0
+
+
+def _eps_option(hyper: Hyper) -> float:
+    return float(hyper.get("eps", 0.0))
+
+
+def _any(step: int, hyper: Hyper) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Motion:
     """How a parameter moves without a gradient.
@@ -95,6 +107,10 @@ class Motion:
             not named stays.
         size: ``(step, options)`` to the size of that step, and the root that ``Quotient`` divides
             by.
+        shrink: ``(step, options)`` to what the formula itself leaves of the parameter, besides
+            decoupled weight decay.
+        eps: options to what ``Quotient`` adds to the root.
+        fits: ``(step, options)`` to whether that step is of this motion.
         buffer: the name of the state that gives the direction, if one does.
         square: the name of the state that divides, if one does.
         native: the name of the C++ twin.
@@ -105,6 +121,9 @@ class Motion:
 
     decays: Callable[[Hyper], Mapping[str, float]] = _nothing_decays
     size: Callable[[int, Hyper], tuple[float, float]] = _no_size
+    shrink: Callable[[int, Hyper], float] = _whole
+    eps: Callable[[Hyper], float] = _eps_option
+    fits: Callable[[int, Hyper], bool] = _any
     buffer: str = ""
     square: str = ""
     native: str = ""

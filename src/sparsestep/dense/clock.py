@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.contract.derived import motion_of
 from sparsestep.contract.rule import Rule
 from sparsestep.dense import history as histories
 from sparsestep.dense import kernel, reference
@@ -45,13 +46,12 @@ class RowClock:
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
         rule = settings.rule
-        if rule.motion is None:
-            raise InputError(refusal(rule.name))
+        motion = rule.motion or motion_of(rule, done + 1, settings.hyper)
         self.rule: Rule = rule
         self.rows: int = rows
         self.constants: tuple[Any, ...] = constants(settings)
         self._latest: Settings | None = settings
-        self.history: History = History(rule.motion, {**settings.hyper, "lr": 0.0}, done)
+        self.history: History = History(motion, {**settings.hyper, "lr": 0.0}, done)
         self.among: Tensor | None = None
         self.owner: Tensor | None = None
         self._movable: tuple[Tensor, Tensor] | None = None
@@ -92,14 +92,17 @@ class RowClock:
         hyper = settings.hyper
         if hyper.get("lr"):  # FTRL rests where the latest rate put it
             self.history.hyper = hyper
-        size, root = self.history.motion.size(self.history.now + 1, hyper)
-        self.history.advance(size, root, settings.shrink)
+        motion, step = self.history.motion, self.history.now + 1
+        size, root = motion.size(step, hyper)
+        self.history.advance(size, root, settings.shrink * motion.shrink(step, hyper))
 
     def is_under(self, settings: Settings) -> bool:
         """Whether rows that are behind may go on under these settings."""
         if settings is not self._latest:
             self._latest = settings if self.constants == constants(settings) else None
-        return self._latest is not None
+        if self._latest is None:
+            return False
+        return self.history.motion.fits(self.history.now + 1, settings.hyper)
 
     def state_in(self, record: Mapping[str, Any] | None) -> list[Tensor] | None:
         """The state of the rule under which rows are behind.
@@ -263,7 +266,11 @@ class RowClock:
         Without decay, a row that never had a gradient stays where it is. To write it all the same
         takes no longer, but in a file it would take room from then on.
         """
-        moves_all = self.history.motion.recomputes or self.history.latest_inverse_decay != 1.0
+        moves_all = (
+            self.history.motion.recomputes
+            or self.history.latest_inverse_decay != 1.0
+            or any(spec.initial and spec.name in self.history.decays for spec in self.rule.state)
+        )
         if moves_all or file_of(param) is None:
             return self.among
         return self.that_may_move((~self.fresh).nonzero().squeeze(1))
@@ -314,15 +321,8 @@ def _mark_of(param: Tensor) -> tuple[int, int]:
 
 def constants(settings: Settings) -> tuple[Any, ...]:
     """The options that must not change while rows are behind; lr and decay may."""
+    if settings.rule.motion is None:
+        return (settings.rule,)  # what is derived of a rule is looked at in every step
     varying = {"lr", "lr_decay"}
     hyper = {k: v for k, v in settings.hyper.items() if k not in varying}
     return settings.rule.name, tuple(sorted(hyper.items(), key=lambda item: item[0]))
-
-
-def refusal(name: str) -> str:
-    """Phrase that a rule has no such form."""
-    return sentence(
-        "semantics='dense' needs a rule that says what it does without a gradient",
-        f"rule {name!r}",
-        "Use semantics='masked'",
-    )

@@ -81,7 +81,7 @@ class History:
         self.steps = 0
         self.latest_inverse_decay = 1.0
         self.decays = motion.decays(hyper)
-        self.eps = float(hyper.get("eps", 0.0))
+        self.eps = motion.eps(hyper)
         self._prepare_series(motion.ratios(self.decays))
         self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
         self._reserve(256)

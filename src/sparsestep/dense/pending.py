@@ -78,7 +78,10 @@ class PendingCatchUp:
 
     def prepare(self, clocks: Clocks, engine: str) -> int:
         """Bring the rows that the step touches up to date; returns how many were stale."""
-        self.clock = clock = self._known(clocks, engine) or self._anew()
+        try:
+            self.clock = clock = self._known(clocks, engine) or self._anew()
+        except InputError as error:
+            raise self._update.refuse(error) from None
         if self._positions is None or (self._state is None and clock.rule.state):
             clock.busy = True
             return self._stale  # all are current, or nothing is kept yet, so nothing was missed
@@ -137,10 +140,7 @@ class PendingCatchUp:
     def _anew(self) -> RowClock:
         record, done = self._update.record, 0
         if record and "step" in record:
-            try:
-                done = self._update.steps_taken()
-            except InputError as error:
-                raise self._update.refuse(error) from None
+            done = self._update.steps_taken()
         # State that was made in advance has seen no gradient either.
         new = record is None or (self._update.settings.rule.counts and not done)
         clock = RowClock(self._update.settings, self.rows, done, new=new)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from sparsestep import engines
 from sparsestep.contract import options
+from sparsestep.contract.derived import motion_of
 from sparsestep.dense.clock import RowClock
 from sparsestep.engines.native import step_again
 from sparsestep.engines.protocol import Settings
@@ -118,10 +119,10 @@ class RuleOptimizer(Explains):
                     options.check(param_group)
                 self._check_params(group_index, param_group)
                 by_row = self._stored_rule_for(param_group).by_row or self.semantics == "dense"
-                if self.semantics == "dense":
-                    self._groups.read(
-                        self, group_index, param_group
-                    )  # refuses what has no such form
+                if self.semantics == "dense":  # what has no such form is refused
+                    settings = self._groups.read(self, group_index, param_group)
+                    if settings.rule.motion is None:
+                        motion_of(settings.rule, 1, settings.hyper)
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
             except Exception:
                 self.param_groups.pop()

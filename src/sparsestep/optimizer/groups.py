@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract import checks, options
+from sparsestep.contract.derived import refusal
 from sparsestep.contract.rule import Rule
-from sparsestep.dense.clock import refusal
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.torch_kernels import NUMBERS, SWITCHES
 from sparsestep.errors import InputError, sentence, usable
@@ -210,7 +210,7 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
     if rule.motion is None and options.read(group, "bias_correction") == "per_row":
         contract = "with semantics='dense' every row has every step: bias_correction must be global"
         raise InputError(sentence(contract, "'per_row'"))
-    if rule.motion is None:
+    if rule.motion is None and rule.is_native:
         raise InputError(refusal(rule.name))
     if coupled:
         contract = (

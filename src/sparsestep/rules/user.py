@@ -26,7 +26,8 @@ class UserOptimizer(RuleOptimizer):
         params: parameters or param groups, as for every torch optimizer.
         engine: ``"auto"``, ``"native"`` or ``"reference"``. What the formula does is recorded and
             run by the core; where it cannot be recorded, ``"auto"`` calls it, and says so once.
-        semantics: ``"masked"``; a formula does not say what it does without a gradient.
+        semantics: ``"masked"`` or ``"dense"``. What the formula does without a gradient is derived,
+            and refused where that has no closed form.
         mask: bools, by row or by element; what is outside stays unchanged. A list for several.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
