@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparsestep
+from sparsestep import errors
 from sparsestep.errors import InputError, SlowWarning
 from sparsestep.optimizer.base import RuleOptimizer
 from tests.rules.own_rules import (
@@ -99,6 +101,7 @@ def test_a_complex_parameter_comes_as_pairs():
     assert opt.state[param]["count"].tolist() == [0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.filterwarnings("ignore::sparsestep.SlowWarning")
 def test_a_parameter_that_is_not_contiguous():
     plain, turned = table_of(), torch.nn.Parameter(randn(*SHAPE).t().contiguous().t())
     assert not turned.is_contiguous()
@@ -233,9 +236,26 @@ def test_a_formula_that_changes_with_the_step_and_with_what_lies_around_it():
         assert same_bits(ours.detach(), theirs.detach())
 
 
-def test_dense_semantics_is_refused():
-    with pytest.raises(InputError, match=r"semantics='dense' needs a rule that says .* 'adagrad'"):
-        adagrad([table_of()], lr=0.1, semantics="dense")
+TURNED: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: torch.ones(2, 3, 4),
+    "rows": lambda: torch.ones(2, 3, 4).to_sparse(1),
+    "elements": lambda: torch.ones(2, 3, 4).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_memory_that_the_core_cannot_reach_is_said_once_with_what_to_do(kind: str):
+    made = sparsestep.rule(adagrad_formula, state={"sum": 0.0})
+    param = torch.nn.Parameter(torch.zeros(4, 3, 2).permute(2, 1, 0))
+    opt = made([param], lr=0.1)
+    errors._said.clear()
+    param.grad = TURNED[kind]()
+    with pytest.warns(SlowWarning, match=r"reference engine .* Make the parameter contiguous\.$"):
+        opt.step()
+    opt.step()  # warnings are errors here
+    (only,) = opt.explain()
+    assert only.engine == "reference"
+    assert "Make the parameter contiguous" in only.reason
 
 
 @pytest.mark.parametrize("engine", ["auto", "reference"])

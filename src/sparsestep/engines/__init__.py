@@ -70,7 +70,7 @@ class SparseEngines:
             update.engine = "triton"
             return
         if self._engine == "native":
-            raise update.refuse(_why_not_native(update, self._native))
+            raise update.refuse(_why_not_native(update, self._native, ", or use engine='auto'"))
         if self._engine == "auto":
             self._slow += _why_slow(update, self._native)
         self._reference.claim(update)
@@ -128,7 +128,7 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
 _NO_CORE = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
 
 
-def _why_not_native(update: ParamUpdate, native: Native | None) -> str:
+def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "") -> str:
     param, rule = update.written[0], update.settings.rule
     why = native.why_not(update.settings) if native is not None else None
     if why is not None:
@@ -140,7 +140,7 @@ def _why_not_native(update: ParamUpdate, native: Native | None) -> str:
     return sentence(
         "the native engine takes CPU tensors whose rows lie at regular distances",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
-        "Make the parameter contiguous, or use engine='auto'",
+        f"Make the parameter contiguous{instead}",
     )
 
 
@@ -157,7 +157,6 @@ def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:
         return []  # compiled by torch: it was never to run elsewhere
     if core.core is None:
         return [_NO_CORE]
-    is_own = native is not None and native.why_not(update.settings) is not None
-    if update.param.is_cpu and (is_own or update.touched.positions is not None):
+    if update.param.is_cpu and (not rule.is_native or update.touched.positions is not None):
         return [_why_not_native(update, native)]
     return []  # torch's own kernels are the fast way for this device or a dense gradient
