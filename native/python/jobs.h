@@ -152,13 +152,15 @@ public:
         return declined;
     }
 
-    // Claims all gradients of a group, or tells that it cannot.
+    // Claims all gradients of a group, or tells that it cannot. There are as many selections as
+    // parameters, or none at all.
     bool claim_all(const Group& group, nb::handle given, nb::dict state, nb::dict known,
-                   nb::set seen) {
+                   nb::set seen, const std::vector<nb::object>& selections) {
         const nb::tuple params = nb::tuple(given);
-        for (nb::handle param : params) {
-            const nb::object grad = get(param, names().grad);
-            if (!grad.is_none() && !claim(group, {}, param, grad, state, known, seen, nb::none())) {
+        for (size_t i = 0; i < nb::len(params); ++i) {
+            const nb::object param = params[i], grad = get(param, names().grad);
+            const nb::object selection = selections.empty() ? nb::none() : selections[i];
+            if (!grad.is_none() && !claim(group, {}, param, grad, state, known, seen, selection)) {
                 return false;
             }
         }

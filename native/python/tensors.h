@@ -48,11 +48,13 @@ struct Names {
     PyObject* grad = PyUnicode_InternFromString("grad");
     PyObject* is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* layout = PyUnicode_InternFromString("layout");
+    PyObject* mask = PyUnicode_InternFromString("mask");
     PyObject* numel = PyUnicode_InternFromString("numel");
     PyObject* params = PyUnicode_InternFromString("params");
     PyObject* parts = PyUnicode_InternFromString("_parts");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* step = PyUnicode_InternFromString("step");
+    PyObject* version = PyUnicode_InternFromString("_version");
     PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
     PyObject* nbytes = PyUnicode_InternFromString("nbytes");
     PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");

@@ -196,9 +196,9 @@ class World:
                     raise FindingError("a parameter without a gradient changed", f"param {place}")
                 continue
             found = [param.detach(), *(record.get(name) for name in want.names[1:])]
-            oracle.compare(want, found, group, exactly=not self._is_in_half(group, param, each))
+            oracle.compare(want, found, group, exactly=not self.is_in_half(group, param))
 
-    def _is_in_half(self, group: dict[str, Any], param: Tensor, drawn: Drawn | None) -> bool:
+    def is_in_half(self, group: dict[str, Any], param: Tensor) -> bool:
         """Whether torch's kernel does it in half precision, because that was asked for."""
         halves = (torch.float16, torch.bfloat16)
         return param.dtype in halves and group.get("state_dtype") == param.dtype

@@ -182,3 +182,29 @@ def test_copies_have_a_mask_of_their_own(optimizer: type[RuleOptimizer], copied:
     mask.logical_not_()
     assert torch.equal(step_with(again, 2), ROWS)
     assert torch.equal(step_with(opt, 2), ~ROWS)
+
+
+@pytest.mark.parametrize("change", ["mask", "order of params", "one more param"])
+def test_a_list_of_masks_is_compared_in_every_step(change: str):
+    """Also after steps that are done in one call, which compares what it was told."""
+    results = []
+    for engine in ("native", "reference"):
+        params = [torch.nn.Parameter(start_of(SHAPE)) for _ in range(3)]
+        group = {"params": params[:2], "mask": [ROWS.clone(), ~ROWS]}
+        opt = sparsestep.AdamW([group], lr=0.1, engine=engine)
+        for step in range(6):
+            if step == 4:
+                group = opt.param_groups[0]
+                if change == "mask":
+                    group["mask"][1] = torch.arange(6) > 1
+                elif change == "order of params":
+                    group["params"].reverse()
+                else:
+                    group["params"].append(params[2])
+                    group["mask"].append(ROWS.clone())
+            for place, param in enumerate(params):
+                param.grad = gradient_of("dense", 3 * step + place).tensor(torch.float32)
+            opt.step()
+        results.append([param.detach().clone() for param in params])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -22,6 +22,10 @@ from sparsestep.gradients.touched import bad_index
 
 if TYPE_CHECKING:
     from sparsestep.core._native import _Group as Group
+    from sparsestep.gradients.masks import MaskBefore
+
+    # Of a group as it was read: its values, what the core was told, and its masks, if it has any.
+    GroupBefore = tuple[tuple[Any, ...], Group, list[MaskBefore] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
@@ -129,7 +133,7 @@ def group_of(settings: Settings) -> Group | None:
 
 def step_again(
     groups: list[dict[str, Any]],
-    before: list[tuple[tuple[Any, ...], Group]],
+    before: list[GroupBefore],
     state: dict[Tensor, Any],
     known: dict[int, tuple[Any, ...]],
 ) -> bool:
@@ -137,7 +141,7 @@ def step_again(
 
     Args:
         groups: the param groups.
-        before: the values of each when it was read, and what the core was told of it.
+        before: the values of each when it was read, what the core was told of it, and its masks.
         state: of the optimizer.
         known: where the memory of each parameter and its state was when it was looked at.
 

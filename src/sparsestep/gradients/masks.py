@@ -58,7 +58,7 @@ class Selection:
     """The slots that a mask selects, found once and again when the mask has changed."""
 
     def __init__(self, mask: Tensor, shape: torch.Size) -> None:
-        self._version: int | None = None
+        self.version: int | None = None  # of the mask, when it was looked at
         self.mask = mask
         self.shape = shape  # of the parameter that the mask was found to fit
         # The slots, how many there are to choose from, and of a parameter of which shape.
@@ -73,16 +73,40 @@ class Selection:
         mask = self.mask
         # An inference tensor does not count its changes; then it is looked at every time.
         version = version_of(mask)
-        if version < 0 or version != self._version:
+        if version < 0 or version != self.version:
             positions = mask.reshape(-1).nonzero().squeeze(1)
             self.for_core = (positions, mask.numel(), self.shape)
-            self._version = version  # last: other threads may look at it meanwhile
+            self.version = version  # last: other threads may look at it meanwhile
         return self
 
     @property
     def positions(self) -> Tensor:
         """The slots that are selected, in ascending order."""
         return self.for_core[0]
+
+
+# A parameter, and its mask with the version that was looked at and what it selected then.
+MaskBefore = tuple[Tensor, Tensor | None, int, tuple[Tensor, int, torch.Size] | None]
+
+
+def as_they_were(
+    params: Sequence[Tensor], selections: Sequence[Selection | None]
+) -> list[MaskBefore] | None:
+    """What the core compares masks with; ``None`` where one does not count its changes.
+
+    Args:
+        params: of a group.
+        selections: of their masks, up to date.
+    """
+    before: list[MaskBefore] = []
+    for param, selection in zip(params, selections, strict=True):
+        if selection is None:
+            before.append((param, None, 0, None))
+        elif selection.version is None or selection.version < 0:
+            return None
+        else:
+            before.append((param, selection.mask, selection.version, selection.for_core))
+    return before
 
 
 def select(touched: Touched, selection: Selection, numel: int) -> Touched:

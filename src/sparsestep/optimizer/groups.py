@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from sparsestep.engines.torch_kernels import NUMBERS, SWITCHES
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.optimizer.declaration import Declaration
+
+if TYPE_CHECKING:
+    from sparsestep.engines.native import GroupBefore
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
@@ -57,8 +60,8 @@ class Groups:
             self._settings[group_index] = (values, settings)
         return settings
 
-    def as_they_were(self, count: int) -> list[tuple[tuple[Any, ...], Any]] | None:
-        """What ``step_again`` is told: values and meaning of each group; ``None`` if it cannot be.
+    def as_they_were(self, count: int) -> list[GroupBefore] | None:
+        """What ``step_again`` is told of each group; ``None`` if it cannot be.
 
         Args:
             count: how many groups there are.
@@ -69,10 +72,16 @@ class Groups:
                 return None
             values, settings = self._settings[group_index]
             group = settings.core.get("group")
-            # Masks and random bits are looked after in every step.
-            if group is None or "selections" in settings.core or settings.seed is not None:
+            # Random bits are looked after in every step.
+            if group is None or settings.seed is not None:
                 return None
-            before.append((values, group))
+            masked = None
+            if "selections" in settings.core:
+                params, selections = settings.core["selections"]
+                masked = masks.as_they_were(params, selections)
+                if masked is None:
+                    return None
+            before.append((values, group, masked))
         return before
 
     @staticmethod
