@@ -11,6 +11,7 @@ namespace sparsestep {
 namespace {
 
 constexpr int64_t prefetch_distance = 16;
+constexpr int64_t lookup_distance = 32;
 
 inline __attribute__((always_inline)) void prefetch(const float* row, int64_t dim) {
     for (int64_t j = 0; j < dim; j += limit_line) __builtin_prefetch(row + j, 0, 2);
@@ -70,6 +71,30 @@ void update_rows(const LimitWork& work, int64_t begin, int64_t end, std::index_s
     }
 }
 
+template <int64_t fixed_dim>
+void sum_bags(const LookupWork& work, int64_t begin, int64_t end) {
+    const int64_t dim = fixed_dim ? fixed_dim : work.dim, all = work.bags * work.per_bag;
+    for (int64_t bag = begin; bag < end; ++bag) {
+        float* __restrict sum = work.sums + bag * dim;
+        for (int64_t i = bag * work.per_bag; i < (bag + 1) * work.per_bag; ++i) {
+            if (i + lookup_distance < all) {
+                prefetch(work.table + work.ids[i + lookup_distance] * dim, dim);
+            }
+            const float* __restrict row = work.table + work.ids[i] * dim;
+            if (i == bag * work.per_bag) {
+                std::memcpy(sum, row, size_t(dim) * sizeof(float));
+            } else {
+                for (int64_t j = 0; j < dim; ++j) sum[j] += row[j];
+            }
+        }
+    }
+}
+
+void look_up(const LookupWork& work, int64_t begin, int64_t end) {
+    if (work.dim == 64) return sum_bags<64>(work, begin, end);
+    sum_bags<0>(work, begin, end);
+}
+
 // `dims` are the row lengths that are known to the compiler.
 template <template <class> class Rule, int64_t... dims>
 void limit(const LimitWork& work, int64_t begin, int64_t end) {
@@ -102,7 +127,7 @@ constexpr RuleLimit rules[] = {SPARSESTEP_RULES(SPARSESTEP_LIMIT)};
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 LimitTable SPARSESTEP_JOIN(limits_, SPARSESTEP_ISA)() {
-    return {rules, int(sizeof(rules) / sizeof(rules[0]))};
+    return {rules, int(sizeof(rules) / sizeof(rules[0])), &look_up};
 }
 
 }  // namespace sparsestep

@@ -41,9 +41,23 @@ struct RuleLimit {
     Limit run;
 };
 
+// Bags of as many ids each: the sum of each bag's rows.
+struct LookupWork {
+    const int64_t* ids;
+    const float* table;
+    float* sums;
+    int64_t dim;  // a multiple of limit_line
+    int64_t per_bag;
+    int64_t bags;
+};
+
+// Sums the bags [begin, end).
+using LookupLimit = void (*)(const LookupWork& work, int64_t begin, int64_t end);
+
 struct LimitTable {
     const RuleLimit* rules;
     int count;
+    LookupLimit look_up;
 };
 
 // One function per instruction set that limit.cpp is compiled for.

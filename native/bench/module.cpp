@@ -35,16 +35,38 @@ T* pointer(nb::handle address) {
     return reinterpret_cast<T*>(nb::cast<uintptr_t>(address));
 }
 
-// See LimitWork. `order` are the addresses of its first four fields, `tensors` those of the
-// parameter and then of the rule's states; `shares` is where the share of each thread ends.
-void run(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim, nb::tuple options,
-         double step, nb::tuple shares, int instruction_set) {
+const LimitTable& limits_of(int instruction_set) {
     const auto& sets = instruction_sets();
     if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
         !sets[size_t(instruction_set)].available) {
         throw nb::value_error("this machine does not have that instruction set");
     }
-    const LimitTable& table = sets[size_t(instruction_set)].limits;
+    return sets[size_t(instruction_set)].limits;
+}
+
+// See LookupWork. `tensors` are the addresses of its first three fields.
+void look_up(nb::tuple tensors, int64_t dim, int64_t per_bag, int64_t bags, int threads,
+             int instruction_set) {
+    const LimitTable& table = limits_of(instruction_set);
+    if (dim % limit_line != 0 || per_bag < 1 || bags < 0 || threads < 1 || nb::len(tensors) != 3) {
+        throw nb::value_error("no such lookup");
+    }
+    const LookupWork work{pointer<const int64_t>(tensors[0]),
+                          pointer<const float>(tensors[1]),
+                          pointer<float>(tensors[2]),
+                          dim,
+                          per_bag,
+                          bags};
+    nb::gil_scoped_release release;
+    parallel(threads, threads,
+             [&](int64_t t) { table.look_up(work, bags * t / threads, bags * (t + 1) / threads); });
+}
+
+// See LimitWork. `order` are the addresses of its first four fields, `tensors` those of the
+// parameter and then of the rule's states; `shares` is where the share of each thread ends.
+void run(int rule_index, nb::tuple order, nb::tuple tensors, int64_t dim, nb::tuple options,
+         double step, nb::tuple shares, int instruction_set) {
+    const LimitTable& table = limits_of(instruction_set);
     if (rule_index < 0 || rule_index >= table.count) throw nb::value_error("no such rule");
     const RuleLimit& rule = table.rules[rule_index];
     if (dim % limit_line != 0 || dim > max_limit_dim || nb::len(order) != 4 ||
@@ -94,6 +116,9 @@ NB_MODULE(_limit, module) {
     module.def("run", &run, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"), nb::arg("dim"),
                nb::arg("options"), nb::arg("step"), nb::arg("shares"), nb::arg("instruction_set"),
                "Update a table by a gradient whose order is known.");
+    module.def("look_up", &look_up, nb::arg("tensors"), nb::arg("dim"), nb::arg("per_bag"),
+               nb::arg("bags"), nb::arg("threads"), nb::arg("instruction_set"),
+               "Sum the rows of bags of as many ids each.");
     module.def("rules", &rules, "The names of the rules, in their order.");
     module.def("instruction_sets", &instruction_set_names, "Their names, in their order.");
 }

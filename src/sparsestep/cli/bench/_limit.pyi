@@ -10,5 +10,13 @@ def run(
     shares: tuple[int, ...],
     instruction_set: int,
 ) -> None: ...
+def look_up(
+    tensors: tuple[int, ...],
+    dim: int,
+    per_bag: int,
+    bags: int,
+    threads: int,
+    instruction_set: int,
+) -> None: ...
 def rules() -> list[str]: ...
 def instruction_sets() -> list[str]: ...

@@ -17,6 +17,7 @@ try:
     from sparsestep.cli.bench import _limit
 except ImportError:  # as for the core: SPARSESTEP_PURE=1, or a broken build
     _limit = None  # type: ignore[assignment]
+limit_module = _limit
 
 _MOST_DIM = 512
 
@@ -97,7 +98,7 @@ class Limit(Contestant):
     name = "limit"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if core.core is None or _limit is None:
+        if core.core is None or limit_module is None:
             raise Unavailable("installed without the C++ core")
         self._dim = workload.case.dim
         if self._dim % 16 or self._dim > _MOST_DIM:
@@ -116,9 +117,9 @@ class Limit(Contestant):
             [plan(g.positions, _threads(g, workload.case.tables, rows), rows) for g in gradients]
             for gradients in workload.sets
         ]
-        self._rule = _limit.rules().index(rule.name)
-        self._run = _limit.run
-        self._instruction_set = _limit.instruction_sets().index(str(core.instruction_set()))
+        self._rule = limit_module.rules().index(rule.name)
+        self._run = limit_module.run
+        self._instruction_set = limit_module.instruction_sets().index(str(core.instruction_set()))
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 
@@ -130,8 +131,8 @@ class Limit(Contestant):
             self._plans[set_index], self.params, self._states, self._sets[set_index], strict=True
         )
         for each, param, state, gradient in tables:
-            order = _addresses(each.slots, each.offsets, each.entries, gradient.values)
-            written = _addresses(param, *state)
+            order = addresses(each.slots, each.offsets, each.entries, gradient.values)
+            written = addresses(param, *state)
             self._calls.append(
                 (
                     *(self._rule, order, written, self._dim),
@@ -145,7 +146,8 @@ class Limit(Contestant):
             self._run(*call)
 
 
-def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+def addresses(*tensors: Tensor) -> tuple[int, ...]:
+    """Where tensors are in memory, as the limit is told."""
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
