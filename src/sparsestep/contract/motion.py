@@ -86,16 +86,8 @@ def _no_size(step: int, hyper: Hyper) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _whole(step: int, hyper: Hyper) -> float:
-    return 1.0
-
-
 def _eps_option(hyper: Hyper) -> float:
     return float(hyper.get("eps", 0.0))
-
-
-def _any(step: int, hyper: Hyper) -> bool:
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +100,9 @@ class Motion:
         size: ``(step, options)`` to the size of that step, and the root that ``Quotient`` divides
             by.
         shrink: ``(step, options)`` to what the formula itself leaves of the parameter, besides
-            decoupled weight decay.
+            decoupled weight decay; ``None`` for all of it.
         eps: options to what ``Quotient`` adds to the root.
-        fits: ``(step, options)`` to whether that step is of this motion.
+        fits: ``(step, options)`` to whether that step is of this motion; ``None`` where all are.
         buffer: the name of the state that gives the direction, if one does.
         square: the name of the state that divides, if one does.
         native: the name of the C++ twin.
@@ -121,9 +113,9 @@ class Motion:
 
     decays: Callable[[Hyper], Mapping[str, float]] = _nothing_decays
     size: Callable[[int, Hyper], tuple[float, float]] = _no_size
-    shrink: Callable[[int, Hyper], float] = _whole
+    shrink: Callable[[int, Hyper], float] | None = None
     eps: Callable[[Hyper], float] = _eps_option
-    fits: Callable[[int, Hyper], bool] = _any
+    fits: Callable[[int, Hyper], bool] | None = None
     buffer: str = ""
     square: str = ""
     native: str = ""

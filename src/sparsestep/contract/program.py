@@ -32,6 +32,16 @@ class Number(NamedTuple):
     place: int
 
 
+# Made once: a formula is recorded in every step.
+_VALUES = tuple(map(Value, range(256)))
+_NUMBERS = tuple(map(Number, range(256)))
+
+
+def value_at(place: int) -> Value:
+    """The value of a place."""
+    return _VALUES[place] if place < len(_VALUES) else Value(place)
+
+
 Argument: TypeAlias = Value | Number
 
 
@@ -102,11 +112,12 @@ class Program:
         """
         found: list[Argument] = []
         for argument in arguments:
-            if isinstance(argument, Value):
+            if type(argument) is Value:
                 found.append(argument)
             else:
+                place = len(self.numbers)
                 self.numbers.append(float(argument))
-                found.append(Number(len(self.numbers) - 1))
+                found.append(_NUMBERS[place] if place < len(_NUMBERS) else Number(place))
         self.operations.append(Operation(name, tuple(found), per_row))
         return len(self.operations) - 1
 

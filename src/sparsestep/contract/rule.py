@@ -85,6 +85,11 @@ class Rule:
         return tuple(k.name for k in keywords if k.kind is k.KEYWORD_ONLY and k.name != "step")
 
     @cached_property
+    def state_names(self) -> tuple[str, ...]:
+        """Those of its state, in its order."""
+        return tuple(spec.name for spec in self.state)
+
+    @cached_property
     def takes_step(self) -> bool:
         """Whether ``update`` asks for the number of the step."""
         return "step" in inspect.signature(self.update).parameters

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsestep.contract.program import OF_ROWS, OPERATIONS, Program, RecordError, Value
+from sparsestep.contract.program import (
+    OF_ROWS,
+    OPERATIONS,
+    Program,
+    RecordError,
+    Value,
+    value_at,
+)
 from sparsestep.contract.rule import Rule
 
 
@@ -26,24 +35,28 @@ def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool =
             here.
     """
     program = Program(("param", "grad", *(spec.name for spec in rule.state)), may_widen=may_widen)
-    alive = [0]
-    program.results = _results(rule, program, alive, step, hyper)
-    if alive[0]:
-        raise RecordError("it keeps values for itself")
+    recorder = Recorder(program)
+    try:
+        program.results = _results(rule, recorder, step, hyper)
+        if recorder.is_kept():
+            raise RecordError("it keeps values for itself")
+    finally:
+        recorder.made.clear()
     return program
 
 
 def _results(
-    rule: Rule, program: Program, alive: list[int], step: int, hyper: Mapping[str, Any]
+    rule: Rule, recorder: Recorder, step: int, hyper: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    stand_ins = []
-    for per_row in (False, False, *(spec.per_row for spec in rule.state)):
-        stand_ins.append(StandIn(program, program.add("input", (), per_row=per_row), alive))
+    kinds = [False, *(spec.per_row for spec in rule.state)]
+    stand_ins = [
+        StandIn(recorder, recorder.program.add("input", (), per_row=per_row))
+        for per_row in (False, *kinds)
+    ]
     counted = {"step": step} if rule.takes_step else {}
     with torch.no_grad():
         new = (rule.recorded or rule.update)(*stand_ins, **counted, **hyper)
     results = list(new) if isinstance(new, tuple | list) else [new]
-    kinds = [False, *(spec.per_row for spec in rule.state)]
     if len(results) != len(kinds):
         raise RecordError(f"it returns {len(results)} values, not {len(kinds)}")
     for result, per_row in zip(results, kinds, strict=True):
@@ -52,29 +65,48 @@ def _results(
     return tuple(result.place for result in results)
 
 
+class Recorder:
+    """What is written while a formula runs.
+
+    Attributes:
+        program: so far.
+        made: all stand-ins, the first of which nobody else ever has.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.made: list[StandIn] = []
+        StandIn(self, 0)
+
+    def is_kept(self) -> bool:
+        """Whether somebody has a stand-in when the formula is done."""
+        counts = list(map(getrefcount, self.made))
+        return max(counts) > counts[0]
+
+
 class StandIn:
     """Stands for a tensor of any number of rows.
 
     Args:
-        program: what is written.
+        recorder: of its program.
         place: that of its value there.
-        alive: counts the stand-ins that somebody has.
     """
 
-    __slots__ = ("alive", "place", "program")
+    __slots__ = ("place", "recorder")
 
-    def __init__(self, program: Program, place: int, alive: list[int]) -> None:
-        self.program: Program = program
+    def __init__(self, recorder: Recorder, place: int) -> None:
+        self.recorder: Recorder = recorder
         self.place: int = place
-        self.alive: list[int] = alive
-        alive[0] += 1
+        recorder.made.append(self)
 
-    def __del__(self) -> None:
-        self.alive[0] -= 1
+    @property
+    def program(self) -> Program:
+        """What is written."""
+        return self.recorder.program
 
     def like(self, place: int) -> StandIn:
         """Another, for another value of the same program."""
-        return StandIn(self.program, place, self.alive)
+        return StandIn(self.recorder, place)
 
     @property
     def is_per_row(self) -> bool:
@@ -88,11 +120,7 @@ class StandIn:
         return call(getattr(func, "__name__", repr(func)), args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        known = name.removesuffix("_")
-        known = _SAME_AS.get(known, known)
-        if known not in _COMPOSED and known not in OPERATIONS:
-            raise RecordError(f"it asks for {name}")
-        return lambda *args, **kwargs: call(name, (self, *args), kwargs)
+        raise RecordError(f"it asks for {name}")
 
     def __bool__(self) -> bool:
         raise RecordError("it decides by values")
@@ -142,17 +170,22 @@ def _plain(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
 
 def make(name: str, *args: Any) -> StandIn:
     """Write down an operation."""
-    given = [_argument(arg) for arg in args]
-    stand_ins = [arg for arg in args if isinstance(arg, StandIn)]
-    if not stand_ins:
+    recorder: Recorder | None = None
+    given: list[Value | float] = []
+    per_row = True
+    for arg in args:
+        if type(arg) is StandIn:
+            recorder = arg.recorder
+            per_row = per_row and recorder.program.operations[arg.place].per_row
+            given.append(value_at(arg.place))
+        else:
+            given.append(arg if type(arg) is float else _number(arg))
+    if recorder is None:
         raise RecordError(f"it calls {name} on numbers alone")
-    per_row = all(each.is_per_row for each in stand_ins)
-    return stand_ins[0].like(stand_ins[0].program.add(name, given, per_row=per_row))
+    return StandIn(recorder, recorder.program.add(name, given, per_row=per_row))
 
 
-def _argument(arg: Any) -> Value | float:
-    if isinstance(arg, StandIn):
-        return Value(arg.place)
+def _number(arg: Any) -> float:
     if isinstance(arg, Tensor) and arg.dim() == 0 and not arg.is_complex():
         return float(arg)
     if isinstance(arg, bool | int | float):
@@ -277,10 +310,21 @@ def _reversed(name: str) -> Callable[[StandIn, Any], StandIn]:
     return lambda self, other: make(name, other, self)
 
 
+def _define_methods() -> None:
+    for name in (*OPERATIONS, *_COMPOSED, *_SAME_AS):
+        for each in (name, f"{name}_"):
+            setattr(
+                StandIn,
+                each,
+                lambda self, *args, each=each, **kwargs: call(each, (self, *args), kwargs),
+            )
+
+
 def _define_operators() -> None:
     named = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
     for sign, name in named.items():
-        setattr(StandIn, f"__{sign}__", lambda a, b, name=name: call(name, (a, b), {}))
+        made = _COMPOSED.get(name, partial(make, name))
+        setattr(StandIn, f"__{sign}__", lambda a, b, made=made: made(a, b))
         setattr(StandIn, f"__i{sign}__", lambda a, b, name=name: call(f"{name}_", (a, b), {}))
         setattr(StandIn, f"__r{sign}__", _reversed(name))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -291,4 +335,5 @@ def _define_operators() -> None:
         setattr(StandIn, f"__{sign}__", lambda a, b, name=name: call(name, (a, b), {}))
 
 
+_define_methods()
 _define_operators()

@@ -137,7 +137,7 @@ class Core(Protocol):
         self,
         instruction_set: int,
         groups: list[dict[str, Any]],
-        before: list[tuple[tuple[Any, ...], _Group, list[Any] | None]],
+        before: list[tuple[tuple[Any, ...], _Group | None, list[Any] | None]],
         state: dict[Tensor, Any],
         known: dict[int, tuple[Any, ...]],
         threads: int,

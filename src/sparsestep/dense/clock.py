@@ -94,7 +94,8 @@ class RowClock:
             self.history.hyper = hyper
         motion, step = self.history.motion, self.history.now + 1
         size, root = motion.size(step, hyper)
-        self.history.advance(size, root, settings.shrink * motion.shrink(step, hyper))
+        shrink = settings.shrink * (motion.shrink(step, hyper) if motion.shrink else 1.0)
+        self.history.advance(size, root, shrink)
 
     def is_under(self, settings: Settings) -> bool:
         """Whether rows that are behind may go on under these settings."""
@@ -102,7 +103,8 @@ class RowClock:
             self._latest = settings if self.constants == constants(settings) else None
         if self._latest is None:
             return False
-        return self.history.motion.fits(self.history.now + 1, settings.hyper)
+        fits = self.history.motion.fits
+        return fits is None or fits(self.history.now + 1, settings.hyper)
 
     def state_in(self, record: Mapping[str, Any] | None) -> list[Tensor] | None:
         """The state of the rule under which rows are behind.

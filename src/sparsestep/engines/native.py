@@ -7,14 +7,14 @@ checks the positions before it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsestep.contract import int8
 from sparsestep.core import core, isa
-from sparsestep.engines.programs import Programs
+from sparsestep.engines.programs import Programs, group_again
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from sparsestep.core._native import _Group as Group
     from sparsestep.gradients.masks import MaskBefore
 
-    # Of a group as it was read: its values, what the core was told, and its masks, if it has any.
-    GroupBefore = tuple[tuple[Any, ...], Group, list[MaskBefore] | None]
+    # Of a group as it was read: its values, what the core was told, its masks, if it has any.
+    GroupBefore = tuple[tuple[Any, ...], Group | None, list[MaskBefore] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
 
@@ -70,8 +70,12 @@ class Native:
         Returns:
             The numbers of the parameters that the core declines, of those that have a gradient.
         """
-        group = group_of(settings)
-        if group is None or settings.seed is not None:
+        group = None
+        if settings.seed is None:
+            group = group_of(settings)
+            if group is None:
+                group = self._programs.usual_group(settings, params, state, grads)
+        if group is None:
             return range(first, first + len(params))
         return self._jobs.try_claim(
             group, settings, params, state, known, seen, selections, grads, first
@@ -119,7 +123,7 @@ def group_of(settings: Settings) -> Group | None:
     if found is None:
         found = settings.core["group"] = core.Group(
             twin[0],
-            tuple(spec.name for spec in rule.state),
+            rule.state_names,
             rule.counts,
             settings.sign,
             settings.l2,
@@ -131,9 +135,22 @@ def group_of(settings: Settings) -> Group | None:
     return found
 
 
+class Before(NamedTuple):
+    """The param groups of an optimizer in a step that can be done again.
+
+    Attributes:
+        told: the values of each when it was read, what the core was told of it, if anything, and
+            its masks.
+        recorded: those whose formula is recorded anew in every step, by number.
+    """
+
+    told: list[GroupBefore]
+    recorded: list[tuple[int, Settings]]
+
+
 def step_again(
     groups: list[dict[str, Any]],
-    before: list[GroupBefore],
+    before: Before,
     state: dict[Tensor, Any],
     known: dict[int, tuple[Any, ...]],
 ) -> bool:
@@ -141,7 +158,7 @@ def step_again(
 
     Args:
         groups: the param groups.
-        before: the values of each when it was read, what the core was told of it, and its masks.
+        before: what the core was told of them.
         state: of the optimizer.
         known: where the memory of each parameter and its state was when it was looked at.
 
@@ -150,5 +167,14 @@ def step_again(
         not in the usual form.
     """
     assert core is not None
+    told = before.told
+    if len(groups) != len(told):
+        return False
+    for index, settings in before.recorded:
+        values, _, masked = told[index]
+        group = group_again(values, settings, groups[index], state)
+        if group is None:
+            return False
+        told[index] = (values, group, masked)
     threads = torch.get_num_threads()
-    return core.step_again(isa.index, groups, before, state, known, threads)
+    return core.step_again(isa.index, groups, told, state, known, threads)

@@ -6,7 +6,11 @@ some microseconds. The program for the core is made once for every structure tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from sparsestep.contract.program import Program, RecordError
 from sparsestep.contract.stand_in import record
@@ -24,6 +28,20 @@ _known: dict[tuple[Any, ...], CoreProgram] = {}
 _MOST_KNOWN = 256
 
 
+class Recorded(NamedTuple):
+    """A param group as the core is told of it, for one step.
+
+    Attributes:
+        settings: of the group.
+        group: what the core is told.
+        asks_for_float32: whether the formula does, so that it cannot have float64.
+    """
+
+    settings: Settings
+    group: Group
+    asks_for_float32: bool
+
+
 class Programs:
     """The programs of one step.
 
@@ -32,7 +50,7 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, int, bool], tuple[Settings, Group]] = {}
+        self._recorded: dict[tuple[int, int], Recorded] = {}  # by id of the settings, and step
         self.refused: dict[int, str] = {}
 
     def group_of(self, settings: Settings, step: int, *, in_double: bool) -> Group | None:
@@ -43,34 +61,110 @@ class Programs:
             step: the number of the parameter's update.
             in_double: whether the arithmetic is in float64.
         """
-        key = (id(settings), step, in_double)
-        if key in self._groups:
-            return self._groups[key][1]
+        found = self._find(settings, step)
+        if found is None:
+            return None
+        if in_double and found.asks_for_float32:
+            self.refused[id(settings)] = "it converts float64 values to float32"
+            return None
+        return found.group
+
+    def usual_group(
+        self,
+        settings: Settings,
+        params: Sequence[Tensor],
+        state: Mapping[Tensor, Any],
+        grads: Sequence[Any] | None,
+    ) -> Group | None:
+        """The same for all parameters of a group, of which the core takes those it is for.
+
+        Args:
+            settings: of the group.
+            params: of the group.
+            state: of the optimizer.
+            grads: the gradients, where they are not those that the parameters have.
+        """
+        if settings.rule.recorded is None:
+            return None
+        step = next_step(params, state, grads)
+        found = self._find(settings, step) if step else None
+        return None if found is None or found.asks_for_float32 else found.group
+
+    def _find(self, settings: Settings, step: int) -> Recorded | None:
+        key = (id(settings), step)
+        found = self._recorded.get(key)
+        if found is not None:
+            return found
         if core is None or settings.rule.recorded is None or id(settings) in self.refused:
             return None
         try:
-            program = record(settings.rule, step, settings.hyper)
-            if in_double and program.asks_for_float32:
-                raise RecordError("it converts float64 values to float32")
-            made = _for_core(program)
+            found = self._recorded[key] = _recorded(settings, step)
         except RecordError as error:
             self.refused[id(settings)] = str(error)
-            return None
         except Exception as error:  # whatever a formula does with what is no tensor
             self.refused[id(settings)] = f"{type(error).__name__}: {error}"
+        return found
+
+
+def next_step(
+    params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None = None
+) -> int | None:
+    """The number of the next update of the first parameter that has a gradient.
+
+    Those that are at another the core declines. ``None`` where it is not known.
+    """
+    for index, param in enumerate(params):
+        if (param.grad if grads is None else grads[index]) is None:
+            continue
+        taken = state[param].get("step") if param in state else None
+        if isinstance(taken, Tensor) and taken.numel() == 1:
+            taken = taken.item()
+        if not isinstance(taken, int | float) or not 0 <= taken < 2**53:
             return None
-        group = core.Group(
-            made,
-            tuple(spec.name for spec in settings.rule.state),
-            step,
-            settings.sign,
-            settings.l2,
-            settings.shrink,
-            tuple(program.numbers),
-            settings.stochastic,
-        )
-        self._groups[key] = (settings, group)  # keeps the settings, whose id is the key
-        return group
+        return int(taken) + 1
+    return None
+
+
+def group_again(
+    values: tuple[Any, ...], settings: Settings, group: dict[str, Any], state: Mapping[Tensor, Any]
+) -> Group | None:
+    """What ``step_again`` is told of a param group, recorded anew.
+
+    Args:
+        values: those of the group when it was read.
+        settings: what they say.
+        group: the param group.
+        state: of the optimizer.
+
+    Returns:
+        ``None`` where the step is to be planned: the formula cannot be recorded this time, the
+        group says something else, or has no gradient.
+    """
+    if len(values) != len(group) or not all(map(is_, group.values(), values)):
+        return None
+    step = next_step(group["params"], state)
+    try:
+        found = _recorded(settings, step) if step else None
+    except Exception:  # is said by whoever plans the step
+        return None
+    return None if found is None or found.asks_for_float32 else found.group
+
+
+def _recorded(settings: Settings, step: int) -> Recorded:
+    assert core is not None
+    rule = settings.rule
+    program = record(rule, step, settings.hyper)
+    group = core.Group(
+        _for_core(program),
+        rule.state_names,
+        step,
+        settings.sign,
+        settings.l2,
+        settings.shrink,
+        tuple(program.numbers),
+        settings.stochastic,
+    )
+    return Recorded(settings, group, program.asks_for_float32)
 
 
 def _for_core(program: Program) -> CoreProgram:

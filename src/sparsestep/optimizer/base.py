@@ -23,7 +23,7 @@ from sparsestep import engines
 from sparsestep.contract import options
 from sparsestep.contract.derived import motion_of
 from sparsestep.dense.clock import RowClock
-from sparsestep.engines.native import step_again
+from sparsestep.engines.native import Before, step_again
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
@@ -95,7 +95,7 @@ class RuleOptimizer(Explains):
         self._known: dict[int, tuple[Any, ...]] = {}
         self._ran: dict[int, tuple[Tensor, str, str]] = {}
         self._huge_pages: HugePages = HugePages()
-        self._before: list[Any] | None = None  # what groups said, where a step may be done again
+        self._before: Before | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls
 
     # Param groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from torch import Tensor
 from sparsestep.contract import checks, options
 from sparsestep.contract.derived import refusal
 from sparsestep.contract.rule import Rule
+from sparsestep.engines.native import Before
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.torch_kernels import NUMBERS, SWITCHES
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.optimizer.declaration import Declaration
-
-if TYPE_CHECKING:
-    from sparsestep.engines.native import GroupBefore
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
@@ -60,20 +58,24 @@ class Groups:
             self._settings[group_index] = (values, settings)
         return settings
 
-    def as_they_were(self, count: int) -> list[GroupBefore] | None:
-        """What ``step_again`` is told of each group; ``None`` if it cannot be.
+    def as_they_were(self, count: int) -> Before | None:
+        """What ``step_again`` is told; ``None`` if it cannot be.
 
         Args:
             count: how many groups there are.
         """
-        before = []
+        before = Before([], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
             values, settings = self._settings[group_index]
             group = settings.core.get("group")
             # Random bits are looked after in every step.
-            if group is None or settings.seed is not None:
+            if settings.seed is not None:
+                return None
+            if settings.rule.recorded is not None:
+                before.recorded.append((group_index, settings))
+            elif group is None:
                 return None
             masked = None
             if "selections" in settings.core:
@@ -81,7 +83,7 @@ class Groups:
                 masked = masks.as_they_were(params, selections)
                 if masked is None:
                     return None
-            before.append((values, group, masked))
+            before.told.append((values, group, masked))
         return before
 
     @staticmethod
