@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import sparsestep
+import sparsestep.errors
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.storage import checkpoints
 
@@ -37,7 +38,11 @@ OPTIMIZERS: list[Callable[[Any], RuleOptimizer]] = [
     lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
     lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"),
     lambda params: sparsestep.Adagrad(params, lr=0.1, initial_accumulator_value=0.5),
+    lambda params: sparsestep.RowwiseAdam(params, lr=0.1),
+    lambda params: sparsestep.Adam(params, lr=0.1),
 ]
+EVICTING, GROWING = 4, 5  # kinds with a vocabulary: rows change hands; and there come to be more
+CAPACITY, GROWN, GROWS_AT = 300, 450, 20
 
 
 class Run:
@@ -50,23 +55,48 @@ class Run:
         if not there:  # nothing to go on from: what a process before has left is of no use
             for file in folder.glob("table*"):
                 file.unlink()
-        table = sparsestep.storage.mapped(folder / "table", (ROWS, DIM))
-        embedding = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        self.kind, self.done = kind, 0
+        self.make(folder, CAPACITY)
+        if there:
+            try:
+                self.load()
+            except sparsestep.errors.InputError:  # which has changed nothing: the table has grown
+                torch.manual_seed(kind)
+                self.make(folder, GROWN)
+                self.load()
+
+    def make(self, folder: Path, capacity: int) -> None:
+        self.vocabulary, self.evictions = None, 0
+        if self.kind == GROWING:  # a file has the size that it was made with
+            embedding: nn.Module = nn.Embedding(capacity, DIM, sparse=True)
+        else:
+            table = sparsestep.storage.mapped(folder / "table", (ROWS, DIM))
+            embedding = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
         self.model = nn.Sequential(embedding, nn.Linear(DIM, 2))
-        if kind % 2:
+        if self.kind % 2:
             sparsestep.nn.fuse(self.model)
-        self.optimizer = OPTIMIZERS[kind % len(OPTIMIZERS)](self.model.parameters())
+        self.optimizer = OPTIMIZERS[self.kind](self.model.parameters())
         if self.optimizer.semantics == "dense":
             self.optimizer.track(self.model)
-        self.done = 0
-        if there:
-            self.done = sparsestep.storage.load(self.saved, self.model, self.optimizer)["done"]
+        if self.kind in (EVICTING, GROWING):
+            self.vocabulary = sparsestep.nn.Vocabulary(capacity, admit=2, evict="lru")
+            self.vocabulary.attach(self.model[0], self.optimizer)
+            self.model.insert(0, self.vocabulary)
+
+    def load(self) -> None:
+        self.done = sparsestep.storage.load(self.saved, self.model, self.optimizer)["done"]
 
     def step(self) -> None:
         chance = torch.Generator().manual_seed(self.done)
-        rows = (torch.rand(BATCH, generator=chance).pow(2) * ROWS).long()
+        ids = (torch.rand(BATCH, generator=chance).pow(2) * ROWS).long()
         self.optimizer.zero_grad()
-        (self.model(rows) - 1).square().sum().backward()
+        if self.vocabulary is not None:
+            ids = ids // 8 + 5 * self.done  # others every few steps
+            if self.kind == GROWING and self.done == GROWS_AT:
+                self.vocabulary.grow(GROWN)
+        (self.model(ids) - 1).square().sum().backward()
+        if self.vocabulary is not None:
+            self.evictions += len(self.vocabulary.taken_over)
         self.optimizer.step()
         self.done += 1
 
@@ -136,6 +166,7 @@ def uninterrupted(folder: Path, kind: int, last: int) -> dict[int, str]:
             if run.done % EVERY == 0:
                 run.save()
                 lines.append(f"{run.done} {run.digest()}")
+        print(f"kind {kind}: {last} steps, {run.evictions} evictions", flush=True)
         os.write(writer, "\n".join(lines).encode())
 
     pid, reader = child(work)
