@@ -11,7 +11,7 @@ import torch
 from sparsestep import core
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, NotApplicableError, Outcome, where
-from tests.fuzz.kinds import clipping, dense, functions, making, modules, training
+from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
 from tests.fuzz.world import INSTRUCTION_SETS, Say
 
 KINDS: dict[Callable[[Chance, Say], None], int] = {
@@ -21,6 +21,7 @@ KINDS: dict[Callable[[Chance, Say], None], int] = {
     **modules.KINDS,
     **clipping.KINDS,
     **making.KINDS,
+    **own_rules.KINDS,
 }
 
 
