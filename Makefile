@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test test-all kill-test lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
+.PHONY: demo test integrations test-all kill-test lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
 	wheel clean
 
 demo: $(INSTALLED)
@@ -19,6 +19,14 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto
+
+# The examples that need other packages: Lightning, Accelerate, Transformers, PyG, PyKEEN.
+integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest --numprocesses auto tests/integrations
+
+$(VENV)/.integrations: $(INSTALLED) packaging/integrations.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -r packaging/integrations.txt
+	touch $@
 
 # With every instruction set in every test, and what takes long.
 test-all: $(INSTALLED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +16,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 
-# What may stand above a block: it is not run, or only where some package is installed.
-MARK = r"<!-- (?:not run|needs: (?P<needs>\w+)) -->\n"
+# What may stand above a block: it is not run, or not here, since it is a part of an example.
+MARK = r"<!-- (?:not run|in: (?P<example>\w+\.py)) -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<heading>[^)]*))?\)")
 
@@ -38,8 +37,7 @@ def test_the_code_of_a_page_runs(page: Path):
         for block in BLOCK.finditer(text):
             line = text.count("\n", 0, block.start("code"))
             code = block["code"]
-            needs = block["needs"]
-            if block["mark"] and not (needs and importlib.util.find_spec(needs)):
+            if block["mark"]:
                 continue
             if not code.startswith(">>>"):
                 exec(compile("\n" * line + code, str(page), "exec"), namespace)
@@ -50,6 +48,16 @@ def test_the_code_of_a_page_runs(page: Path):
             runner.run(examples, out=printed.append, clear_globs=False)
             namespace.update(examples.globs)
     assert not printed, "".join(printed)
+
+
+@each_page
+def test_what_a_page_shows_of_an_example_stands_there(page: Path):
+    """But for white space; what is left out is a line with ``...``."""
+    for block in BLOCK.finditer(page.read_text()):
+        if block["example"]:
+            program = (DOCS.parent / "examples" / block["example"]).read_text()
+            for part in re.split(r"^ *\.\.\.\n", block["code"], flags=re.MULTILINE):
+                assert "".join(part.split()) in "".join(program.split()), f"{page}: {part}"
 
 
 @each_page

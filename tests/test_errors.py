@@ -1,8 +1,10 @@
 """Warnings: once for each reason, and at the user's line whoever calls."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +116,16 @@ def test_what_cannot_be_printed_is_named():
             raise RuntimeError("no")
 
     assert sentence("it must be loud", Shy()) == "it must be loud. Got a Shy."
+
+
+def test_every_message_of_the_reference_is_one_that_the_library_has():
+    root = Path(sparsestep.__file__).parents[2]
+    sources = "\n".join(path.read_text() for path in (root / "src").rglob("*.py"))
+    sources = re.sub(r"[\"']\n\s*f?[\"']", "", sources)  # strings that go on in the next line
+    sources = re.sub(r"\{[^{}\n]*\}", "", sources)
+    page = (root / "docs" / "reference" / "errors.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        for phrase in re.findall(r"`([^`]+)`", row):
+            assert phrase in sources, phrase

@@ -30,6 +30,8 @@ class InputError(ValueError, RuntimeError):
 class SlowWarning(UserWarning):
     """A slower way was taken than the fast one that is usually there. Said once for each reason.
 
+    The message ends with a remedy.
+
     Example:
         >>> import warnings, sparsestep
         >>> warnings.simplefilter("ignore", sparsestep.SlowWarning)  # if it is what you want

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsestep.dense import trackers
 from sparsestep.dense.guard import Guard, Guarded
 from sparsestep.dense.owner import Owner, rows_in
 from sparsestep.dense.watching import Watch, follow_averages
@@ -41,6 +42,8 @@ class Tracking:
             if module is not model:  # it may be saved and loaded alone
                 self._watch_as_a_whole(module)
             self._undo.append(Watch.add(module, self._catch_up))
+        trackers.track(optimizer, tables.values())
+        self._undo.append(lambda: trackers.untrack(optimizer, tables.values()))
         follow_averages()
         if guard:
             # What is no ordinary parameter has ideas of its own about what torch does with it.

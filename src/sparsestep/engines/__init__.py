@@ -125,7 +125,10 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
         uninterrupted(work.commit)
 
 
-_NO_CORE = "sparsestep was installed without its C++ core (SPARSESTEP_PURE)"
+_NO_CORE = (
+    "sparsestep was installed without its C++ core (SPARSESTEP_PURE). Install a wheel, or build it "
+    "with a C++ compiler and without SPARSESTEP_PURE; `sparsestep info` says whether it is there."
+)
 
 
 def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "") -> str:

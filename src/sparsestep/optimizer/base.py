@@ -23,6 +23,7 @@ from sparsestep import engines
 from sparsestep.contract import options
 from sparsestep.contract.derived import motion_of
 from sparsestep.dense.clock import RowClock
+from sparsestep.dense.trackers import warn_of_another
 from sparsestep.engines.native import Before, step_again
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
@@ -124,6 +125,8 @@ class RuleOptimizer(Explains):
                     if settings.rule.motion is None:
                         motion_of(settings.rule, 1, settings.hyper)
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
+                if self.semantics == "masked":
+                    warn_of_another(type(self).__name__, param_group["params"])
             except Exception:
                 self.param_groups.pop()
                 raise
