@@ -139,16 +139,24 @@ private:
             mean_square = total(lanes) / T(columns);
         }
         T row_state[slot_states] = {};
-        for (int s = 0; s < slot_states; ++s)
-            load_tile(job_.slot_state[s], slot, 0, 1, row_state + s);
+        for (int s = 0; s < slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            if (view.dtype == dtype_of<T>) {  // a call for each would take as long as the rest
+                row_state[s] = static_cast<const T*>(view.data)[slot * view.slot_stride];
+            } else {
+                load_tile(view, slot, 0, 1, row_state + s);
+            }
+        }
         rule.enter_slot(row_state, mean_square);
         for (int s = 0; s < slot_states; ++s) {
-            if (job_.stochastic) {
+            const View& view = job_.slot_state[s];
+            if (view.dtype == dtype_of<T>) {
+                static_cast<T*>(view.data)[slot * view.slot_stride] = row_state[s];
+            } else if (job_.stochastic) {
                 const Randomness random(job_.seed, states + 1 + s);
-                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s, random,
-                           job_.dealt.row(slot));
+                store_tile(view, slot, 0, 1, row_state + s, random, job_.dealt.row(slot));
             } else {
-                store_tile(job_.slot_state[s], slot, 0, 1, row_state + s);
+                store_tile(view, slot, 0, 1, row_state + s);
             }
         }
         return known;
@@ -168,10 +176,11 @@ private:
         }
         for (int lane = 0; j < n; ++j, ++lane) lanes[lane] += grad[j] * grad[j];
     }
+    // Each half onto the other, until one is left; the lengths are known to the compiler.
+    template <int half = mean_lanes / 2>
     SPARSESTEP_INLINE static T total(T* lanes) {
-        for (int half = mean_lanes / 2; half > 0; half /= 2) {
-            for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-        }
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+        if constexpr (half > 1) return total<half / 2>(lanes);
         return lanes[0];
     }
 
