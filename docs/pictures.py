@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 
 _INK, _FAINT, _OURS, _TORCH = "#222222", "#6b6b6b", "#1f6fb4", "#d1812f"
+_NATIVE = "#9dbfdc"
 _SVG: Any = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
 
 
@@ -83,8 +85,46 @@ def draw_losses(path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
+def draw_formulas(path: Path, found: dict[str, Any]) -> None:
+    """Three bars for each rule: torch or a class by hand, a formula, the rule in C++."""
+    rules = [each for each in found["rules"] if each["lookups"] == "uniform"]
+    figure = Figure(figsize=(8.5, 4.0), facecolor="white")
+    figure.subplots_adjust(left=0.16, right=0.96, top=0.80, bottom=0.04)
+    axes = figure.add_subplot(facecolor="white")
+    kinds = (
+        ("torch_ms", _TORCH, "torch.optim, or a class by hand"),
+        ("formula_ms", _OURS, "ten lines of sparsestep.rule"),
+        ("native_ms", _NATIVE, "sparsestep's own class"),
+    )
+    for row, each in enumerate(rules):
+        for place, (key, colour, words) in enumerate(kinds):
+            label = words if row == 0 else None
+            axes.barh(row + 0.27 * (place - 1), each[key], 0.23, color=colour, label=label)
+        text = f"  {each['ahead_of_torch']:.1f}x"
+        axes.text(each["formula_ms"], row, text, va="center", color=_OURS, fontsize=10)
+    axes.set_yticks(range(len(rules)), [each["rule"] for each in rules])
+    axes.invert_yaxis()
+    axes.tick_params(colors=_INK, length=0, labelsize=9.5)
+    axes.set_xticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=9.5, labelcolor=_INK)
+    ahead = [each["ahead_of_torch"] for each in rules]
+    title = f"Ten lines of your own: {min(ahead):.0f} to {max(ahead):.0f} times as fast as torch"
+    figure.text(0.02, 0.94, title, fontsize=14, fontweight="bold", color=_INK)
+    day = datetime.fromisoformat(found["date"]).date()
+    size = f"{found['rows']:,} x {found['dim']}, {found['lookups']:,} lookups"
+    machine = f"one core of an {found['machine']['cpu']}, torch {found['versions']['torch']}"
+    caption = f"CPU time of a step, {size}; {machine}, {day}"
+    figure.text(0.02, 0.88, caption, fontsize=9.5, color=_FAINT)
+    with matplotlib.rc_context(_SVG):
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
 def main() -> None:
     """Write the pictures."""
+    formulas = RESULTS / "user_rules.json"
+    draw_formulas(HERE / "user-rules.svg", json.loads(formulas.read_text()))
     draw_losses(HERE / "one-optimizer.svg")
     lookups = Report.from_json((RESULTS / "lookups.json").read_text())
     draw(HERE / "step-time.svg", lookups.cases)

@@ -105,8 +105,11 @@ def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any
     """Run a backward function whose result cannot be differentiated once more.
 
     Torch's ``once_differentiable`` makes trying that an error. It is costly, and not needed where
-    gradients are not recorded, which is the usual case.
+    gradients are not recorded, which is the usual case. Where ``backward()`` is called in a
+    function that is compiled, the compiler comes across it, and is to leave it as it is.
     """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(first_derivative)(backward, ctx, *grads)
     if torch.is_grad_enabled():
         return once_differentiable(backward)(ctx, *grads)
     return backward(ctx, *grads)

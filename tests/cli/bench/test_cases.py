@@ -55,7 +55,7 @@ def test_distinct_rows_are_distinct() -> None:
 def test_suites() -> None:
     assert list(SUITES) == [
         *("peers", "large", "small", "lookups", "rows", "density", "skew", "threads"),
-        "programs",
+        *("rules", "programs"),
     ]
     assert [each.lookups for each in SUITES["lookups"]] == [
         2**n for n in (8, 10, 12, 14, 16, 18, 20)

@@ -129,17 +129,6 @@ def test_every_rule_of_the_core_is_there() -> None:
     assert set(limit.limit_module.rules()) == RULES.keys()
 
 
-@pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_the_lookups_limit_sums_the_rows_of_bags(dim: int, threads: int) -> None:
-    assert limit.limit_module is not None
-    table, ids = torch.randn(50, dim), torch.randint(50, (7, 5))
-    sums = torch.empty(7, dim)
-    found = limit.addresses(ids, table, sums)
-    limit.limit_module.look_up(found, dim, 5, 7, threads, 0)
-    torch.testing.assert_close(sums, torch.nn.functional.embedding_bag(ids, table, mode="sum"))
-
-
 def test_the_limit_needs_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "limit_module", None)
     with pytest.raises(Unavailable, match=r"installed without the C\+\+ core"):

@@ -4,7 +4,8 @@ The limit is what the machine needs to move the memory alone. Contestants take
 turns within one run, with fresh rows in every step; medians are compared.
 FBGEMM and DGL take part where they are installed. A suite is a list of cases;
 the default one takes a few minutes. The suite "programs" measures whole
-iterations of a training instead: lookups, model, backward and update.
+iterations of a training instead: lookups, model, backward and update. The suite
+"rules" measures formulas of sparsestep.rule beside the rules in C++.
 
 Example:
   sparsestep bench --suite lookups --json lookups.json --svg lookups.svg
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsestep.cli.bench import harness, programs, results
-from sparsestep.cli.bench.cases import SUITES, Program
+from sparsestep.cli.bench import formulas, harness, programs, results
+from sparsestep.cli.bench.cases import SUITES, Formula, Program
 from sparsestep.cli.bench.contestants import Contestant, TorchSparseAdam
 from sparsestep.cli.bench.limit import Limit
 from sparsestep.cli.options import number, output_path, whole_number
@@ -180,6 +181,8 @@ def _run_suite(
         with screen.progress(smaller.name) as follow:
             if isinstance(smaller, Program):
                 result = programs.measure(smaller, name, report.seconds, follow)
+            elif isinstance(smaller, Formula):
+                result = formulas.measure(smaller, name, report.seconds, follow)
             else:
                 result = harness.measure(smaller, name, contestants, report.seconds, follow)
         screen.show(result)

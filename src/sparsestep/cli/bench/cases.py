@@ -114,11 +114,24 @@ class Program(Case):
     length: int = 1
 
 
+@dataclass(frozen=True)
+class Formula(Case):
+    """A step of one rule: a user's formula, the rule in C++, torch's class.
+
+    Attributes:
+        rule: which, see ``formulas.py``.
+    """
+
+    rule: str = ""
+
+
 def _described(case: Case) -> str:
     several = f"{case.tables} tables of " if case.tables > 1 else ""
     text = f"{several}{case.rows:,} x {case.dim}, {case.lookups:,} {case.distribution}"
     if isinstance(case, Program):
         text = f"{case.kind}, {text}"
+    if isinstance(case, Formula):
+        text = f"{case.rule}, {text}"
     if case.threads is None:
         return text
     return f"{text}, {case.threads} thread{'s' if case.threads > 1 else ''}"
@@ -155,6 +168,17 @@ def program(
     return replace(unnamed, name=_described(unnamed))
 
 
+def formula(rule: str, rows: int, dim: int, lookups: int, distribution: str) -> Formula:
+    """A case of one rule that is named after what it is.
+
+    Example:
+        >>> formula("Lion", 1_000, 64, 512, "zipf").name
+        'Lion, 1,000 x 64, 512 zipf'
+    """
+    unnamed = Formula("", rows, dim, lookups, distribution, rule=rule)
+    return replace(unnamed, name=_described(unnamed))
+
+
 SUITES: dict[str, list[Case]] = {
     "peers": [
         case(1_000_000, 64, 65_536, "uniform"),
@@ -185,6 +209,11 @@ SUITES: dict[str, list[Case]] = {
     "threads": [
         case(1_000_000, 64, 65_536, "uniform", threads=1),
         case(1_000_000, 64, 65_536, "uniform"),
+    ],
+    "rules": [
+        formula(rule, 1_000_000, 64, 65_536, distribution)
+        for rule in ("Adam", "Adagrad", "Lion", "RMSprop", "RowwiseAdagrad")
+        for distribution in ("uniform", "zipf")
     ],
     # Meta's DLRM script, PyG's Node2Vec, knowledge-graph training as PyKEEN and DGL-KE have it
     "programs": [

@@ -16,7 +16,7 @@ import torch
 
 from sparsestep import core
 from sparsestep.cli import info
-from sparsestep.cli.bench.cases import Case
+from sparsestep.cli.bench.cases import Case, Formula, Program
 from sparsestep.version import __version__
 
 _PEERS = ("fbgemm-gpu-cpu", "fbgemm-gpu", "dgl")
@@ -163,7 +163,9 @@ class Report(Header):
 
 
 def _case_result(data: dict[str, Any]) -> CaseResult:
-    data["case"] = Case(**data["case"])
+    of_case = data["case"]
+    kind = Program if "kind" in of_case else Formula if "rule" in of_case else Case
+    data["case"] = kind(**of_case)
     data["timings"] = [Timing(**timing) for timing in data["timings"]]
     data["unavailable"] = [Refusal(**refusal) for refusal in data["unavailable"]]
     return CaseResult(**data)
