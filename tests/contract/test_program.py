@@ -113,6 +113,32 @@ def test_what_torch_does_in_one_operation_is_within_its_rounding(name: str):
     )
 
 
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "method where": lambda p, g: p.where(g > 0, p - g),
+    "method where, a number": lambda p, g: p.where(g > 0, 0.5),
+    "where": lambda p, g: torch.where(g > 0, p, 0.5),
+    "number first": lambda p, g: 1 - 2 / (g.abs() + 1) + 2.0**p,
+    "clamp": lambda p, g: p.clamp(max=0.1) + torch.clip(g, -0.5, 0.5),
+    "alpha": lambda p, g: p.add(g, alpha=2).sub(g, alpha=-2),
+    "lerp in place": lambda p, g: p.lerp_(g, 0.7),
+    "norm": lambda p, g: p / g.norm(p=2, dim=1, keepdim=True) + torch.norm(g, dim=1, keepdim=True),
+    "powers": lambda p, g: p.abs() ** -2 + p.square() + g.pow(3) + g.abs() ** 0.5,
+    "conditions": lambda p, g: p * (g > 0) + torch.where(~(p >= g) | (p > 1), p, g),
+    "copies": lambda p, g: p.clone().copy_(g) + g.clone().zero_() + torch.full_like(g, 0.25),
+    "in place": lambda p, g: g.abs().sqrt_().neg_().mul_(p).add_(1),
+    "of rows": lambda p, g: torch.mean(p, 1, True) + g.sum(dim=(1,), keepdim=True),
+    "comparison methods": lambda p, g: torch.where(p.gt(g).logical_and(g.le(0.5)), p, g),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_it_is_written(way: str):
+    values = list(torch.randn(2, 40, 5, generator=torch.Generator().manual_seed(1)))
+    (ours,) = record(Rule("mine", WAYS[way]), 1, {}).run(values)
+    theirs = WAYS[way](*(value.clone() for value in values))
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @given(formula=formulas, seed=st.integers(0, 99))
 def test_random_formulas_compute_what_they_say(formula: Formula, seed: int):
     def update(param: Any, grad: Any, state: Any) -> Any:

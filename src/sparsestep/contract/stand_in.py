@@ -119,6 +119,10 @@ class StandIn:
     ) -> Any:
         return call(getattr(func, "__name__", repr(func)), args, kwargs or {})
 
+    def where(self, condition: Any, other: Any) -> StandIn:
+        """The method has another order than the function."""
+        return make("where", condition, self, other)
+
     def __getattr__(self, name: str) -> Any:
         raise RecordError(f"it asks for {name}")
 
@@ -202,7 +206,12 @@ def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> 
     return row.like(row.program.add(name, (Value(row.place),), per_row=True))
 
 
-def _norm(row: StandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False) -> StandIn:
+def _norm(
+    row: StandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, p: Any = 2, **more: Any
+) -> StandIn:
+    if any(value is not None for value in more.values()):
+        raise RecordError(f"it takes a norm with {', '.join(more)}")
+    ord = p if ord == 2 else ord
     if ord not in (2, 2.0, "fro", None):
         raise RecordError(f"it takes a norm of order {ord}")
     return make("sqrt", _of_row("sum", make("mul", row, row), dim, keepdim))
@@ -312,7 +321,7 @@ def _reversed(name: str) -> Callable[[StandIn, Any], StandIn]:
 
 def _define_methods() -> None:
     for name in (*OPERATIONS, *_COMPOSED, *_SAME_AS):
-        for each in (name, f"{name}_"):
+        for each in (name, f"{name}_") if name != "where" else ():
             setattr(
                 StandIn,
                 each,

@@ -90,17 +90,14 @@ def lowered(program: Program) -> TileProgram:
         RecordError: it is larger than the core has room for.
 
     Example:
-        >>> def update(param, grad, sum, *, lr):
-        ...     sum = sum + grad * grad
-        ...     return param - lr * grad / sum.sqrt(), sum
-        >>> from sparsestep.contract.rule import Rule, State
+        >>> from sparsestep.contract.rule import Rule
         >>> from sparsestep.contract.stand_in import record
-        >>> program = record(Rule("mine", update, (State("sum"),)), 1, {"lr": 0.5})
-        >>> for instruction in lowered(program).phases[0].tile:
+        >>> mine = Rule("mine", lambda param, grad, *, lr: param - lr * grad / (grad.abs() + 1))
+        >>> for instruction in lowered(record(mine, 1, {"lr": 0.5})).phases[0].tile:
         ...     print(instruction.code, instruction.operands, "to", instruction.to)
-        mul_add (1, 1, 2) to 2
-        sqrt (2,) to 4
-        sub_mul_div (3, 1, 4, 0) to 0
+        abs (1,) to 4
+        add (4, 3) to 4
+        sub_mul_div (2, 1, 4, 0) to 0
     """
     return _Lowering(program).run()
 
