@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsestep.contract import int8
 from sparsestep.core import core, isa
-from sparsestep.engines.programs import Programs, group_again
+from sparsestep.engines.programs import Programs, Recorded, recorded_again
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
 from sparsestep.gradients.layouts import Gradient
@@ -36,7 +36,7 @@ class Native:
     def __init__(self) -> None:
         assert core is not None
         self._jobs = core.Jobs(isa.index)
-        self._programs = Programs()
+        self.programs = Programs()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
 
@@ -74,7 +74,7 @@ class Native:
         if settings.seed is None:
             group = group_of(settings)
             if group is None:
-                group = self._programs.usual_group(settings, params, state, grads)
+                group = self.programs.usual_group(settings, params, state, grads)
         if group is None:
             return range(first, first + len(params))
         return self._jobs.try_claim(
@@ -88,7 +88,7 @@ class Native:
         if group is None and update.param.is_cpu:
             tensors = (*update.written, update.touched.values)
             in_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-            group = self._programs.group_of(settings, update.step, in_double=in_double)
+            group = self.programs.group_of(settings, update.step, in_double=in_double)
         if group is None:
             return False
         touched = update.touched
@@ -102,7 +102,7 @@ class Native:
 
     def why_not(self, settings: Settings) -> str | None:
         """Why a rule's formula could not be recorded, where that is so."""
-        return self._programs.refused.get(id(settings))
+        return self.programs.refused.get(id(settings))
 
     def prepare(self) -> None:
         """Do all that may fail; raises if any position is no slot."""
@@ -142,10 +142,12 @@ class Before(NamedTuple):
         told: the values of each when it was read, what the core was told of it, if anything, and
             its masks.
         recorded: those whose formula is recorded anew in every step, by number.
+        made: what was recorded for a step that could not be done again after all.
     """
 
     told: list[GroupBefore]
     recorded: list[tuple[int, Settings]]
+    made: list[Recorded]
 
 
 def step_again(
@@ -172,9 +174,15 @@ def step_again(
         return False
     for index, settings in before.recorded:
         values, _, masked = told[index]
-        group = group_again(values, settings, groups[index], state)
-        if group is None:
+        found = recorded_again(values, settings, groups[index], state)
+        if found is None:
             return False
-        told[index] = (values, group, masked)
+        before.made.append(found)
+        if found.asks_for_float32:
+            return False
+        told[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
-    return core.step_again(isa.index, groups, told, state, known, threads)
+    is_done = core.step_again(isa.index, groups, told, state, known, threads)
+    if is_done:
+        before.made.clear()
+    return is_done

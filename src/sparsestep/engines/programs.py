@@ -6,7 +6,7 @@ some microseconds. The program for the core is made once for every structure tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,13 +33,20 @@ class Recorded(NamedTuple):
 
     Attributes:
         settings: of the group.
+        step: the number of the update that it is for.
         group: what the core is told.
         asks_for_float32: whether the formula does, so that it cannot have float64.
     """
 
     settings: Settings
+    step: int
     group: Group
     asks_for_float32: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Under which it is looked up."""
+        return id(self.settings), self.step
 
 
 class Programs:
@@ -52,6 +59,10 @@ class Programs:
     def __init__(self) -> None:
         self._recorded: dict[tuple[int, int], Recorded] = {}  # by id of the settings, and step
         self.refused: dict[int, str] = {}
+
+    def reuse(self, recorded: Iterable[Recorded]) -> None:
+        """Take what was recorded for this very step already: a formula is called once in each."""
+        self._recorded.update({each.key: each for each in recorded})
 
     def group_of(self, settings: Settings, step: int, *, in_double: bool) -> Group | None:
         """What the core is told of a param group; ``None`` where its rule cannot be recorded.
@@ -125,9 +136,9 @@ def next_step(
     return None
 
 
-def group_again(
+def recorded_again(
     values: tuple[Any, ...], settings: Settings, group: dict[str, Any], state: Mapping[Tensor, Any]
-) -> Group | None:
+) -> Recorded | None:
     """What ``step_again`` is told of a param group, recorded anew.
 
     Args:
@@ -144,10 +155,9 @@ def group_again(
         return None
     step = next_step(group["params"], state)
     try:
-        found = _recorded(settings, step) if step else None
+        return _recorded(settings, step) if step else None
     except Exception:  # is said by whoever plans the step
         return None
-    return None if found is None or found.asks_for_float32 else found.group
 
 
 def _recorded(settings: Settings, step: int) -> Recorded:
@@ -164,7 +174,7 @@ def _recorded(settings: Settings, step: int) -> Recorded:
         tuple(program.numbers),
         settings.stochastic,
     )
-    return Recorded(settings, group, program.asks_for_float32)
+    return Recorded(settings, step, group, program.asks_for_float32)
 
 
 def _for_core(program: Program) -> CoreProgram:

@@ -200,8 +200,8 @@ class RuleOptimizer(Explains):
         return loss
 
     def _plan_step(self) -> None:
-        self._before = None
-        plan = Plan(self)
+        before, self._before = self._before, None
+        plan = Plan(self, before.made if before is not None else ())
         with labelled("sparsestep: plan"):
             for group_index, group in enumerate(self.param_groups):
                 plan.add_group(group_index, group)

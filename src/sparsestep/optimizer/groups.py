@@ -64,7 +64,7 @@ class Groups:
         Args:
             count: how many groups there are.
         """
-        before = Before([], [])
+        before = Before([], [], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from sparsestep.contract.rule import State
 from sparsestep.dense.pending import PendingCatchUps
 from sparsestep.engines import SparseEngines, native_engine
+from sparsestep.engines.programs import Recorded
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.torch_kernels import TorchKernels
@@ -33,13 +34,19 @@ Selections = list[masks.Selection | None]
 class Plan:
     """The work of one step.
 
+    Args:
+        optimizer: whose step it is.
+        recorded: formulas that were recorded for it already.
+
     Attributes:
         repeats: (group, parameter) of parameters that were given more than once.
     """
 
-    def __init__(self, optimizer: StateKeeper) -> None:
+    def __init__(self, optimizer: StateKeeper, recorded: Sequence[Recorded] = ()) -> None:
         self._optimizer = optimizer
         self._native = native_engine(optimizer.engine)
+        if recorded and self._native is not None:
+            self._native.programs.reuse(recorded)
         self._torch: TorchKernels | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":
