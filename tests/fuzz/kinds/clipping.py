@@ -65,8 +65,13 @@ def clipping(chance: Chance, say: Say) -> None:
         for shadow, (_, d) in zip(shadows, held, strict=True):
             shadow.grad = d.to(shadow.dtype, copy=True)
         exact = nn.utils.clip_grad_norm_(shadows, bound, order)
-        # In torch's dtype: what float16 cannot hold is infinite there.
-        _close("norm", norm, exact.to(norm.dtype), params[0].dtype)
+        # In torch's dtype: what float16 cannot hold is infinite there. And no better than torch's
+        # own arithmetic: an order below one has the largest errors.
+        own = torch.linalg.vector_norm(
+            torch.cat([d.to(norm.dtype).flatten() for _, d in held]), order
+        )
+        room = 4 * float((own.double() - exact.double()).abs().nan_to_num(0.0, 0.0))
+        _close("norm", norm, exact.to(norm.dtype), params[0].dtype, room=room)
         wanted = [shadow.grad for shadow in shadows]
     for (param, _), want in zip(held, wanted, strict=True):
         _close("gradient", gradients.as_dense(param.grad), want, param.dtype, _of_entries(param))
@@ -137,13 +142,23 @@ def _of_entries(param: Any) -> float:
 
 
 def _close(
-    what: str, ours: Tensor, exact: Tensor, dtype: torch.dtype, entries: float = 0.0
+    what: str,
+    ours: Tensor,
+    exact: Tensor,
+    dtype: torch.dtype,
+    entries: float = 0.0,
+    room: float = 0.0,
 ) -> None:
     off = (ours.detach().double() - exact.double()).abs()
     scale = max(1e-3, entries, float(exact.abs().max()) if exact.numel() else 0.0)
     both_nan = ours.isnan().all() and exact.isnan().all()
     same = torch.equal(ours.double(), exact.double())  # where both are infinite
-    if off.numel() and not both_nan and not same and not float(off.max()) <= _ROOM[dtype] * scale:
+    if (
+        off.numel()
+        and not both_nan
+        and not same
+        and not float(off.max()) <= _ROOM[dtype] * scale + room
+    ):
         raise FindingError(
             "not what torch's clipping gives", f"{what}: {ours}, right is {exact}"[:300]
         )
