@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sparsestep.cli import display, identifiers, main, picture, skipgram
+from sparsestep.cli import display, identifiers, main, picture, skipgram, turns
 from sparsestep.cli.identifiers import Vocabulary
 
 # Without the C++ core, the library says that it is slow; what is tested here stays true.
@@ -40,7 +43,7 @@ def test_a_tiny_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     printed, progress = capsys.readouterr()
     assert "3 files" in printed
-    assert "5 steps per run" in printed
+    assert "5 steps per run or 60 s" in printed
     assert re.search(r"torch\.optim\.SparseAdam +sparsestep\.SparseAdam +ratio", printed)
     assert re.search(r"time per step +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\dx", printed)
     assert re.search(r"in optimizer\.step\(\) +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\dx", printed)
@@ -52,7 +55,8 @@ def test_a_tiny_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert float(apart[1]) < 1e-5
     assert re.search(r"append +(\w+ *){5}\n", printed)
     assert "startswith" not in printed  # not in these files
-    assert printed.endswith(f"{out}\n")
+    assert f"{out}\n" in printed
+    assert "max weight difference" in printed.splitlines()[-1]  # the results are what one sees last
 
     lines = progress.splitlines()
     assert len(lines) == 2  # one per run, however many steps
@@ -153,6 +157,53 @@ def test_an_interrupt_leaves_the_terminal_clean(
     assert shown.replace(restore, "").endswith("\ninterrupted\n")
     assert "Traceback" not in shown
     assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.usefixtures("library")
+def test_after_ctrl_c_there_are_the_results_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow(bars: object, name: str, steps: int) -> Callable[[skipgram.Run, float], None]:
+        def each_step(run: skipgram.Run, left: float) -> None:
+            if name.startswith("torch") and len(run.losses) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+        return each_step
+
+    monkeypatch.setattr(display.Bars, "follow", follow)
+    before = signal.getsignal(signal.SIGINT)
+    out = tmp_path / "a.png"
+    assert main([*TINY, str(out), "--steps", "1000"]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    printed = capsys.readouterr().out
+    assert re.search(r"\nsteps +50 +50 *\n", printed)
+    assert printed.endswith("\nInterrupted after 50 of 1,000 steps.\n")
+    assert out.exists()
+
+
+@pytest.mark.usefixtures("library")
+def test_the_time_that_it_may_take_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.count(step=2.0)
+    monkeypatch.setattr(turns, "perf_counter", lambda: next(times))
+    out = str(tmp_path / "a.png")
+    assert main([*TINY, out, "--steps", "1000", "--seconds", "12"]) == 0
+    assert re.search(r"\nsteps +100 +100 *\n", capsys.readouterr().out)
+
+
+def test_everything_is_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 80 x 24, with two lines of introduction, two bars and the prompt."""
+    known = Vocabulary((*display.FAMILIAR, "x" * 12), (1,) * (len(display.FAMILIAR) + 1))
+    tables = skipgram.start(len(known.words), 4, seed=0)
+    run = skipgram.Run("torch.optim.SparseAdam", [1.0], [1.0], 1.0, tables)
+    screen = display.Screen()
+    screen.show_neighbours(tables.words, known)
+    screen.say("The loss over time: a.png")
+    screen.compare(run, run)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) + 4 + 1 <= 24
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_headline_says_which_is_faster() -> None:

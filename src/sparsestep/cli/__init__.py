@@ -1,4 +1,4 @@
-"""The command line: ``sparsestep demo``, ``bench``, ``info`` and ``plan``.
+"""The command line: ``sparsestep demo``, ``bench``, ``info``, ``plan`` and ``completion``.
 
 A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
 command line needs (rich, matplotlib) is imported when a command runs, never before.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparsestep.cli import bench, demo, info, plan
+from sparsestep.cli import bench, completion, demo, info, plan
 from sparsestep.version import __version__
 
 
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "info": info,
     "plan": plan,
+    "completion": completion,
 }
 
 _EXTRA = ("rich", "matplotlib")  # what sparsestep[cli] brings
@@ -44,10 +45,11 @@ _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 
 _EXAMPLES = """\
 Examples:
-  sparsestep demo               train word vectors twice and see the difference
+  sparsestep demo               train word vectors both ways and see the difference
   sparsestep bench              time a step, torch's and others' beside it
   sparsestep info               describe this installation, for a bug report
   sparsestep plan --tables user=1000000x64 --ranks 8   would sharded tables fit?
+  sparsestep completion bash    have your shell complete commands and options
   sparsestep demo --help        the options of a command
 """
 
@@ -67,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--version", action="version", version=f"sparsestep {__version__}")
     commands = result.add_subparsers(metavar="command")
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
         its_parser = commands.add_parser(
@@ -76,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_options(its_parser)
-        its_parser.set_defaults(run=command.run)
+        its_parser.set_defaults(run=command.run, commands=parsers)
+        parsers[name] = its_parser
     return result
 
 

@@ -1,11 +1,12 @@
-"""Train word vectors with torch's SparseAdam, then with sparsestep's, and compare.
+"""Train word vectors with torch's SparseAdam and with sparsestep's, and compare.
 
 The words are the identifiers in the source of Python's standard library. Both
-runs start from the same weights and see the same batches, so what differs is
-the time. It takes about a minute.
+runs start from the same weights and see the same batches, in turns, so what
+differs is the time. It takes at most about a minute; after Ctrl-C you see the
+results so far.
 
 Example:
-  sparsestep demo --steps 2000 --out loss.png
+  sparsestep demo --seconds 20 --out loss.png
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 
 import sparsestep
 from sparsestep.cli import identifiers, skipgram
-from sparsestep.cli.options import output_path, whole_number
+from sparsestep.cli.options import number, output_path, whole_number
+from sparsestep.cli.turns import Budget, stopped_by_ctrl_c, take_turns
 
 if TYPE_CHECKING:
     from sparsestep.cli.display import Screen
@@ -32,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 _WARM_UP_STEPS = 20
+_INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 1_000_000),
         default=5000,
         metavar="N",
-        help="how many batches each run sees (default: %(default)s)",
+        help="how many batches each run sees at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number(1, 86_400),
+        default=60.0,
+        metavar="S",
+        help="how long both runs may train together (default: %(default)g)",
     )
     parser.add_argument(
         "--dim",
@@ -89,32 +99,34 @@ def run(options: argparse.Namespace) -> int:
     screen.say(
         f"The standard library of Python {platform.python_version()}: {len(files):,} files, "
         f"{sum(map(len, files)):,} identifiers.\n"
-        f"Two tables of {len(known.words):,} x {options.dim}, {options.steps:,} steps per run, "
-        f"threads: {torch.get_num_threads()}."
+        f"Two tables of {len(known.words):,} x {options.dim}, {options.steps:,} steps per run or "
+        f"{options.seconds:g} s, threads: {torch.get_num_threads()}."
     )
     batches = skipgram.Batches(near, known.counts, options.steps, options.seed)
-    theirs, ours = _train(screen, batches, options.dim)
-    screen.compare(theirs, ours)
+    budget = Budget(options.steps, options.seconds)
+    theirs, ours = _train(screen, batches, options.dim, budget)
     screen.show_neighbours(ours.tables.words, known)
     try:
         picture.draw(options.out, theirs, ours, len(known.words))
     except OSError as error:
         raise SystemExit(f"sparsestep: the picture could not be written: {error}.") from None
     screen.say(f"The loss over time: {options.out}")
+    screen.compare(theirs, ours)
+    if budget.interrupted:
+        screen.say(f"Interrupted after {len(ours.losses):,} of {options.steps:,} steps.")
+        return _INTERRUPTED
     return 0
 
 
 def _train(
-    screen: Screen, batches: skipgram.Batches, dim: int
-) -> tuple[skipgram.Run, skipgram.Run]:
+    screen: Screen, batches: skipgram.Batches, dim: int, budget: Budget
+) -> list[skipgram.Run]:
     weights = skipgram.start(len(batches.counts), dim, batches.seed)
     # First use costs: threads start, code is loaded. Neither run shall pay for that.
     few = replace(batches, steps=_WARM_UP_STEPS)
     for name, optimizer in OPTIMIZERS.items():
         skipgram.train(name, optimizer, weights, few)
-    with screen.bars() as bars:
-        theirs, ours = (
-            skipgram.train(name, optimizer, weights, batches, bars.follow(name, batches.steps))
-            for name, optimizer in OPTIMIZERS.items()
-        )
-    return theirs, ours
+    runs = [skipgram.training(*each, weights, batches) for each in OPTIMIZERS.items()]
+    with stopped_by_ctrl_c(budget), screen.bars() as bars:
+        follow = {i: bars.follow(name, batches.steps) for i, name in enumerate(OPTIMIZERS)}
+        return take_turns(runs, budget, follow)

@@ -18,11 +18,9 @@ from sparsestep.cli.console import Streams
 from sparsestep.cli.identifiers import Vocabulary
 from sparsestep.cli.skipgram import Run, difference, neighbours
 
-# Words that a Python programmer knows; those that are in the vocabulary are shown.
-FAMILIAR = (
-    *("append", "len", "list", "min", "startswith", "encode", "args", "self"),
-    *("open", "os", "json", "socket", "TypeError"),
-)
+# Words that a Python programmer knows; those that are in the vocabulary are shown. With all of them
+# the output still fits on a screen of 24 lines.
+FAMILIAR = ("append", "startswith", "encode", "args", "open", "TypeError")
 
 _NEIGHBOURS = 5
 _REFRESH_SECONDS = 0.1
@@ -34,7 +32,7 @@ class Bars(Progress):
     def __init__(self, console: Console) -> None:
         super().__init__(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             console=console,
@@ -42,18 +40,20 @@ class Bars(Progress):
             auto_refresh=False,
         )
 
-    def follow(self, name: str, steps: int) -> Callable[[Run], None]:
+    def follow(self, name: str, steps: int) -> Callable[[Run, float], None]:
         """Add a bar; the result is to be called after each step, and draws now and then."""
         task = self.add_task(name, total=steps, figures="")
         drawn = -math.inf
 
-        def each_step(run: Run) -> None:
+        def each_step(run: Run, left: float) -> None:
             nonlocal drawn
             done, now = len(run.losses), perf_counter()
             if now - drawn < _REFRESH_SECONDS and done < steps:
                 return
             drawn = now
-            figures = f"loss {run.final_loss:.3f}  {done / sum(run.seconds):.0f} steps/s"
+            figures = f"loss {run.final_loss:.3f} {done / sum(run.seconds):4.0f} steps/s"
+            if done < steps:
+                figures += f" ETA {left // 60:.0f}:{left % 60:02.0f}"
             self.update(task, completed=done, figures=figures, refresh=True)
 
         return each_step
@@ -96,6 +96,7 @@ def comparison(theirs: Run, ours: Run) -> Table:
     table.add_column(theirs.name, justify="right")
     table.add_column(ours.name, justify="right")
     table.add_column("ratio", justify="right", style="bold")
+    table.add_row("steps", f"{len(theirs.losses):,}", f"{len(ours.losses):,}", "")
     times = {
         "time per step": (sum(theirs.seconds), sum(ours.seconds)),
         "in optimizer.step()": (theirs.optimizer_seconds, ours.optimizer_seconds),

@@ -132,13 +132,12 @@ class Run:
         return sum(last) / len(last)
 
 
-def train(
+def training(
     name: str,
     optimizer_class: Callable[..., Optimizer],
     weights: Tables,
     batches: Iterable[Batch],
-    each_step: Callable[[Run], None] = lambda run: None,
-) -> Run:
+) -> Iterator[Run]:
     """Train both tables from ``weights`` on, which are left as they are.
 
     Args:
@@ -146,7 +145,9 @@ def train(
         optimizer_class: takes parameters and ``lr``.
         weights: where to start.
         batches: one per step.
-        each_step: is called between steps, off the clock.
+
+    Yields:
+        The run, always the same, after each step; the clock stands still until the next one.
     """
     words, candidates = (
         Embedding.from_pretrained(table.clone(), freeze=False, sparse=True) for table in weights
@@ -167,8 +168,20 @@ def train(
         run.optimizer_seconds += perf_counter() - before
         run.losses.append(loss.item())
         run.seconds.append(perf_counter() - began)
-        each_step(run)
+        yield run
         began = perf_counter()
+
+
+def train(
+    name: str,
+    optimizer_class: Callable[..., Optimizer],
+    weights: Tables,
+    batches: Iterable[Batch],
+    each_step: Callable[[Run], None] = lambda run: None,
+) -> Run:
+    """Train on all batches; ``each_step`` is called between steps, off the clock."""
+    for run in training(name, optimizer_class, weights, batches):
+        each_step(run)
     return run
 
 

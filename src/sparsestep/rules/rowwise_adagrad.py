@@ -43,6 +43,9 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
 
     The state is ``step`` and ``sum``, which has the length of the first dim.
 
+    It is row-wise for every parameter, dense layers included: a ``Linear`` gets one sum for each
+    output. Where layers are to have a sum per element, as in DLRM, give them an :class:`Adagrad`.
+
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
