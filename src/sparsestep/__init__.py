@@ -4,32 +4,17 @@ from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
 from sparsestep.gradients.touched import Touched
-from sparsestep.rules import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Ftrl,
-    Lion,
-    RAdam,
-    RMSprop,
-    RowwiseAdagrad,
-    RowwiseAdam,
-    SparseAdam,
-)
-from sparsestep.rules.functional import (
-    FunctionalAdagrad,
-    FunctionalAdam,
-    FunctionalAdamW,
-    FunctionalFtrl,
-    FunctionalLion,
-    FunctionalRAdam,
-    FunctionalRMSprop,
-    FunctionalRowwiseAdagrad,
-    FunctionalRowwiseAdam,
-    FunctionalSGD,
-    FunctionalSparseAdam,
-)
+from sparsestep.rules.adagrad import Adagrad, FunctionalAdagrad
+from sparsestep.rules.adam import Adam, FunctionalAdam
+from sparsestep.rules.adamw import AdamW, FunctionalAdamW
+from sparsestep.rules.ftrl import Ftrl, FunctionalFtrl
+from sparsestep.rules.lion import FunctionalLion, Lion
+from sparsestep.rules.radam import FunctionalRAdam, RAdam
+from sparsestep.rules.rmsprop import FunctionalRMSprop, RMSprop
+from sparsestep.rules.rowwise_adagrad import FunctionalRowwiseAdagrad, RowwiseAdagrad
+from sparsestep.rules.rowwise_adam import FunctionalRowwiseAdam, RowwiseAdam
+from sparsestep.rules.sgd import SGD, FunctionalSGD
+from sparsestep.rules.sparse_adam import FunctionalSparseAdam, SparseAdam
 from sparsestep.rules.user import rule
 from sparsestep.version import __version__
 

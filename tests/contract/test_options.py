@@ -11,7 +11,7 @@ import sparsestep
 from sparsestep.contract import options
 from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 from tests.contract.tables import rows, table, train
 from tests.table import WITH_DENSE, Variant, each_optimizer, each_variant, same_bits
 

@@ -19,7 +19,7 @@ import sparsestep
 import sparsestep.distributed
 from sparsestep.distributed import scripted
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsestep import InputError, core
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 from tests.fuzz import gradients, oracle, tables
 from tests.fuzz.chance import Chance
 from tests.fuzz.findings import FindingError, check_refusal

@@ -13,7 +13,7 @@ import sparsestep
 from sparsestep.gradients.layouts import Gradient as AnyGradient
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 from tests.table import ENGINES, Variant, same_bits, state_tensors
 
 MARKS = [

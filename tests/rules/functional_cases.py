@@ -13,7 +13,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 from tests.table import OPTIONS, same_bits, state_tensors
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]

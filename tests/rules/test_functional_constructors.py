@@ -10,8 +10,7 @@ import torch
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules import OPTIMIZERS
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL, OPTIMIZERS
 from tests.rules.functional_cases import each_functional, start
 
 

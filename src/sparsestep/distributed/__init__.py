@@ -19,7 +19,7 @@ from sparsestep.distributed.lockstepping import lockstep
 from sparsestep.distributed.plan import Placement, Plan
 from sparsestep.distributed.sharding import shard
 from sparsestep.errors import InputError, sentence
-from sparsestep.rules.functional import FUNCTIONAL
+from sparsestep.rules import FUNCTIONAL
 
 __all__ = [
     "Placement",

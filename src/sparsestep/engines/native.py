@@ -36,7 +36,7 @@ class Native:
     def __init__(self) -> None:
         assert core is not None
         self._jobs = core.Jobs(isa.index)
-        self.programs = Programs()
+        self.programs: Programs = Programs()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
 

@@ -6,10 +6,18 @@ The gradient may have any layout: strided, COO, CSR, CSC, BSR, BSC, a ``MaskedTe
 Autograd is not involved, so the functions may be called inside anybody's ``torch.no_grad`` code.
 """
 
-from sparsestep.functional.adagrad import adagrad_, ftrl_, rowwise_adagrad_
-from sparsestep.functional.adam import adam_, adamw_, radam_, rowwise_adam_, sparse_adam_
-from sparsestep.functional.apply import apply_
-from sparsestep.functional.momentum import lion_, rmsprop_, sgd_
+from sparsestep.optimizer.applying import apply_
+from sparsestep.rules.adagrad import adagrad_
+from sparsestep.rules.adam import adam_
+from sparsestep.rules.adamw import adamw_
+from sparsestep.rules.ftrl import ftrl_
+from sparsestep.rules.lion import lion_
+from sparsestep.rules.radam import radam_
+from sparsestep.rules.rmsprop import rmsprop_
+from sparsestep.rules.rowwise_adagrad import rowwise_adagrad_
+from sparsestep.rules.rowwise_adam import rowwise_adam_
+from sparsestep.rules.sgd import sgd_
+from sparsestep.rules.sparse_adam import sparse_adam_
 
 __all__ = [
     "adagrad_",

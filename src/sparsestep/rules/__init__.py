@@ -1,9 +1,13 @@
-"""One file per update rule: the formula, its state, its optimizer class.
+"""One file per update rule: the formula, its state, its optimizer class, its functional twins.
 
+Those are for gradients that are passed by hand: a function, and a functional optimizer.
 ``OPTIMIZERS`` is the registry: what is listed here is covered by the property tests.
 """
 
+import sys
+
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, signature_of
 from sparsestep.rules.adagrad import Adagrad
 from sparsestep.rules.adam import Adam
 from sparsestep.rules.adamw import AdamW
@@ -30,7 +34,16 @@ OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
     Ftrl,
 )
 
+# For each optimizer, in their order.
+FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = tuple(
+    vars(sys.modules[each.__module__])[f"Functional{each.__name__}"] for each in OPTIMIZERS
+)
+
+for _each in FUNCTIONAL:  # for help() and Sphinx
+    vars(_each)["__init__"].__signature__ = signature_of(_each)
+
 __all__ = [
+    "FUNCTIONAL",
     "OPTIMIZERS",
     "SGD",
     "Adagrad",

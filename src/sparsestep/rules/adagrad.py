@@ -14,7 +14,10 @@ from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
 def _step_size(step: int, lr: float, lr_decay: float) -> float:
@@ -151,3 +154,68 @@ class Adagrad(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
+
+
+def adagrad_(
+    param: Tensor,
+    grad: Gradient,
+    sum: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-2,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.Adagrad`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        sum: the sum of the gradients' squares.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        lr_decay: how fast the learning rate falls with the number of the update.
+        eps: added to the square root.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
+    apply_(
+        *("adagrad_", RULE, param, grad, [sum], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.Adagrad` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Adagrad
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
+        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
+        *("foreach", "fused", "maximize"),
+    )
+    only_in_torch: ClassVar[dict[str, Any]] = {
+        "warmup_lr_multiplier": 1.0,
+        "warmup_num_iters": 0.0,
+        "coalesce_grad": True,
+    }
+
+    @takes(Adagrad)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -15,7 +15,10 @@ from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -227,3 +230,75 @@ class Adam(Family, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014. Reddi, Kale and Kumar, `On the Convergence of
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
+
+
+def adam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.Adam`; of AMSGrad, where ``max_exp_avg_sq`` is given.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square.
+        max_exp_avg_sq: the largest of these so far, for AMSGrad.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root after bias correction.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = torch.eye(2).to_sparse_coo()
+        >>> sparsestep.functional.adam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight.round(decimals=3).tolist()
+        [[-0.5, 0.0], [0.0, -0.5]]
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    rule = RULES[max_exp_avg_sq is not None][False]
+    state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
+    apply_(
+        *("adam_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalAdam(FunctionalOptimizer):
+    """:class:`sparsestep.Adam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Adam
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+    )
+
+    @takes(Adam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

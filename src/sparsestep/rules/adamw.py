@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.errors import InputError, sentence
-from sparsestep.rules.adam import Family
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import takes
+from sparsestep.rules.adam import RULES, Family, FunctionalAdam
 
 
 class AdamW(Family, Optimizer):
@@ -113,3 +117,62 @@ class AdamW(Family, Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # a checkpoint of Adam does not turn this into Adam
             group["decoupled_weight_decay"] = True
+
+
+def adamw_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.AdamW`: Adam with decoupled weight decay.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square.
+        max_exp_avg_sq: the largest of these so far, for AMSGrad.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root after bias correction.
+        weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    rule = RULES[max_exp_avg_sq is not None][False]
+    state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
+    apply_(
+        *("adamw_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalAdamW(FunctionalAdam):
+    """:class:`sparsestep.AdamW` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = AdamW
+
+    @takes(AdamW)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from sparsestep.contract import checks
 from sparsestep.contract.motion import Recompute
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
 def update(
@@ -151,3 +154,58 @@ class Ftrl(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
+
+
+def ftrl_(
+    param: Tensor,
+    grad: Gradient,
+    linear: Tensor,
+    sum: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 0.1,
+    beta: float = 1.0,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    r"""One step of :class:`sparsestep.Ftrl`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        linear: what the paper calls :math:`z`.
+        sum: the sum of the gradients' squares.
+        step: the number of this update, for which the formula does not ask.
+        lr: the paper's :math:`\alpha`, a number or a one-element tensor.
+        beta: the paper's :math:`\beta`.
+        l1: the strength of L1 regularisation.
+        l2: the strength of L2 regularisation.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
+    state = [linear, sum]
+    apply_(
+        *("ftrl_", RULE, param, grad, state, step, hyper),
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalFtrl(FunctionalOptimizer):
+    """:class:`sparsestep.Ftrl` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Ftrl
+    positional: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2")
+
+    @takes(Ftrl)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

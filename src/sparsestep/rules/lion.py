@@ -13,7 +13,10 @@ from sparsestep.contract import checks, options
 from sparsestep.contract.motion import SignDrift
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 Pair = tuple[float, float]
 
@@ -111,3 +114,55 @@ class Lion(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
+
+
+def lion_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.Lion`, whose weight decay is decoupled.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        step: the number of this update, for which the formula does not ask.
+        lr: learning rate, a number or a one-element tensor.
+        betas: how much of the average goes into the step, and how slowly it forgets.
+        weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "betas": betas}
+    apply_(
+        *("lion_", RULE, param, grad, [exp_avg], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalLion(FunctionalOptimizer):
+    """:class:`sparsestep.Lion` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Lion
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+
+    @takes(Lion)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from sparsestep.contract import checks, options
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -203,3 +206,70 @@ class RAdam(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
+
+
+def radam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RAdam`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root before bias correction.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 4.0]]))
+        >>> sparsestep.functional.radam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[1].tolist()
+        [-0.5, -2.0]
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    state = [exp_avg, exp_avg_sq]
+    apply_(
+        *("radam_", RULE, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RAdam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @takes(RAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

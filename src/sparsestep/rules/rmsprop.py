@@ -15,7 +15,11 @@ from sparsestep.contract.motion import Geometric, Motion, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
 def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
@@ -262,3 +266,74 @@ class RMSprop(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bool(group["centered"]), group["momentum"] > 0]
+
+
+def rmsprop_(
+    param: Tensor,
+    grad: Gradient,
+    square_avg: Tensor,
+    momentum_buffer: Tensor | None = None,
+    grad_avg: Tensor | None = None,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RMSprop`; centered where ``grad_avg`` is given.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        square_avg: the running average of the gradient's square.
+        momentum_buffer: the buffer, where there is momentum.
+        grad_avg: that of the gradient, for the centered form.
+        step: the number of this update, for which the formula does not ask.
+        lr: learning rate, a number or a one-element tensor.
+        alpha: decay rates of the running averages.
+        eps: added to the square root.
+        momentum: how much of the buffer is kept.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
+    rule = RULES[grad_avg is not None, momentum_buffer is not None]
+    state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
+    with usable("rmsprop_: momentum must be a number"):
+        needs_buffer = bool(momentum) and momentum_buffer is None
+    if needs_buffer:
+        contract = "rmsprop_: momentum needs a momentum_buffer"
+        raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
+    apply_(
+        *("rmsprop_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRMSprop(FunctionalOptimizer):
+    """:class:`sparsestep.RMSprop` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RMSprop
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
+    )
+
+    @takes(RMSprop)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -12,7 +12,10 @@ from sparsestep.contract import checks
 from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
 def update(
@@ -120,3 +123,62 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
+
+
+def rowwise_adagrad_(
+    param: Tensor,
+    grad: Gradient,
+    sum: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has the length of the first dim.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        sum: the sum of the squares' means over a row; one number for each row.
+        step: the number of this update, for which the formula does not ask.
+        lr: learning rate, a number or a one-element tensor.
+        eps: added to the square root.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "eps": eps}
+    apply_(
+        *("rowwise_adagrad_", RULE, param, grad, [sum], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRowwiseAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdagrad` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdagrad
+    positional: ClassVar[tuple[str, ...]] = (
+        "lr",
+        "weight_decay",
+        "initial_accumulator_value",
+        "eps",
+    )
+
+    @takes(RowwiseAdagrad)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

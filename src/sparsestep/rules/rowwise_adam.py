@@ -12,7 +12,10 @@ from sparsestep.contract import checks
 from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -146,3 +149,62 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]
+
+
+def rowwise_adam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has the first dim's length.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square's mean over a row; one number for each row.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root after bias correction.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    state = [exp_avg, exp_avg_sq]
+    apply_(
+        *("rowwise_adam_", RULES[False], param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRowwiseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @takes(RowwiseAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

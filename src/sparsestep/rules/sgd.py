@@ -15,8 +15,11 @@ from sparsestep.contract.motion import Geometric, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
 def update(param: Tensor, grad: Tensor, *, step: int, lr: float) -> tuple[Tensor]:
@@ -190,3 +193,80 @@ class SGD(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return MOMENTUM if group["momentum"] != 0 else RULE
+
+
+def sgd_(
+    param: Tensor,
+    grad: Gradient,
+    momentum_buffer: Tensor | None = None,
+    *,
+    step: int | Tensor = 2,
+    lr: float | Tensor = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.SGD`; with momentum, where ``momentum_buffer`` is given.
+
+    ``step=1`` says that it is the buffer's first: it then takes the gradient undampened.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        momentum_buffer: the buffer, where there is momentum.
+        step: the number of this update; 1 where the buffer is new.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: how much of the buffer is kept.
+        dampening: how much of the gradient does not go into the buffer.
+        nesterov: look ahead by the momentum.
+        weight_decay: how strongly the parameter is drawn to zero.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+    """
+    with usable("sgd_: the options must be of their kinds: numbers, True or False"):
+        needs_more = bool(nesterov and (momentum <= 0 or dampening != 0))
+    if needs_more:
+        raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
+    if momentum_buffer is None and momentum:
+        contract = "sgd_: momentum needs a momentum_buffer"
+        raise InputError(sentence(contract, "None", "Pass a tensor of zeros, and step=1"))
+    rule, state, hyper = RULE, list[Tensor](), {"lr": lr}
+    if momentum_buffer is not None:
+        rule, state = MOMENTUM, [momentum_buffer]
+        hyper |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    apply_(
+        *("sgd_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalSGD(FunctionalOptimizer):
+    """:class:`sparsestep.SGD` with gradients passed by hand.
+
+    Its ``lr`` is 1e-3 by default, as that of ``torch.optim.SGD``; torch's functional class has
+    1e-2.
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = SGD
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        *("maximize", "foreach", "fused"),
+    )
+
+    @takes(SGD)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

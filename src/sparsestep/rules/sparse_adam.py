@@ -11,9 +11,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
 from sparsestep.contract.motion import Quotient
-from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
+from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common, to_number
 from sparsestep.contract.rule import Rule, State
+from sparsestep.errors import InputError, sentence, usable
+from sparsestep.gradients.layouts import Gradient
+from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 from sparsestep.rules import bias
 
 Pair = tuple[float, float]
@@ -141,3 +145,70 @@ class SparseAdam(RuleOptimizer, Optimizer):
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]
+
+
+def sparse_adam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.SparseAdam`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: that of its square.
+        step: the number of this update, from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root before bias correction.
+        maximize: maximize the objective instead of minimizing it.
+        mask: which rows or elements may move at all; a bool tensor.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: round half-precision tensors at random, with this seed; another one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.sparse_adam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -0.5, 0.0]
+    """
+    if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
+        raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
+    with usable("sparse_adam_: eps must be a number"):
+        is_zero = to_number(eps) == 0
+    if is_zero:
+        raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    rule, state = RULES[False], [exp_avg, exp_avg_sq]
+    apply_(
+        *("sparse_adam_", rule, param, grad, state, step, hyper),
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalSparseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.SparseAdam` with gradients passed by hand."""
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = SparseAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "maximize")
+
+    @takes(SparseAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

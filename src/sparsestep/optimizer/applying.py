@@ -1,4 +1,4 @@
-"""What the functions share: one rule, run once over one parameter."""
+"""What the functions of all rules share: one rule, run once over one parameter."""
 
 from __future__ import annotations
 
