@@ -106,8 +106,11 @@ def own_rules(chance: Chance, say: Say) -> None:
 
 
 def _with_other_instructions(chance: Chance, fast: RuleOptimizer, param: Tensor) -> Tensor | None:
-    """What a step comes to on a copy, with another instruction set."""
-    if not chance.one_in(4) or len(INSTRUCTION_SETS) < 2:
+    """What a step comes to on a copy, with another instruction set.
+
+    A copy is contiguous, and of a dense gradient that decides which engine it is.
+    """
+    if not chance.one_in(4) or len(INSTRUCTION_SETS) < 2 or not param.is_contiguous():
         return None
     copied = torch.nn.Parameter(param.detach().clone())
     copied.grad = param.grad
