@@ -91,9 +91,9 @@ inline int64_t find_distinct(const int64_t* ids, int64_t entries, int64_t rows, 
     Unique unique(job);
     for (int64_t chunk = 0; chunk < unique.chunks(); ++chunk) unique.inspect(chunk);
     if (unique.first_bad_entry() >= 0) return -1;
-    const bool repeats = !unique.ascending();
+    for (int64_t e = 0; e < entries; ++e) which[e] = e;
     Scratch scratch;
-    if (repeats) {
+    if (!unique.ascending()) {
         scratch.reserve(size_t(unique.scratch_words()) * sizeof(uint64_t));
         unique.use_scratch(static_cast<uint64_t*>(scratch.data()));
         if (unique.has_buckets()) {
@@ -101,18 +101,24 @@ inline int64_t find_distinct(const int64_t* ids, int64_t entries, int64_t rows, 
             unique.place_buckets();
             for (int64_t chunk = 0; chunk < unique.chunks(); ++chunk) unique.scatter(chunk);
         }
-        for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) unique.link(bucket);
+        for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) {
+            unique.group(bucket);
+            const Unique::Range range = unique.range(bucket);
+            for (int64_t g = range.begin; g < range.end; ++g) {
+                const Entry* const members = unique.members() + unique.groups()[g].begin;
+                for (Entry i = 1; i < unique.groups()[g].count; ++i) which[members[i]] = *members;
+            }
+        }
     }
-    const Link* const links = repeats ? unique.links() : nullptr;
+    // So far each entry has the number of the first one that is like it.
     int64_t count = 0;
     for (int64_t e = 0; e < entries; ++e) {
-        if (links && links[e] & taken) continue;
-        distinct[count] = ids[e];
-        which[e] = count;
-        for (Link at = links ? links[e] : chain_end; at != chain_end; at = links[at] & ~taken) {
-            which[at] = count;
+        if (which[e] == e) {
+            distinct[count] = ids[e];
+            which[e] = count++;
+        } else {
+            which[e] = which[which[e]];
         }
-        ++count;
     }
     return count;
 }

@@ -16,8 +16,8 @@ constexpr int64_t piece_elements = 1 << 16;
 constexpr int64_t least_entries = 32;
 constexpr int64_t pieces_per_thread = 16;
 
-// A chain as long as this, and a good part of the whole gradient, is summed by several threads.
-constexpr int64_t heavy_chain = 4096;
+// A group as large as this, and a good part of the whole gradient, is summed by several threads.
+constexpr int64_t heavy_group = 4096;
 
 constexpr int64_t cache_line = 64;
 
@@ -84,7 +84,7 @@ Step::Step(Job* jobs, int64_t count, int threads) : jobs_(jobs), count_(count), 
 std::optional<BadEntry> Step::prepare() {
     if (const std::optional<BadEntry> bad = first_bad_entry()) return bad;
     find_overlaps();
-    find_chains();
+    find_groups();
     return std::nullopt;
 }
 
@@ -175,7 +175,7 @@ void Step::copy_if(Job& job, const IsWritten& is_written) {
     if (is_written(held)) job.held = reinterpret_cast<const bool*>(copied(held));
 }
 
-void Step::find_chains() {
+void Step::find_groups() {
     int64_t words = 0;
     for (const Unique& unique : uniques_) {
         if (!unique.ascending()) words += unique.scratch_words();
@@ -187,7 +187,7 @@ void Step::find_chains() {
         unique.use_scratch(at);
         at += unique.scratch_words();
     }
-    const auto chained = [](const Unique& unique) { return !unique.ascending(); };
+    const auto grouped = [](const Unique& unique) { return !unique.ascending(); };
     const auto scattered = [](const Unique& unique) {
         return !unique.ascending() && unique.has_buckets();
     };
@@ -196,9 +196,14 @@ void Step::find_chains() {
         if (scattered(unique)) unique.place_buckets();
     }
     for_all(&Unique::chunks, &Unique::scatter, scattered);
-    for_all(&Unique::buckets, &Unique::link, chained);
+    for_all(&Unique::buckets, &Unique::group, grouped);
     for (size_t j = 0; j < uniques_.size(); ++j) {
-        jobs_[j].links = uniques_[j].links();
+        const Unique& unique = uniques_[j];
+        if (grouped(unique) && unique.repeats()) {
+            jobs_[j].alone = unique.alone();
+            jobs_[j].groups = unique.groups();
+            jobs_[j].members = unique.members();
+        }
         add_pieces(int64_t(j));
     }
 }
@@ -223,37 +228,57 @@ void Step::add_pieces(int64_t j) {
         }
         return;
     }
-    // Long chains first, so that none is begun when all else has ended.
-    if (job.links && threads_ > 1 && !job.by_slot) {
-        const int64_t length = std::max(heavy_chain, job.entries / (8 * threads_));
-        for (int64_t entry : uniques_[size_t(j)].take_heavy(length)) add_heavy(j, entry);
-    }
     const int64_t fair = std::max(least_entries, job.entries / (pieces_per_thread * threads_));
     const int64_t most = piece_elements / std::max<int64_t>(1, job.block);
     // Each piece has to wait for its first rows: one thread gets everything in one.
     const int64_t entries = threads_ == 1 ? std::max<int64_t>(1, job.entries)
                                           : std::max<int64_t>(1, std::min(fair, most));
-    for (int64_t begin = 0; begin < job.entries; begin += entries) {
-        pieces_.push_back({j, {begin, std::min(job.entries, begin + entries), 0, job.block}});
+    if (!job.groups) return add_pieces(j, false, {0, job.entries, job.entries}, entries);
+    Unique& unique = uniques_[size_t(j)];
+    const int64_t span = unique.span_of_alone();
+    // Large groups first, so that none is begun when all else has ended.
+    if (threads_ > 1 && !job.by_slot) {
+        const int64_t length = std::max(heavy_group, job.entries / (8 * threads_));
+        for (int64_t group : unique.take_heavy(length)) add_heavy(j, group);
+    }
+    for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) {
+        add_pieces(j, true, unique.range(bucket), entries);
+    }
+    add_pieces(j, false, {0, span, span}, entries);
+}
+
+// Pieces of about as many entries each.
+void Step::add_pieces(int64_t j, bool grouped, const Unique::Range& range, int64_t entries) {
+    const int64_t count = range.end - range.begin;
+    const int64_t pieces = std::min(count, (range.entries + entries - 1) / entries);
+    for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t begin = range.begin + count * i / pieces;
+        const int64_t end = range.begin + count * (i + 1) / pieces;
+        pieces_.push_back({j, {begin, end, 0, jobs_[j].block, grouped}});
     }
 }
 
 // Each column is summed by one thread, from first to last: the bits stay the same.
-void Step::add_heavy(int64_t j, int64_t entry) {
+void Step::add_heavy(int64_t j, int64_t group) {
     const Job& job = jobs_[j];
     const int64_t line = cache_line / element_bytes(job.values.dtype);
     const int64_t share = (job.block + threads_ - 1) / threads_;
     const int64_t columns = (share + line - 1) / line * line;
     for (int64_t column = 0; column < job.block; column += columns) {
         const int64_t end = std::min(job.block, column + columns);
-        pieces_.push_back({j, {entry, heavy_piece, column, end}});
+        pieces_.push_back({j, {group, group + 1, column, end, true}});
     }
 }
 
 void Step::apply(size_t begin, size_t end) {
     parallel(threads_, int64_t(end - begin), [&](int64_t t) {
-        const auto& [job, piece] = pieces_[begin + size_t(t)];
-        jobs_[job].apply(jobs_[job], piece);
+        auto& [j, piece] = pieces_[begin + size_t(t)];
+        const Job& job = jobs_[j];
+        if (!piece.grouped && job.alone) {
+            piece.end = uniques_[size_t(j)].list_alone(piece.begin, piece.end);
+            if (piece.begin == piece.end) return;
+        }
+        job.apply(job, piece);
     });
 }
 

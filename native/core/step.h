@@ -36,12 +36,13 @@ private:
     template <class Which>
     void for_all(int64_t (Unique::*count)() const, void (Unique::*run)(int64_t), Which which);
     std::optional<BadEntry> first_bad_entry();
-    void find_chains();
+    void find_groups();
     void find_overlaps();
     template <class IsWritten>
     void copy_if(Job& job, const IsWritten& is_written);  // what it reads and the step writes
     void add_pieces(int64_t job);
-    void add_heavy(int64_t job, int64_t entry);
+    void add_pieces(int64_t job, bool grouped, const Unique::Range& range, int64_t entries);
+    void add_heavy(int64_t job, int64_t group);
     void apply(size_t begin, size_t end);
 
     Job* jobs_;

@@ -44,23 +44,25 @@ struct Program;  // see program.h
 // the largest.
 enum class Norm : int32_t { sum = 1, squares = 2, largest = 3 };
 
-// A share of a job: entries [begin, end) and columns [first_column, last_column) of their blocks.
-// Entries that are marked as taken (see Link) are passed over, unless the piece is the chain that
-// begins with the one entry `begin`: then `end` is `heavy_piece`.
+// The entries of one slot that comes more than once, in order of appearance: `count` members from
+// `begin` on.
+using Entry = uint32_t;
+constexpr int64_t most_entries = 0x7fffffff;
+struct Group {
+    int64_t slot;
+    Entry begin, count;
+};
+
+// A share of a job: groups [begin, end), or entries that are alone with their slot, and columns
+// [first_column, last_column) of their blocks.
 struct Piece {
     int64_t begin, end;
     int64_t first_column, last_column;
+    bool grouped = false;
 };
-constexpr int64_t heavy_piece = -1;
 
 // Applies a job's rule to a piece of it.
 using Apply = void (*)(const Job& job, const Piece& piece);
-
-// Where a slot comes more than once, its entries form a chain in order of appearance. An entry
-// holds the number of the next one; all but the first are marked as taken along by the first.
-using Link = uint32_t;
-constexpr Link taken = 0x80000000u;
-constexpr Link chain_end = 0x7fffffffu;  // so a gradient has fewer entries than that
 
 // Which elements of a whole tensor those of a part are: its row i is row i * step + first. By
 // default the part is the whole. Random bits are those of the whole's elements.
@@ -81,7 +83,9 @@ struct Job {
     const int64_t* source;     // the row of values that each entry takes; null: row i
     View scale;                // a factor for each entry; no data: none
     const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
-    const Link* links;         // null: no slot comes twice
+    const Entry* alone;        // the entries that are alone with their slot; null: all, in order
+    const Group* groups;       // the slots that come more than once
+    const Entry* members;      // the entries of all groups
     int64_t entries;
     int64_t rows;  // of values; as many as entries where there is no source
     int64_t slots;

@@ -18,54 +18,106 @@ uint64_t mix(uint64_t slot) {
     return product ^ (product >> 29);
 }
 
-struct Keys {
-    const uint64_t* data;
-    int64_t count;
-    int entry_bits;
-};
-
 // How often a lookup may meet another slot, on average, before the table is given up. Slots that
 // are chosen to collide would otherwise take time in the square of their number.
 constexpr int64_t most_collisions = 16;
 
-// `table` holds, for each slot met so far, one more than the place of its latest key. Returns false
-// where the slots collide too often; then the links are as good as not written.
-template <class Place>
-bool link_keys(const Keys& keys, Place* table, int64_t capacity, Link* links) {
-    std::fill(table, table + capacity, Place(0));
-    const uint64_t* const data = keys.data;
-    const int entry_bits = keys.entry_bits;
-    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
-    int64_t collisions_left = most_collisions * (keys.count + 64);
-    for (int64_t i = 0; i < keys.count; ++i) {
-        const uint64_t key = data[i];
-        const uint64_t hash = mix(key >> entry_bits) & 0xffffffffu;
-        uint64_t place = hash * uint64_t(capacity) >> 32;
-        while (table[place] && (data[table[place] - 1] ^ key) >> entry_bits) {
-            if (++place == uint64_t(capacity)) place = 0;
-            if (--collisions_left < 0) return false;
+// What a key becomes once its slot has a number: that in the upper half, the entry in the lower.
+constexpr int number_shift = 32;
+constexpr uint64_t entry_mask = (uint64_t(1) << number_shift) - 1;
+
+// Keys, and what is found out about their slots, which are numbered from 1. Number is as short as
+// it can be, so that all of it stays in the cache.
+template <class Number>
+struct Grouping {
+    uint64_t* keys;
+    int64_t count;
+    int entry_bits;
+    Number* table;  // for a hash of the slot its number
+    int64_t capacity;
+    int64_t* slots;
+    Number *counts, *ends;  // of each slot: how many keys, and where they end
+    int64_t last = 0;       // number
+};
+
+// Puts the number of its slot into each key. Returns false where the slots collide too often; then
+// the keys are as they were. No branch depends on whether a slot is new: it would be a guess.
+template <class Number>
+bool number_by_hash(Grouping<Number>& work) {
+    std::fill(work.table, work.table + work.capacity, Number(0));
+    uint64_t* const keys = work.keys;
+    Number *const table = work.table, *const counts = work.counts;
+    int64_t* const slots = work.slots;
+    const int entry_bits = work.entry_bits;
+    const uint64_t capacity = uint64_t(work.capacity), mask = (uint64_t(1) << entry_bits) - 1;
+    int64_t collisions_left = most_collisions * (work.count + 64);
+    uint64_t last = 0;
+    for (int64_t i = 0; i < work.count; ++i) {
+        const int64_t slot = int64_t(keys[i] >> entry_bits);
+        slots[0] = slot;  // so that an empty place passes for the right one
+        uint64_t place = (mix(uint64_t(slot)) & 0xffffffffu) * capacity >> 32;
+        while (slots[table[place]] != slot) {
+            if (++place == capacity) place = 0;
+            if (--collisions_left < 0) {
+                while (i-- > 0) {
+                    const uint64_t before = uint64_t(slots[keys[i] >> number_shift]);
+                    keys[i] = before << entry_bits | (keys[i] & entry_mask);
+                }
+                return false;
+            }
         }
-        if (table[place]) {
-            const Link entry = Link(key & entry_mask);
-            // The one before ends the chain so far; it keeps its mark if it has one.
-            links[data[table[place] - 1] & entry_mask] += entry - chain_end;
-            links[entry] = chain_end | taken;
-        }
-        table[place] = Place(i + 1);
+        const uint64_t found = table[place], is_new = found == 0;
+        last += is_new;
+        const uint64_t number = found + (last & -is_new);
+        slots[number] = slot;
+        counts[number] = Number((counts[number] & (is_new - 1)) + 1);
+        table[place] = Number(number);
+        keys[i] = number << number_shift | (keys[i] & mask);
     }
+    work.last = int64_t(last);
     return true;
 }
 
 // The same by sorting: slower, whatever the slots.
-void link_sorted(uint64_t* keys, int64_t count, int entry_bits, Link* links) {
-    const uint64_t entry_mask = (uint64_t(1) << entry_bits) - 1;
-    std::sort(keys, keys + count);  // by slot, then in order of appearance
-    for (int64_t i = 0; i < count; ++i) {
-        const bool first = i == 0 || (keys[i] ^ keys[i - 1]) >> entry_bits;
-        const bool last = i + 1 == count || (keys[i] ^ keys[i + 1]) >> entry_bits;
-        const Link next = last ? chain_end : Link(keys[i + 1] & entry_mask);
-        links[keys[i] & entry_mask] = first ? next : next | taken;
+template <class Number>
+void number_by_sorting(Grouping<Number>& work) {
+    const uint64_t mask = (uint64_t(1) << work.entry_bits) - 1;
+    std::sort(work.keys, work.keys + work.count);  // by slot, then in order of appearance
+    int64_t last = 0;
+    for (int64_t i = 0; i < work.count; ++i) {
+        const int64_t slot = int64_t(work.keys[i] >> work.entry_bits);
+        if (last == 0 || work.slots[last] != slot) {
+            work.slots[++last] = slot;
+            work.counts[last] = 0;
+        }
+        ++work.counts[last];
+        work.keys[i] = uint64_t(last) << number_shift | (work.keys[i] & mask);
     }
+    work.last = last;
+}
+
+// Writes the groups, and their entries side by side: from members[begin] on, and behind them the
+// entries that are alone. Returns how many entries are in groups; changes last to the groups'
+// number.
+template <class Number>
+int64_t place_members(Grouping<Number>& work, Group* groups, Entry* members, int64_t begin) {
+    Number *const counts = work.counts, *const ends = work.ends;
+    uint64_t at = 0, alone = uint64_t(work.count);
+    int64_t kept = 0;
+    for (int64_t number = 1; number <= work.last; ++number) {
+        const uint64_t count = counts[number], is_alone = count == 1;
+        groups[kept] = {work.slots[number], Entry(uint64_t(begin) + at), Entry(count)};
+        kept += int64_t(1 - is_alone);
+        at += count - is_alone;
+        ends[number] = Number(is_alone ? alone : at);
+        alone -= is_alone;
+    }
+    work.last = kept;
+    for (int64_t i = work.count - 1; i >= 0; --i) {
+        const uint64_t key = work.keys[i];
+        members[begin + int64_t(--ends[key >> number_shift])] = Entry(key & entry_mask);
+    }
+    return int64_t(at);
 }
 
 }  // namespace
@@ -76,14 +128,13 @@ Unique::Unique(const Job& job)
       slots_(job.slots),
       chunk_size_(chunk_size_for(job.entries)),
       chunks_(job.whole ? 0 : (job.entries + chunk_size_ - 1) / chunk_size_),
-      keys_count_(job.entries),
       marks_slots_(chunks_ == 1 && job.slots <= most_slots_per_entry * job.entries),
       entry_bits_(bits_for(job.entries)),
       slot_bits_(bits_for(job.slots)),
       bucket_bits_(marks_slots_ ? 0
                                 : std::min(bits_for(job.entries / bucket_size), max_bucket_bits)),
       inspections_(size_t(chunks_)) {
-    if (!job.whole && (job.entries >= int64_t(chain_end) || entry_bits_ + slot_bits_ > 64)) {
+    if (!job.whole && (job.entries >= most_entries || entry_bits_ + slot_bits_ > 64)) {
         throw std::length_error("sparsestep: a gradient must have fewer than 2147483647 entries");
     }
 }
@@ -131,15 +182,20 @@ bool Unique::ascending() const {
 
 int64_t Unique::scratch_words() const {
     const int64_t counts = has_buckets() ? chunks_ * buckets() : 0;
-    return 2 * entries_ + counts + (entries_ + 1) / 2 + 2 * words_of_bits();
+    return 6 * entries_ + 4 * buckets() + counts + (entries_ + 7) / 8 + 2 * words_of_bits();
 }
 
 void Unique::use_scratch(uint64_t* scratch) {
     keys_ = scratch;
     tables_ = keys_ + entries_;
-    links_ = reinterpret_cast<Link*>(tables_ + entries_);
-    counts_ = tables_ + entries_ + (entries_ + 1) / 2;
+    groups_ = reinterpret_cast<Group*>(tables_ + 3 * entries_ + 2 * buckets());
+    members_ = reinterpret_cast<Entry*>(groups_ + entries_ / 2 + buckets());
+    alone_ = members_ + entries_;
+    counts_ = keys_ + 6 * entries_ + 4 * buckets();
     bits_ = counts_;  // there are no buckets to count, then
+    repeated_ = reinterpret_cast<bool*>(has_buckets() ? counts_ + chunks_ * buckets()
+                                                      : bits_ + 2 * words_of_bits());
+    ranges_.resize(size_t(buckets()));
 }
 
 void Unique::count(int64_t chunk) {
@@ -166,7 +222,7 @@ void Unique::place_buckets() {
 
 void Unique::scatter(int64_t chunk) {
     const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
-    std::fill(links_ + begin, links_ + end, chain_end);
+    std::fill(repeated_ + begin, repeated_ + end, false);
     // Local copies: the compiler must assume that a write through keys changes the members.
     uint64_t* const next = counts_ + chunk * buckets();
     uint64_t* const keys = keys_;
@@ -180,11 +236,11 @@ void Unique::scatter(int64_t chunk) {
 
 int64_t Unique::bucket_begin(int64_t bucket) const {
     if (has_buckets()) return bucket_begin_[size_t(bucket)];
-    return bucket == 0 ? 0 : keys_count_;
+    return bucket == 0 ? 0 : entries_;
 }
 
-// Makes keys of the entries whose slot comes more than once, and tells how many. No branch depends
-// on the slots: it would be a guess.
+// Lists the entries that are alone and makes keys of the others. Returns how many are alone. No
+// branch depends on the slots: it would be a guess.
 int64_t Unique::collect_repeated() {
     const int64_t words = words_of_bits();
     uint64_t *const seen = bits_, *const repeated = bits_ + words, *const keys = keys_;
@@ -198,57 +254,86 @@ int64_t Unique::collect_repeated() {
         repeated[slot >> 6] |= before;
         seen[slot >> 6] |= bit;
     }
-    if (!any) return 0;
-    int64_t count = 0;
+    if (!any) return entries_;
+    Entry* const list = alone_;
+    int64_t alone = 0;
     for (int64_t i = 0; i < entries_; ++i) {
         const uint64_t slot = uint64_t(positions[i]);
-        keys[count] = slot << entry_bits_ | uint64_t(i);
-        count += int64_t(repeated[slot >> 6] >> (slot & 63) & 1);
+        list[alone] = Entry(i);
+        keys[i - alone] = slot << entry_bits_ | uint64_t(i);
+        alone += int64_t(~repeated[slot >> 6] >> (slot & 63) & 1);
     }
-    return count;
+    return alone;
 }
 
-void Unique::link(int64_t bucket) {
+void Unique::group(int64_t bucket) {
     const int64_t begin = bucket_begin(bucket);
-    int64_t count = bucket_begin(bucket + 1) - begin;
-    if (!has_buckets()) std::fill(links_, links_ + entries_, chain_end);
-    if (marks_slots_) {
-        count = keys_count_ = collect_repeated();
-    } else if (!has_buckets()) {
+    if (marks_slots_) return group_keys(bucket, 0, entries_ - collect_repeated());
+    if (!has_buckets()) {
+        std::fill(repeated_, repeated_ + entries_, false);
         for (int64_t i = 0; i < entries_; ++i) {
             keys_[i] = uint64_t(positions_[i]) << entry_bits_ | uint64_t(i);
         }
     }
-    const Keys keys{keys_ + begin, count, entry_bits_};
-    bool linked;
-    if (count <= bucket_size + bucket_size / 2) {
+    group_keys(bucket, begin, bucket_begin(bucket + 1) - begin);
+    const Entry* const members = members_ + begin;
+    bool* const repeated = repeated_;
+    for (int64_t i = 0; i < range(bucket).entries; ++i) repeated[members[i]] = true;
+}
+
+void Unique::group_keys(int64_t bucket, int64_t begin, int64_t count) {
+    const auto run = [&](auto work) {
+        if (!number_by_hash(work)) number_by_sorting(work);
+        const int64_t first = begin / 2 + bucket;  // a group has at least two entries
+        const int64_t entries = place_members(work, groups_ + first, members_, begin);
+        ranges_[size_t(bucket)] = {first, first + work.last, entries};
+    };
+    if (count <= most_in_cache) {
         // Sparsely filled, most lookups succeed at once: a wrong guess costs more than the memory.
-        uint16_t table[8 * (bucket_size + bucket_size / 2)];
-        linked = link_keys(keys, table, 8 * count, links_);
+        uint16_t table[8 * most_in_cache], counts[most_in_cache + 1], ends[most_in_cache + 1];
+        int64_t slots[most_in_cache + 1];
+        run(Grouping<uint16_t>{keys_ + begin, count, entry_bits_, table, 8 * count, slots, counts,
+                               ends});
     } else {
-        uint32_t* const table = reinterpret_cast<uint32_t*>(tables_ + begin);
-        linked = link_keys(keys, table, 2 * count, links_);
+        uint64_t* const scratch = tables_ + 3 * begin + 2 * bucket;
+        uint32_t* const table = reinterpret_cast<uint32_t*>(scratch + count + 1);
+        uint32_t *const counts = table + 2 * count, *const ends = counts + count + 1;
+        run(Grouping<uint32_t>{keys_ + begin, count, entry_bits_, table, 2 * count,
+                               reinterpret_cast<int64_t*>(scratch), counts, ends});
     }
-    if (!linked) link_sorted(keys_ + begin, count, entry_bits_, links_);
+}
+
+int64_t Unique::span_of_alone() const {
+    return marks_slots_ ? entries_ - range(0).entries : entries_;
+}
+
+bool Unique::repeats() const {
+    return std::any_of(ranges_.begin(), ranges_.end(),
+                       [](const Range& range) { return range.entries > 0; });
+}
+
+int64_t Unique::list_alone(int64_t begin, int64_t end) {
+    if (marks_slots_) return end;  // they have been listed
+    Entry* const list = alone_;
+    const bool* const repeated = repeated_;
+    int64_t at = begin;
+    for (int64_t i = begin; i < end; ++i) {
+        list[at] = Entry(i);
+        at += !repeated[i];
+    }
+    return at;
 }
 
 std::vector<int64_t> Unique::take_heavy(int64_t length) {
     std::vector<int64_t> found;
-    for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
-        const uint64_t* const keys = keys_ + bucket_begin(bucket);
-        const uint64_t* const end = keys_ + bucket_begin(bucket + 1);
-        if (end - keys < length) continue;
-        // The slot that has more than half of the bucket, if there is one, wins every such vote.
-        uint64_t candidate = 0;
-        int64_t votes = 0;
-        for (const uint64_t* key = keys; key != end; ++key) {
-            if (votes == 0) candidate = *key >> entry_bits_;
-            votes += *key >> entry_bits_ == candidate ? 1 : -1;
+    for (Range& range : ranges_) {
+        if (range.entries < length) continue;
+        for (int64_t g = range.end - 1; g >= range.begin; --g) {
+            if (groups_[g].count < length) continue;
+            range.entries -= groups_[g].count;
+            std::swap(groups_[g], groups_[--range.end]);
+            found.push_back(range.end);
         }
-        const auto is_candidate = [&](uint64_t key) { return key >> entry_bits_ == candidate; };
-        if (std::count_if(keys, end, is_candidate) < length) continue;
-        found.push_back(entry_of(*std::find_if(keys, end, is_candidate)));
-        links_[found.back()] |= taken;
     }
     return found;
 }

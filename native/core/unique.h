@@ -1,14 +1,16 @@
-// From positions to chains of equal slots.
+// From positions to groups of entries that have the same slot.
 //
-// A gradient names slots in any order, with repetitions. The loop wants to know, for each entry,
-// whether an earlier one has its slot and which one comes next. Positions in ascending order show
-// that at a glance (they are looked at, never trusted to be so). Otherwise each entry becomes one
-// 64-bit key, slot in the high bits and entry in the low ones; the keys are scattered into buckets
-// in parallel, keeping their order, and each bucket is run through a hash table that fits the
-// cache. Of a short gradient for a table that is not much larger, two bits for each slot tell
+// A gradient names slots in any order, with repetitions. The loop wants each slot once: the entries
+// that are alone with their slot in the order of the gradient, which is then read from front to
+// back, and the others slot by slot, side by side, in order of appearance. Positions in ascending
+// order are all alone (they are looked at, never trusted to be so). Otherwise each entry becomes
+// one 64-bit key, slot in the high bits and entry in the low ones; the keys are scattered into
+// buckets in parallel, keeping their order, and each bucket is run through a hash table that fits
+// the cache. Of a short gradient for a table that is not much larger, two bits for each slot tell
 // beforehand which entries are alone.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -16,7 +18,7 @@
 
 namespace sparsestep {
 
-// Finds the chains of one job. The steps are called in the order in which they stand here; those
+// Finds the groups of one job. The steps are called in the order in which they stand here; those
 // that take a number may run in parallel, for all numbers below the count above them.
 class Unique {
 public:
@@ -25,7 +27,7 @@ public:
     int64_t chunks() const { return chunks_; }
     void inspect(int64_t chunk);      // range and order of the positions
     int64_t first_bad_entry() const;  // -1: every position is a slot
-    bool ascending() const;           // strictly: no chains, so nothing further to do
+    bool ascending() const;           // strictly: no repetitions, so nothing further to do
 
     int64_t scratch_words() const;  // 64-bit words that the next steps need
     void use_scratch(uint64_t* scratch);
@@ -37,12 +39,27 @@ public:
     void scatter(int64_t chunk);
 
     int64_t buckets() const { return int64_t(1) << bucket_bits_; }
-    void link(int64_t bucket);  // writes the links of all entries in the bucket
-    const Link* links() const { return links_; }
+    void group(int64_t bucket);  // finds the groups of the bucket's entries
+    const Group* groups() const { return groups_; }
+    const Entry* members() const { return members_; }
 
-    // First entries of chains that have at least `length` entries and most of their bucket. They
-    // are marked as taken, so that the loop leaves them to whoever asked.
+    // The numbers of a bucket's groups, and how many entries they have.
+    struct Range {
+        int64_t begin, end, entries;
+    };
+    Range range(int64_t bucket) const { return ranges_[std::size_t(bucket)]; }
+    bool repeats() const;  // false: every entry is alone
+
+    // Takes the groups that have at least `length` entries out of their ranges; returns their
+    // numbers.
     std::vector<int64_t> take_heavy(int64_t length);
+
+    // Lists the entries of [begin, end) that are alone in alone(), from `begin` on; returns where
+    // the list ends. They are all within [0, span_of_alone()), and ranges of it may be listed in
+    // parallel.
+    int64_t span_of_alone() const;  // to be called before groups are taken
+    int64_t list_alone(int64_t begin, int64_t end);
+    const Entry* alone() const { return alone_; }
 
 private:
     int64_t chunk_begin(int64_t chunk) const { return chunk * chunk_size_; }
@@ -50,9 +67,7 @@ private:
     int64_t bucket_begin(int64_t bucket) const;
     int64_t words_of_bits() const { return marks_slots_ ? (slots_ + 63) / 64 : 0; }
     int64_t collect_repeated();
-    int64_t entry_of(uint64_t key) const {
-        return int64_t(key & ((uint64_t(1) << entry_bits_) - 1));
-    }
+    void group_keys(int64_t bucket, int64_t begin, int64_t count);
 
     // A gradient of up to most_in_one entries is one chunk. A longer one has chunks for as many
     // threads as machines have, none so short that fetching it costs more than its work.
@@ -61,6 +76,7 @@ private:
     static constexpr int64_t max_chunks = 64;
     static int64_t chunk_size_for(int64_t entries);
     static constexpr int64_t bucket_size = 2048;
+    static constexpr int64_t most_in_cache = bucket_size + bucket_size / 2;
     static constexpr int max_bucket_bits = 10;
     static constexpr int64_t most_slots_per_entry = 64;  // of a gradient for which bits are cleared
 
@@ -74,16 +90,19 @@ private:
     int64_t slots_;
     int64_t chunk_size_;
     int64_t chunks_;
-    int64_t keys_count_;
     bool marks_slots_;  // see collect_repeated
     int entry_bits_, slot_bits_, bucket_bits_;
     std::vector<Inspection> inspections_;
     std::vector<int64_t> bucket_begin_;
     uint64_t* keys_ = nullptr;
-    uint64_t* tables_ = nullptr;  // as large as the keys: twice as large as a bucket each
+    uint64_t* tables_ = nullptr;  // of buckets with very many entries
     uint64_t* bits_ = nullptr;    // two for each slot
     uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
-    Link* links_ = nullptr;
+    Group* groups_ = nullptr;
+    Entry* members_ = nullptr;
+    Entry* alone_ = nullptr;
+    bool* repeated_ = nullptr;  // for each entry
+    std::vector<Range> ranges_;
 };
 
 }  // namespace sparsestep

@@ -2,8 +2,8 @@
 // let the rule update parameter and state in place. One pass over memory, nothing the size of the
 // gradient in between.
 //
-// Slots are visited in the order in which the gradient names them: the gradient is then read from
-// front to back, and the rows of the table, which lie anywhere, are asked for ahead of time.
+// Rows lie anywhere, those of the table and, where slots repeat, those of the gradient: all are
+// asked for ahead of time.
 //
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
@@ -32,16 +32,14 @@ public:
           state_(make_state(job, piece, sequence())) {}
 
     void run() {
-        this->for_each_slot([this](int64_t entry) SPARSESTEP_LAMBDA { prefetch_slot(entry); },
-                            [this](int64_t entry) SPARSESTEP_LAMBDA {
-                                update_slot(entry, slot_of(entry), sequence());
-                            });
+        this->for_each_slot([this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
+                            [this](const Touch& touch)
+                                SPARSESTEP_LAMBDA { update_slot(touch, sequence()); });
     }
 
 private:
     using Base = Gradients<T, Rows, plain>;
-    using Base::columns_, Base::gradient, Base::has_decay, Base::job_, Base::prefetch_values;
-    using Base::row_of, Base::slot_of;
+    using Base::columns_, Base::gradient, Base::has_decay, Base::job_, Base::row_of;
     static constexpr int states = Rule::states;
     static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
@@ -59,9 +57,7 @@ private:
             return {{StateRows(job.state[S], job, piece, int(S) + 1)...}};
     }
 
-    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
-        const int64_t slot = slot_of(entry);
-        prefetch_values(entry);
+    SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         param_.prefetch(slot);
         for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
         for (int s = 0; s < slot_states; ++s) {
@@ -72,16 +68,17 @@ private:
     }
 
     template <size_t... S>
-    SPARSESTEP_INLINE void update_slot(int64_t entry, int64_t slot, std::index_sequence<S...>) {
+    SPARSESTEP_INLINE void update_slot(const Touch& touch, std::index_sequence<S...>) {
+        const int64_t slot = touch.slot;
         const int64_t columns = Rows::fixed_columns ? Rows::fixed_columns : columns_;
         Rule rule = rule_;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
-        if constexpr (slot_states > 0) known = enter_slot(rule, entry, slot, columns);
+        if constexpr (slot_states > 0) known = enter_slot(rule, touch, columns);
         for (int64_t offset = 0; offset < columns; offset += tile_size) {
             const int64_t rest = columns - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
             T* param = param_.load(slot, offset, n, param_tile_);
-            const T* grad = known ? known : gradient(entry, offset, n, param);
+            const T* grad = known ? known : gradient(touch, offset, n, param);
             T* state[] = {state_.rows[S].load(slot, offset, n, state_tile(S, offset))..., nullptr};
             T* written[] = {param, state[S]...};
             if (is_held_in_part()) keep(written, n);
@@ -89,7 +86,7 @@ private:
                 for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
             }
             update(rule, n, param, grad, state[S]...);
-            if (is_held_in_part()) restore(written, row_of(entry) * columns + offset, n);
+            if (is_held_in_part()) restore(written, row_of(touch.first) * columns + offset, n);
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
@@ -122,8 +119,8 @@ private:
     }
 
     // Lets the rule read and write what it keeps once per slot.
-    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, int64_t entry, int64_t slot,
-                                          int64_t columns) {
+    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, const Touch& touch, int64_t columns) {
+        const int64_t slot = touch.slot;
         const T* known = nullptr;
         T mean_square = 0;
         if constexpr (Rule::wants_mean_square) {
@@ -132,7 +129,7 @@ private:
                 const int64_t rest = columns - offset;
                 const int64_t n = rest < tile_size ? rest : tile_size;
                 const T* param = has_decay() ? param_.load(slot, offset, n, param_tile_) : nullptr;
-                known = gradient(entry, offset, n, param);
+                known = gradient(touch, offset, n, param);
                 add_squares(lanes, known, n);
             }
             if (columns > tile_size) known = nullptr;
@@ -197,7 +194,7 @@ private:
 template <template <class> class Rule, class T, int64_t fixed>
 void apply_stored(const Job& job, const Piece& piece) {
     if constexpr (fixed > 0) {
-        if (is_plain(job, piece)) {
+        if (is_plain(job)) {
             return Loop<Rule<T>, T, StoredRows<T, fixed>, true>(job, piece).run();
         }
     }
@@ -213,7 +210,7 @@ void apply(const Job& job, const Piece& piece) {
             using Coded = CodedRows<T>;
             if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, Coded>(job, piece).run();
             if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
-                if (is_plain(job, piece)) {
+                if (is_plain(job)) {
                     return Loop<Rule<T>, T, StoredRows<T, 0>, true, Coded>(job, piece).run();
                 }
             }

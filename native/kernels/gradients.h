@@ -16,17 +16,18 @@ namespace {
 constexpr int64_t prefetch_distance = 16;
 constexpr int64_t prefetch_distance_narrow = 64;
 
-// How many further entries of a chain are asked for together with its first; a longer one is asked
-// for while it is summed.
-constexpr int prefetched_links = 4;
-
 // Whether a gradient is nothing but positions and rows, as that of an embedding is. The loop that
 // may take it for granted has half as many instructions for a row: short rows wait for nothing
 // else.
-inline bool is_plain(const Job& job, const Piece& piece) {
-    return !job.whole && !job.source && !job.scale.data && !job.held && !job.negate &&
-           job.l2 == 0 && piece.end != heavy_piece;
+inline bool is_plain(const Job& job) {
+    return !job.whole && !job.source && !job.scale.data && !job.held && !job.negate && job.l2 == 0;
 }
+
+// A slot and its entries: the first, and the numbers of all where there are more.
+struct Touch {
+    int64_t slot, first;
+    const Entry *begin, *end;  // null: the first is all
+};
 
 // The gradients of a piece's slots: for each the sum of its entries' rows. `plain`: see is_plain.
 template <class T, class Rows, bool plain>
@@ -39,7 +40,9 @@ protected:
           whole_(job.whole),
           positions_(job.positions),
           source_(job.source),
-          links_(job.links),
+          alone_(job.alone),
+          groups_(job.groups),
+          members_(job.members),
           negate_(job.negate),
           l2_(T(job.l2)),
           scale_(job.scale),
@@ -50,69 +53,69 @@ protected:
     bool has_scale() const { return !plain && scale_.data; }
     bool is_negated() const { return !plain && negate_; }
     bool has_decay() const { return !plain && l2_ != 0; }
-    bool is_taken(int64_t entry) const { return links_ && links_[entry] & taken; }
-    Link next(int64_t entry) const { return links_ ? links_[entry] & ~taken : chain_end; }
-
-    // Calls prefetch(entry) ahead of time and visit(entry) for every entry that is the first of its
-    // slot.
+    // Calls prefetch(slot) ahead of time and visit(touch) for every slot.
     template <class Prefetch, class Visit>
-    SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) const {
-        const bool heavy = !plain && piece_.end == heavy_piece;
-        const int64_t end = heavy ? piece_.begin + 1 : piece_.end;
+    SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) {
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
+        const int64_t end = piece_.end;
         int64_t ahead = piece_.begin;
-        for (int64_t entry = piece_.begin; entry < end; ++entry) {
-            const int64_t until = entry + distance;
-            for (; ahead < end && ahead <= until; ++ahead) {
-                if (!is_taken(ahead)) prefetch(ahead);
+        if (!piece_.grouped) {
+            const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
+            for (int64_t i = piece_.begin; i < end; ++i) {
+                for (; ahead < end && ahead <= i + distance; ++ahead) {
+                    prefetch(slot_of(entry_at(ahead)));
+                    values_.prefetch(row_of(entry_at(ahead)));
+                }
+                const int64_t entry = entry_at(i);
+                visit(Touch{slot_of(entry), entry, nullptr, nullptr});
             }
-            if (heavy || !is_taken(entry)) visit(entry);
+            return;
+        }
+        const Entry* member = members_ + groups_[piece_.begin].begin;
+        last_member_ = members_ + groups_[end - 1].begin + groups_[end - 1].count;
+        for (int64_t i = 0; i < prefetch_distance; ++i) prefetch_values(member + i);
+        for (int64_t group = piece_.begin; group < end; ++group) {
+            for (; ahead < end && ahead <= group + distance; ++ahead) prefetch(groups_[ahead].slot);
+            const Entry* const begin = members_ + groups_[group].begin;
+            visit(Touch{groups_[group].slot, *begin, begin, begin + groups_[group].count});
         }
     }
 
-    SPARSESTEP_INLINE void prefetch_values(int64_t entry) const {
-        values_.prefetch(row_of(entry));
-        Link at = next(entry);
-        for (int k = 0; k < prefetched_links && at != chain_end; ++k, at = next(at)) {
-            values_.prefetch(row_of(at));
-        }
+    SPARSESTEP_INLINE void prefetch_values(const Entry* member) const {
+        if (member < last_member_) values_.prefetch(row_of(*member));
     }
 
-    // The gradient of the slot that `entry` names first: the sum of its chain, or the stored row
-    // itself where that is all. With maximize its sign is turned, with coupled decay a part of the
-    // parameter is added.
-    SPARSESTEP_INLINE const T* gradient(int64_t entry, int64_t offset, int64_t n, const T* param) {
-        const T* row = values_.load(row_of(entry), offset, n, sum_);
-        const Link second = next(entry);
+    // The gradient of a slot: the sum of its entries' rows, or the stored row itself where that is
+    // all. With maximize its sign is turned, with coupled decay a part of the parameter is added.
+    SPARSESTEP_INLINE const T* gradient(const Touch& touch, int64_t offset, int64_t n,
+                                        const T* param) {
+        const bool is_first_tile = offset == 0;
+        if (touch.begin && is_first_tile) prefetch_values(touch.begin + prefetch_distance);
+        const T* row = values_.load(row_of(touch.first), offset, n, sum_);
+        const bool is_alone = touch.end - touch.begin <= 1;
         if (has_scale()) {
-            multiply(entry, row, sum_, n);
+            multiply(touch.first, row, sum_, n);
         } else {
-            if (second == chain_end && !is_negated() && !has_decay()) return row;
+            if (is_alone && !is_negated() && !has_decay()) return row;
             if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
         }
-        Link ahead = second;
-        for (int k = 0; k < prefetch_distance && ahead != chain_end; ++k) {
-            values_.prefetch(row_of(ahead));
-            ahead = next(ahead);
-        }
-        for (Link at = second; at != chain_end; at = next(at)) {
-            if (ahead != chain_end) {
-                values_.prefetch(row_of(ahead));
-                ahead = next(ahead);
+        if (!is_alone) {
+            for (const Entry* at = touch.begin + 1; at != touch.end; ++at) {
+                if (is_first_tile) prefetch_values(at + prefetch_distance);
+                const T* addend = values_.load(row_of(*at), offset, n, addend_);
+                if (has_scale()) {
+                    multiply(*at, addend, addend_, n);
+                    addend = addend_;
+                }
+                add(sum_, addend, n);
             }
-            const T* addend = values_.load(row_of(at), offset, n, addend_);
-            if (has_scale()) {
-                multiply(at, addend, addend_, n);
-                addend = addend_;
-            }
-            add(sum_, addend, n);
         }
         if (is_negated()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
         if (has_decay())
-            add_decay(row_of(entry) * job_.block + piece_.first_column + offset, n, param);
+            add_decay(row_of(touch.first) * job_.block + piece_.first_column + offset, n, param);
         return sum_;
     }
 
@@ -146,7 +149,10 @@ protected:
     const bool whole_;
     const int64_t* const positions_;
     const int64_t* const source_;
-    const Link* const links_;
+    const Entry* const alone_;
+    const Group* const groups_;
+    const Entry* const members_;
+    const Entry* last_member_ = nullptr;  // of the piece: behind it
     const bool negate_;
     const T l2_;
     const View scale_;

@@ -16,9 +16,9 @@ public:
     NormLoop(const Job& job, const Piece& piece) : Gradients<T, Rows, false>(job, piece) {}
 
     void run() {
-        this->for_each_slot([this](int64_t entry)
-                                SPARSESTEP_LAMBDA { this->prefetch_values(entry); },
-                            [this](int64_t entry) { this->job_.norms[entry] = norm(entry); });
+        this->for_each_slot(
+            [](int64_t) {},
+            [this](const Touch& touch) { this->job_.norms[touch.first] = norm(touch); });
     }
 
 private:
@@ -26,12 +26,12 @@ private:
     // a sum decides its last bits.
     static constexpr int lanes_count = 8;
 
-    double norm(int64_t entry) {
+    double norm(const Touch& touch) {
         double lanes[lanes_count] = {};
         for (int64_t offset = 0; offset < this->columns_; offset += tile_size) {
             const int64_t rest = this->columns_ - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
-            const T* grad = this->gradient(entry, offset, n, nullptr);
+            const T* grad = this->gradient(touch, offset, n, nullptr);
             switch (this->job_.order) {
                 case Norm::sum: add(lanes, grad, n, [](double x) { return magnitude(x); }); break;
                 case Norm::squares: add(lanes, grad, n, [](double x) { return x * x; }); break;

@@ -37,15 +37,13 @@ public:
     }
 
     void run() {
-        this->for_each_slot([this](int64_t entry) SPARSESTEP_LAMBDA { prefetch_slot(entry); },
-                            [this](int64_t entry)
-                                SPARSESTEP_LAMBDA { update_slot(entry, slot_of(entry)); });
+        this->for_each_slot([this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
+                            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch); });
     }
 
 private:
     using Base = Gradients<T, Rows, plain>;
-    using Base::columns_, Base::gradient, Base::job_, Base::prefetch_values;
-    using Base::row_of, Base::slot_of;
+    using Base::columns_, Base::gradient, Base::job_, Base::row_of;
 
     // The parameter, then the states; those that the program has not are the parameter again.
     struct Tensors {
@@ -62,9 +60,7 @@ private:
     bool is_held_in_part() const { return !plain && held_; }
     int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
 
-    SPARSESTEP_INLINE void prefetch_slot(int64_t entry) const {
-        const int64_t slot = slot_of(entry);
-        prefetch_values(entry);
+    SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         tensors_.param.prefetch(slot);
         for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(slot);
         for (int s = 0; s < program_.slot_states; ++s) {
@@ -74,19 +70,21 @@ private:
         }
     }
 
-    SPARSESTEP_INLINE void update_slot(int64_t entry, int64_t slot) {
+    SPARSESTEP_INLINE void update_slot(const Touch& touch) {
+        const int64_t slot = touch.slot;
         for (int s = 0; s < program_.slot_states; ++s) {
             load_tile(job_.slot_state[s], slot, 0, 1, row_registers_ + s);
         }
         const int last = program_.phase_count - 1;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
-        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], entry, slot, known);
-        write(program_.phases[last], entry, slot, known);
+        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], touch, known);
+        write(program_.phases[last], touch, known);
         for (int s = 0; s < program_.slot_states; ++s) store_row_state(s, slot);
     }
 
     // A phase that writes nothing. Returns the gradient where it is one tile.
-    const T* reduce(const Phase& phase, int64_t entry, int64_t slot, const T* known) {
+    const T* reduce(const Phase& phase, const Touch& touch, const T* known) {
+        const int64_t slot = touch.slot;
         const T* grad = known;
         run_row(phase);
         Reduction<T> found[max_reductions];
@@ -98,7 +96,7 @@ private:
         for (int64_t offset = 0; offset < columns(); offset += tile_size) {
             const int64_t n = tile_at(offset);
             T* param = tensors_.param.load(slot, offset, n, param_tile_);
-            if (!known) grad = gradient(entry, offset, n, param);
+            if (!known) grad = gradient(touch, offset, n, param);
             if (phase.reads & 1 && shrink_ != 1) {
                 for (int64_t j = 0; j < n; ++j) shrunk_[j] = param[j] * shrink_;
                 param = shrunk_;
@@ -124,12 +122,13 @@ private:
     }
 
     // The last phase.
-    SPARSESTEP_INLINE void write(const Phase& phase, int64_t entry, int64_t slot, const T* known) {
+    SPARSESTEP_INLINE void write(const Phase& phase, const Touch& touch, const T* known) {
+        const int64_t slot = touch.slot;
         run_row(phase);
         for (int64_t offset = 0; offset < columns(); offset += tile_size) {
             const int64_t n = tile_at(offset);
             T* const param = tensors_.param.load(slot, offset, n, param_tile_);
-            const T* const grad = known ? known : gradient(entry, offset, n, param);
+            const T* const grad = known ? known : gradient(touch, offset, n, param);
             T* state[max_states];
             for (int s = 0; s < states_; ++s) state[s] = load_state(s, slot, offset, n);
             if (is_held_in_part()) keep(param, state, n);
@@ -140,7 +139,8 @@ private:
                 look_at(param, grad, state, at);
                 run_tile(phase.tile, phase.tile_end, n - at < chunk ? n - at : chunk);
             }
-            if (is_held_in_part()) restore(param, state, row_of(entry) * columns() + offset, n);
+            if (is_held_in_part())
+                restore(param, state, row_of(touch.first) * columns() + offset, n);
             tensors_.param.store(slot, offset, n, param);
             for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
         }
@@ -223,7 +223,7 @@ void apply_program(const Job& job, const Piece& piece) {
     for (int s = 0; s < job.program->states; ++s) stored &= is_stored_as<T>(job.state[s]);
     if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, piece).run();
     if constexpr (sizeof(T) == 4) {
-        if (is_plain(job, piece)) {
+        if (is_plain(job)) {
             const bool usual = piece.last_column - piece.first_column == 64;
             if (usual) return ProgramLoop<T, StoredRows<T, 64>, true>(job, piece).run();
             return ProgramLoop<T, StoredRows<T, 0>, true>(job, piece).run();
