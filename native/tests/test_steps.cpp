@@ -141,8 +141,8 @@ void test_one_slot_has_most_entries() {
     std::vector<int64_t> positions = random_positions(60000, 5000, 2);
     for (size_t i = 0; i < positions.size(); i += 2) positions[i] = 77;
     for (size_t i = 1; i < positions.size(); i += 6) positions[i] = 78;
-    expect_solved(Problem<float>(5000, 8, positions, 2), "two heavy chains");
-    expect_solved(Problem<float>(5000, 40, std::vector<int64_t>(20000, 4999), 3), "one chain");
+    expect_solved(Problem<float>(5000, 8, positions, 2), "two heavy groups");
+    expect_solved(Problem<float>(5000, 40, std::vector<int64_t>(20000, 4999), 3), "one group");
 }
 
 void test_ascending_positions() {
