@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,7 +24,8 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[AveragedModel, AveragedModel]:
     """Train; returns an exponential average, and the plain one of the last quarter (SWA)."""
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    fading = cast(Callable[..., None], get_ema_multi_avg_fn(0.9))  # torch leaves a type out
+    ema = AveragedModel(model, multi_avg_fn=fading)
     swa = AveragedModel(model)
     schedule = SWALR(optimizer, swa_lr=1e-3, anneal_epochs=50)
     generator = torch.Generator().manual_seed(0)

@@ -90,7 +90,7 @@ class Clicks:
         ids = self._draw(size)
         logits = self._logits(numbers, ids)
         clicks = torch.bernoulli(logits.sigmoid(), generator=self._generator)
-        lists = [each.contiguous() for each in ids.split(self.lengths, dim=1)]
+        lists = [each.contiguous() for each in torch.split(ids, self.lengths, dim=1)]
         return Batch(numbers, lists, clicks, logits)
 
     def _draw(self, size: int) -> Tensor:
@@ -126,9 +126,9 @@ def auc(scores: Tensor, clicks: Tensor) -> float:
         >>> auc(torch.tensor([0.1, 0.7, 0.7, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0]))
         0.875
     """
-    _, which, counts = scores.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0)
-    rank = (last - (counts.double() - 1) / 2)[which]  # equal scores share the middle of theirs
+    ordered = scores.sort().values
+    below, up_to = (torch.searchsorted(ordered, scores, right=right) for right in (False, True))
+    rank = (below + up_to + 1).double() / 2  # equal scores share the middle of theirs
     clicked = clicks > 0.5
     positive = int(clicked.sum())
     negative = len(clicks) - positive

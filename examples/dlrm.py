@@ -88,7 +88,7 @@ class Run:
     name: str
     model: Model
     optimizers: list[torch.optim.Optimizer]
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list[float])
     loss: float = 0.0
 
     def train(self, batch: Batch, rate: float = LEARNING_RATE) -> None:

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.batch:,} examples per step, {sum(log.lengths)} ids per example.", flush=True)
     held_out = log.batch(options.held_out)
     best = auc(held_out.logits, held_out.clicks)
-    print(f"Whoever knew the hidden weights would have AUC {best:.4f}.\n", flush=True)
+    print(f"The best possible AUC, from the hidden weights: {best:.4f}.\n", flush=True)
     runs = contestants(log.rows)
     with Screen(runs, options.steps, options.batch) as screen:
         screen.header()

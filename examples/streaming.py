@@ -126,7 +126,8 @@ def run(ids: int, batches: int, size: int, seed: int) -> list[Day]:
         size: of a batch.
         seed: of the clicks.
     """
-    stream, found = Stream(ids, seed), []
+    stream = Stream(ids, seed)
+    found: list[Day] = []
     total = FEATURES * (ids + int(ONCE * DAYS * batches * size)) + 1
     capacity = total // 10
     new = sparsestep.nn.Vocabulary
@@ -139,7 +140,7 @@ def run(ids: int, batches: int, size: int, seed: int) -> list[Day]:
     print("day " + "".join(f"{name:>14}" for name in learners) + "   rows in use")
     for day in range(DAYS):
         scores: dict[str, list[Tensor]] = {name: [] for name in learners}
-        clicks = []
+        clicks: list[Tensor] = []
         for number in range(batches):
             shown, clicked = stream.batch(day + number / batches, size)
             clicks.append(clicked)

@@ -1,4 +1,4 @@
-"""What type checkers see: a user's script has no errors, and no public symbol is without a type."""
+"""What type checkers see: examples have no errors, and no public symbol is without a type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 import sparsestep
 
-SCRIPTS = Path(__file__).parent / "typing"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "typing"
 SOURCES = Path(sparsestep.__file__).parents[1]
 
 pytestmark = [
@@ -38,31 +39,26 @@ def pyright(folder: Path, *arguments: str) -> dict[str, Any]:
         "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
     }
     command = [sys.executable, "-m", "pyright", "--outputjson", *arguments]
+    command += ["--pythonpath", sys.executable]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except json.JSONDecodeError:
-        pytest.skip(f"pyright cannot run: {(done.stdout + done.stderr).strip()[-200:]}")
+        said = (done.stdout + done.stderr).strip()[-500:]
+        pytest.fail(f"pyright printed no report (exit code {done.returncode}): {said}")
     return report
 
 
-def strictly(script: str, folder: Path) -> dict[int, str]:
-    """The messages of strict mode, by line."""
-    shutil.copy(SCRIPTS / script, folder)
-    settings = {"include": [script], "typeCheckingMode": "strict"}
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    report = pyright(folder)
-    assert report["summary"]["filesAnalyzed"] == 1
-    return {
-        found["range"]["start"]["line"] + 1: found["message"]
+def test_the_examples_and_a_users_script_have_no_errors():
+    """In strict mode, as ``[tool.pyright]`` in pyproject.toml sets it."""
+    report = pyright(ROOT)
+    assert report["summary"]["filesAnalyzed"] == len(list((ROOT / "examples").glob("*.py"))) + 1
+    assert [
+        f"{found['file']}:{found['range']['start']['line'] + 1}: {found['message']}"
         for found in report["generalDiagnostics"]
-    }
-
-
-def test_a_users_script_has_no_errors(tmp_path: Path):
-    assert strictly("user_script.py", tmp_path) == {}
+    ] == []
 
 
 @pytest.mark.slow
@@ -70,7 +66,10 @@ def test_mistakes_are_found(tmp_path: Path):
     lines = (SCRIPTS / "wrong_script.py").read_text().splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
     assert len(wrong) > 5
-    assert strictly("wrong_script.py", tmp_path).keys() == wrong
+    shutil.copy(SCRIPTS / "wrong_script.py", tmp_path)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    report = pyright(tmp_path)
+    assert {found["range"]["start"]["line"] + 1 for found in report["generalDiagnostics"]} == wrong
 
 
 def test_every_public_symbol_has_a_type(tmp_path: Path):

@@ -83,7 +83,7 @@ def test_a_full_disk_is_said_in_one_line(
         monkeypatch.setattr(sys, "stdout", stream)
         assert run(command, tmp_path) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("sparsestep: cannot go on: ")
+    assert last.startswith("sparsestep: cannot continue: ")
     assert "No space left on device" in last
 
 

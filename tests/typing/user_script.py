@@ -2,6 +2,7 @@
 
 It is not run: ``tests/test_typing.py`` has pyright read it.
 """
+# pyright: strict
 
 from __future__ import annotations
 

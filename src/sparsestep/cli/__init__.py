@@ -45,11 +45,11 @@ _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 
 _EXAMPLES = """\
 Examples:
-  sparsestep demo               train word vectors both ways and see the difference
-  sparsestep bench              time a step, torch's and others' beside it
-  sparsestep info               describe this installation, for a bug report
-  sparsestep plan --tables user=1000000x64 --ranks 8   would sharded tables fit?
-  sparsestep completion bash    have your shell complete commands and options
+  sparsestep demo               see the difference to torch's SparseAdam
+  sparsestep bench              time a step on this machine
+  sparsestep info               what to paste into a bug report
+  sparsestep plan --tables user=1000000x64 --ranks 8   do the tables fit?
+  sparsestep completion bash    completion for your shell
   sparsestep demo --help        the options of a command
 """
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _stop_writing()
         with contextlib.suppress(OSError):  # stderr may be what cannot be written
-            print(f"sparsestep: cannot go on: {error}.", file=sys.stderr, flush=True)
+            print(f"sparsestep: cannot continue: {error}.", file=sys.stderr, flush=True)
         return _UNWRITTEN
 
 

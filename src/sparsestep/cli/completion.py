@@ -1,6 +1,6 @@
-"""Print what makes your shell complete commands and options.
+"""Print a script that lets your shell complete commands and options.
 
-Put the line for your shell into its start file:
+Add the line for your shell to its startup file:
 
   bash   eval "$(sparsestep completion bash)"
   zsh    eval "$(sparsestep completion zsh)"
@@ -21,7 +21,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep completion``."""
-    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """Train word vectors with torch's SparseAdam and with sparsestep's, and compare.
 
 The words are the identifiers in the source of Python's standard library. Both
-runs start from the same weights and see the same batches, in turns, so what
-differs is the time. It takes at most about a minute; after Ctrl-C you see the
-results so far.
+runs start from the same weights and see the same batches, in turns, so that
+only the time differs. It takes about a minute at most. Press Ctrl-C to stop
+early and see the results so far.
 
 Example:
   sparsestep demo --seconds 20 --out loss.png
@@ -44,42 +44,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(10, 1_000_000),
         default=20_000,
         metavar="N",
-        help="how many identifiers get a vector, the most frequent ones (default: %(default)s)",
+        help="number of identifiers, the most frequent ones first (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
         type=whole_number(1, 1_000_000),
         default=5000,
         metavar="N",
-        help="how many batches each run sees at most (default: %(default)s)",
+        help="maximum number of batches for each run (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=number(1, 86_400),
         default=60.0,
         metavar="S",
-        help="how long both runs may train together (default: %(default)g)",
+        help="time limit for both runs together (default: %(default)g)",
     )
     parser.add_argument(
         "--dim",
         type=whole_number(1, 1024),
         default=64,
         metavar="N",
-        help="how many numbers a vector has (default: %(default)s)",
+        help="length of a vector (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=whole_number(0, 2**63 - 1),
         default=0,
         metavar="N",
-        help="what weights and batches are drawn from (default: %(default)s)",
+        help="random seed for weights and batches (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=output_path(".png"),
         default="sparsestep-demo.png",
         metavar="FILE",
-        help="where the picture goes, a PNG file (default: %(default)s)",
+        help="PNG file for the picture (default: %(default)s)",
     )
 
 

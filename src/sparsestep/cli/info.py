@@ -1,4 +1,4 @@
-"""Describe this installation, for a bug report.
+"""Show versions, engine and hardware, for a bug report.
 
 Example:
   sparsestep info --json
@@ -24,7 +24,7 @@ Value = str | int | list[str] | None
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep info``."""
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""Say on paper whether sharded tables fit, and what a step sends.
+"""Estimate the memory and network traffic of sharded tables.
 
-Nothing is measured: sizes, bytes and seconds are computed from what you say.
+Nothing is measured: sizes, bytes and seconds are computed from the options.
 
 Example:
   sparsestep plan --tables user=10000000000x128 item=1000000x64 --ranks 1024
@@ -25,28 +25,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_table,
         metavar="NAME=ROWSxDIM",
-        help="the tables; with a kind if you like, NAME=ROWSxDIM:rows",
+        help="the tables; append :tables, :rows or :copy to choose how one is sharded",
     )
     parser.add_argument(
-        "--ranks", type=whole_number(1, 100_000), default=8, help="how many; 8 by default"
+        "--ranks",
+        type=whole_number(1, 100_000),
+        default=8,
+        metavar="N",
+        help="number of ranks (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=whole_number(1, _MOST), default=1024, help="bags per rank and step; 1024"
+        "--batch",
+        type=whole_number(1, _MOST),
+        default=1024,
+        metavar="N",
+        help="bags per rank and step (default: %(default)s)",
     )
     parser.add_argument(
-        "--ids", type=number(1, 1e6), default=1.0, help="ids in a bag; 1 by default"
+        "--ids",
+        type=number(1, 1e6),
+        default=1.0,
+        metavar="N",
+        help="ids per bag (default: %(default)g)",
     )
     parser.add_argument(
         "--state",
         type=number(0, 8),
         default=2.0,
-        help="numbers that the optimizer keeps for each of the table's; 2, as Adam does",
+        metavar="N",
+        help="state values per element: 2 for Adam, 0 for plain SGD (default: %(default)g)",
     )
     parser.add_argument(
-        "--network", type=number(0.001, 1e5), default=10.0, help="Gbit/s of a rank; 10 by default"
+        "--network",
+        type=number(0.001, 1e5),
+        default=10.0,
+        metavar="GBIT",
+        help="network speed of a rank in Gbit/s (default: %(default)g)",
     )
     parser.add_argument(
-        "--bytes", type=whole_number(1, 8), default=4, help="of a number of a table; 4 by default"
+        "--bytes",
+        type=whole_number(1, 8),
+        default=4,
+        metavar="N",
+        help="bytes per element of a table (default: %(default)s)",
     )
 
 

@@ -17,14 +17,14 @@ Mode: TypeAlias = Literal["sum", "mean", "max"]
 class EmbeddingBag(torch.nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` whose gradient has one row for each bag, not for each id.
 
-    It takes what torch's takes and computes the same. Ids and offsets are checked before anything
-    is read or changed, and a message says which one is wrong and where. The gradient of the weight
-    is sparse whatever ``sparse`` says, in every mode: an optimizer of this library works from
-    the ids and the gradient of the output, and whoever asks for values gets an ordinary COO
+    It has the arguments and results of torch's. Ids and offsets are checked before anything is
+    read or changed, and a message says which one is wrong and where. The gradient of the weight is
+    always sparse, whatever ``sparse`` says, in every mode: the optimizers of this library use the
+    ids and the gradient of the output; other code that reads its values gets an ordinary COO
     gradient.
 
-    Under ``mode="max"`` the gradient holds single elements, those that were the largest of a bag;
-    so these are what an optimizer with ``semantics="masked"`` updates.
+    With ``mode="max"`` the gradient has single elements, the largest ones of each bag; so these are
+    what an optimizer with ``semantics="masked"`` updates.
 
     ``scale_grad_by_freq`` divides the gradient of an id by how often that id comes in the call.
     (Torch 2.13 on the CPU divides by the count of another id where counts differ.)

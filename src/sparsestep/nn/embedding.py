@@ -20,14 +20,14 @@ from sparsestep.nn.processes import write_out_for_ddp
 class Embedding(torch.nn.Embedding):
     """``torch.nn.Embedding`` whose gradient is never larger than that of its output.
 
-    It takes what torch's takes and computes the same. Ids are checked before anything is read or
-    changed, and a message says which id is wrong and where. The gradient of the weight is sparse
-    whatever ``sparse`` says: an optimizer of this library works from the ids and the gradient of
-    the output, and whoever asks for values gets an ordinary COO gradient.
+    It has the arguments and results of torch's. Ids are checked before anything is read or
+    changed, and a message says which id is wrong and where. The gradient of the weight is always
+    sparse, whatever ``sparse`` says: the optimizers of this library use the ids and the gradient of
+    the output; other code that reads its values gets an ordinary COO gradient.
 
     Args:
-        num_embeddings: how many rows.
-        embedding_dim: how long a row is.
+        num_embeddings: number of rows.
+        embedding_dim: length of a row.
         padding_idx: a row that gets no gradient and begins with zeros.
         max_norm: what the norm of a row may be at most; longer ones are shortened when read.
         norm_type: the order of that norm.

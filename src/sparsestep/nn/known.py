@@ -81,9 +81,9 @@ class KnowsIds(nn.Module):
         return nn.Embedding.from_pretrained(values, freeze=False), found
 
     def merge(self, other: KnowsIds) -> Tensor:
-        """Take on the ids of another vocabulary; those that are new here get free rows.
+        """Add the ids of another vocabulary; ids that are new here get free rows.
 
-        Counts are added up. Nobody loses a row: there must be free ones enough.
+        Counts are added up. No id loses its row, so there must be enough free rows.
 
         Args:
             other: which stays as it is.

@@ -22,35 +22,36 @@ _MOST_ADMIT = 2**16 - 1
 
 
 class Vocabulary(KnowsIds):
-    """Maps ids of any value to rows of a table, and gives rows to ids as they come.
+    """Maps ids of any value to the rows of a table, and assigns rows as new ids appear.
 
-    An id gets a row of its own once it has been seen ``admit`` times; until then it shares row 0
-    with all others that have none. In training mode, ids are counted and get rows the moment they
-    are looked up. After ``eval()`` a lookup changes nothing.
+    An id gets its own row once it has been seen ``admit`` times; until then it shares row 0 with
+    all other ids without a row. In training mode, a lookup counts ids and assigns rows. After
+    ``eval()`` a lookup changes nothing.
 
-    When all rows are taken, a new id shares row 0 too (``evict=None``), or takes over the row of
-    the id that was not seen for longest (``"lru"``) or that was seen least often (``"lfu"``; of
-    several, not for longest). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen, so
-    that what was popular once does not stay for ever. A row that changes hands begins anew: tables
-    that were named by ``attach`` initialise it, and their optimizers forget what they know of it.
+    When all rows are taken, a new id shares row 0 (``evict=None``), or takes over the row of the
+    least recently seen id (``"lru"``) or of the least frequently seen one (``"lfu"``; among
+    several, the least recent). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen,
+    so that ids which were popular long ago do not stay forever. When a row goes to another id,
+    tables that you have named with ``attach`` initialize it anew, and their optimizers forget its
+    state.
 
-    A call is one sighting after the other, in this order: ids that have a row, then the others in
-    order of appearance, each as often as it comes. All of a call keep their rows until it is over;
-    with ``attach``, until the next step, so that gradients reach the ids that they are for. What
-    row an id has depends on the calls before, and on nothing else.
+    A call counts ids in this order: those that have a row, then the others in order of appearance,
+    each as often as it occurs. The ids of a call keep their rows until it returns; with ``attach``,
+    until the next step, so that gradients reach the ids they belong to. Which row an id has depends
+    on the previous calls and on nothing else.
 
     Args:
-        rows: how many rows the table has, row 0 included; at most 2**31 - 1.
-        admit: how often an id has to be seen to get a row of its own. Of the ids that have none,
-            as many are counted as there are rows, those that were seen last.
+        rows: number of rows of the table, row 0 included; at most 2**31 - 1.
+        admit: how often an id has to be seen to get its own row. As many ids without a row are
+            counted as there are rows, namely the most recent ones.
         evict: ``None``, ``"lru"`` or ``"lfu"``.
-        shared: how many rows, the first ones, are for ids that have none of their own; which of
-            them an id has is a hash of it.
+        shared: number of rows, at the beginning, for ids without a row of their own; a hash of the
+            id selects one.
 
     Attributes:
-        rows: how many rows there are.
-        taken_over: rows that changed hands in the latest call, for whoever keeps something beside
-            them that no ``attach`` knows of.
+        rows: number of rows.
+        taken_over: rows that went to another id in the latest call, in case you keep other data
+            per row.
 
     Example:
         >>> import sparsestep
@@ -155,11 +156,11 @@ class Vocabulary(KnowsIds):
     # Tables
 
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
-        """Have a table's rows begin anew when they change hands.
+        """Initialize the rows of a table anew when they go to another id.
 
-        Then the row is initialised and optimizers forget what they know of it, in the lookup that
-        gives it away and before anybody reads it. Several tables may have their rows from one
-        vocabulary. Copies of a vocabulary, and what is loaded, are attached to nothing.
+        The lookup that assigns the row initializes it and makes the optimizers forget its state,
+        before anyone reads it. Several tables may share a vocabulary. Copies of a vocabulary, and
+        loaded ones, are not attached to anything.
 
         Args:
             table: an ``nn.Embedding`` or ``nn.EmbeddingBag`` with at least as many rows.

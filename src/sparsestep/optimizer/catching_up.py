@@ -95,8 +95,8 @@ class CatchesUp(StateKeeper):
 
         Args:
             model: it must have parameters of this optimizer, whose semantics must be ``"dense"``.
-            guard: bring rows up to date whoever reads the tables, in whatever way. Costs a call
-                into Python for every operation on them.
+            guard: bring rows up to date for every torch operation that reads the tables, inside the
+                model or not. Costs a Python call per operation.
 
         Returns:
             A handle; its ``remove()`` undoes it.

@@ -24,7 +24,7 @@ class Forgets(CatchesUp):
     _lock: Any
 
     def forget(self, param: Tensor, rows: Tensor) -> None:
-        """Have rows begin anew: their state is what it is before a first step.
+        """Reset the state of rows to what it is before the first step.
 
         That is moments and sums, the row's own count (``bias_correction="per_row"``), and with
         ``semantics="dense"`` what the row has missed: it is brought up to date, then counts as one
@@ -33,7 +33,7 @@ class Forgets(CatchesUp):
 
         Args:
             param: whose rows; one of this optimizer's parameters.
-            rows: which ones, integers of any shape, with repetitions.
+            rows: row numbers, a tensor of any shape, possibly with duplicates.
 
         Raises:
             InputError: rows are none of the parameter's, or the state does not fit it; nothing was

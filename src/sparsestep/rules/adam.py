@@ -178,7 +178,7 @@ class Family(RuleOptimizer):
 class Adam(Family, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -187,13 +187,13 @@ class Adam(Family, Optimizer):
         p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    A dense gradient holds every entry: then torch's own kernel computes the step, and the numbers
+    A dense gradient has every entry: then torch's own kernel computes the step, and the numbers
     are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
-    by default its state is float32). Entries that a sparse gradient does not hold are unchanged,
+    by default its state is float32). Entries that are not in a sparse gradient are unchanged,
     moments included. With ``amsgrad`` the largest :math:`v` so far divides.
 
     The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
-    ``max_exp_avg_sq``; checkpoints go back and forth.
+    ``max_exp_avg_sq``; checkpoints load in both directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -210,11 +210,11 @@ class Adam(Family, Optimizer):
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         One optimizer for a table with sparse gradients and a layer with dense ones.

@@ -20,7 +20,7 @@ from sparsestep.rules.adam import RULES, Family, FunctionalAdam
 class AdamW(Family, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         p &\leftarrow (1 - lr \lambda) p \\
@@ -46,11 +46,11 @@ class AdamW(Family, Optimizer):
         decoupled_weight_decay: always ``True``.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         Only the rows of three new tokens are trained; all others stay bit-for-bit unchanged.

@@ -64,7 +64,7 @@ RULE = Rule("ftrl", update, _STATE, is_native=True, motion=_MOTION)
 class Ftrl(RuleOptimizer, Optimizer):
     r"""FTRL-Proximal with L1 and L2 regularisation.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         \sigma &= \frac{\sqrt{n + g^2} - \sqrt{n}}{lr} \\
@@ -90,11 +90,11 @@ class Ftrl(RuleOptimizer, Optimizer):
         initial_accumulator_value: what ``sum`` starts with.
         maximize: maximize the objective instead of minimizing it.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep

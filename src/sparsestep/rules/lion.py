@@ -41,7 +41,7 @@ RULE = Rule("lion", update, (State("exp_avg", int8="signed"),), is_native=True, 
 class Lion(RuleOptimizer, Optimizer):
     r"""Lion, with one running average as its only state.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         p &\leftarrow (1 - lr \lambda) p - lr \cdot \mathrm{sign}(\beta_1 m + (1 - \beta_1) g) \\
@@ -57,11 +57,11 @@ class Lion(RuleOptimizer, Optimizer):
         weight_decay: :math:`\lambda`.
         maximize: maximize the objective instead of minimizing it.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep

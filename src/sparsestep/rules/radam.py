@@ -76,7 +76,7 @@ _KERNEL_OPTIONS = (
 class RAdam(RuleOptimizer, Optimizer):
     r"""RAdam for dense and sparse gradients; a drop-in for ``torch.optim.RAdam``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -102,7 +102,8 @@ class RAdam(RuleOptimizer, Optimizer):
     warm-up of its own. Of the semantics it has ``"masked"``; ``"dense"`` is refused. For a dense
     gradient torch's own kernel computes the step, and the numbers are torch's, bit for bit.
 
-    The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``; checkpoints go back and forth.
+    The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``; checkpoints load in both
+    directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -116,11 +117,11 @@ class RAdam(RuleOptimizer, Optimizer):
         capturable: for torch's kernel.
         differentiable: for torch's kernel; dense gradients only.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         The first step goes by the gradient, not by its sign as Adam's does.

@@ -146,7 +146,7 @@ RULES = {
 class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -158,15 +158,15 @@ class RMSprop(RuleOptimizer, Optimizer):
     own kernel computes the step, and the numbers are torch's, bit for bit.
 
     The state is torch's: ``step``, ``square_avg`` and, where they are needed, ``momentum_buffer``
-    and ``grad_avg``; checkpoints go back and forth.
+    and ``grad_avg``; checkpoints load in both directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
-        alpha: decay rates of the running averages.
+        alpha: decay rate of the running averages.
         eps: added to the square root.
         weight_decay: :math:`\lambda`.
-        momentum: how much of the buffer is kept.
+        momentum: the momentum factor.
         centered: divide by the variance instead of the mean square.
         capturable: for torch's kernel.
         foreach: for torch's kernel.
@@ -174,11 +174,11 @@ class RMSprop(RuleOptimizer, Optimizer):
         differentiable: for torch's kernel; dense gradients only.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -297,9 +297,9 @@ def rmsprop_(
         grad_avg: that of the gradient, for the centered form.
         step: the number of this update, for which the formula does not ask.
         lr: learning rate, a number or a one-element tensor.
-        alpha: decay rates of the running averages.
+        alpha: decay rate of the running averages.
         eps: added to the square root.
-        momentum: how much of the buffer is kept.
+        momentum: the momentum factor.
         weight_decay: how strongly the parameter is drawn to zero.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.

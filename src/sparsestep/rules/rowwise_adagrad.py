@@ -33,7 +33,7 @@ RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, motion=Still())
 class RowwiseAdagrad(RuleOptimizer, Optimizer):
     r"""Adagrad with one sum per row, for embeddings.
 
-    For every row that the gradient holds, with :math:`g` the sum of its duplicates and :math:`D`
+    For every row of the gradient, with :math:`g` the sum of its duplicates and :math:`D`
     the length of a row:
 
     .. math::
@@ -58,11 +58,11 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep

@@ -68,7 +68,7 @@ MOMENTUM = Rule(
 class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -79,11 +79,11 @@ class SGD(RuleOptimizer, Optimizer):
     At a parameter's first step :math:`b = g`; a row that is first touched later starts from
     :math:`b = (1 - \tau) g`. Without momentum :math:`b` is :math:`g` itself and
     nothing is kept. For a dense gradient torch's own kernel computes the step, and the numbers are
-    torch's, bit for bit. Entries that a sparse gradient does not hold are unchanged, their
+    torch's, bit for bit. Entries that are not in a sparse gradient are unchanged, their
     momentum included; torch's class would move them by it.
 
-    The state is torch's: ``momentum_buffer``; checkpoints go back and forth. Stochastic rounding
-    needs a ``step`` too.
+    The state is torch's: ``momentum_buffer``; checkpoints load in both directions. Stochastic
+    rounding needs a ``step`` too.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -98,11 +98,11 @@ class SGD(RuleOptimizer, Optimizer):
         fused: for torch's kernel.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -222,7 +222,7 @@ def sgd_(
         momentum_buffer: the buffer, where there is momentum.
         step: the number of this update; 1 where the buffer is new.
         lr: learning rate, a number or a one-element tensor.
-        momentum: how much of the buffer is kept.
+        momentum: the momentum factor.
         dampening: how much of the gradient does not go into the buffer.
         nesterov: look ahead by the momentum.
         weight_decay: how strongly the parameter is drawn to zero.

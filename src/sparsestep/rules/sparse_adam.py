@@ -59,9 +59,9 @@ RULES = bias.rules("sparse_adam", update, _STATE, _MOTION)
 
 
 class SparseAdam(RuleOptimizer, Optimizer):
-    r"""Adam that updates only what the gradient holds; a drop-in for ``torch.optim.SparseAdam``.
+    r"""Adam that only updates entries of the gradient; a drop-in for ``torch.optim.SparseAdam``.
 
-    For every entry that the gradient holds, with :math:`g` the sum of its duplicates:
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
     .. math::
         m &\leftarrow m + (1 - \beta_1)(g - m) \\
@@ -69,10 +69,10 @@ class SparseAdam(RuleOptimizer, Optimizer):
         p &\leftarrow p - \frac{lr \sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} + \epsilon}
 
-    Entries that the gradient does not hold are unchanged, moments included. A stored zero counts
-    as held. :math:`t` is the parameter's number of steps. The state is torch's: ``step``,
-    ``exp_avg``, ``exp_avg_sq``; checkpoints go back and forth. For float16 and bfloat16 parameters
-    the moments are float32.
+    Entries that are not in the gradient stay unchanged, moments included. A stored zero counts as
+    an entry. :math:`t` is the parameter's number of steps. The state is torch's: ``step``,
+    ``exp_avg``, ``exp_avg_sq``; checkpoints load in both directions. For float16 and bfloat16
+    parameters the moments are float32.
 
     Unlike torch's class it takes dense gradients too (every entry is touched), accepts ``lr=0``,
     and changes nothing when it raises.
@@ -85,11 +85,11 @@ class SparseAdam(RuleOptimizer, Optimizer):
         maximize: maximize the objective instead of minimizing it.
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a gradient does not hold is left alone (``"masked"``) or zero (``"dense"``).
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep

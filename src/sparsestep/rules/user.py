@@ -28,10 +28,10 @@ class UserOptimizer(RuleOptimizer):
             run by the core; where it cannot be recorded, ``"auto"`` calls it, and says so once.
         semantics: ``"masked"`` or ``"dense"``. What the formula does without a gradient is derived,
             and refused where that has no closed form.
-        mask: bools, by row or by element; what is outside stays unchanged. A list for several.
+        mask: bools, which rows or elements are trained; a list if there are several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: the seed of it; by default that of ``torch.manual_seed``.
+        rounding_seed: its seed; by default that of ``torch.manual_seed``.
         **options: the formula's own; unless it has them itself, also ``maximize``, ``weight_decay``
             and, where there is an ``lr``, ``decoupled_weight_decay``.
     """

@@ -1,11 +1,11 @@
-"""Measure one optimizer step: torch's, this library's, others' and the limit.
+"""Time optimizer steps: sparsestep, torch, other libraries, and the limit.
 
-The limit is what the machine needs to move the memory alone. Contestants take
-turns within one run, with fresh rows in every step; medians are compared.
-FBGEMM and DGL take part where they are installed. A suite is a list of cases;
-the default one takes a few minutes. The suite "programs" measures whole
-iterations of a training instead: lookups, model, backward and update. The suite
-"rules" measures formulas of sparsestep.rule beside the rules in C++.
+The limit is the time that the machine needs just to move the memory.
+Contestants take turns within one run, with fresh rows in every step, and
+medians are compared. FBGEMM and DGL take part if they are installed. A suite is
+a list of cases; the default one takes a few minutes. The suite "programs" times
+whole training iterations (lookup, model, backward and step). The suite "rules"
+compares formulas of sparsestep.rule with the built-in rules.
 
 Example:
   sparsestep bench --suite lookups --json lookups.json --svg lookups.svg
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=suite,
         action="append",
         metavar="NAME",
-        help=f"what to measure: {', '.join(SUITES)} or {_ALL}; may be repeated (default: peers)",
+        help=f"suite to run: {', '.join(SUITES)} or {_ALL}; may be repeated (default: peers)",
     )
     parser.add_argument(
         "--only",
@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="leave out contestants without this in their name, but not torch SparseAdam "
-        "and the limit; may be repeated",
+        help="run only contestants with this in their name, plus torch SparseAdam and the "
+        "limit; may be repeated",
     )
     parser.add_argument(
         "--without",
@@ -59,20 +59,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="leave out contestants with this in their name; may be repeated",
+        help="skip contestants with this in their name; may be repeated",
     )
     parser.add_argument(
         "--seconds",
         type=number(0.001, 86_400),
         default=20.0,
         metavar="S",
-        help="how long a case is measured, warm-up not counted (default: 20)",
+        help="time per case, without warm-up (default: 20)",
     )
     parser.add_argument(
         "--threads",
         type=whole_number(1, 1024),
         metavar="N",
-        help="how many threads take part (default: torch's choice)",
+        help="number of threads (default: torch's choice)",
     )
     parser.add_argument(
         "--scale",
@@ -85,13 +85,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=output_path(".json"),
         metavar="FILE",
-        help="where the results go; written after each case",
+        help="JSON file for the results; written after each case",
     )
     parser.add_argument(
         "--svg",
         type=output_path(".svg"),
         metavar="FILE",
-        help=f"where a picture of the suite {_PICTURED} goes",
+        help=f"SVG file for a picture of the suite {_PICTURED}",
     )
 
 
