@@ -48,7 +48,7 @@ enum class Norm : int32_t { sum = 1, squares = 2, largest = 3 };
 // `begin` on.
 using Entry = uint32_t;
 constexpr int64_t most_entries = 0x7fffffff;
-struct Group {
+struct EntryGroup {
     int64_t slot;
     Entry begin, count;
 };
@@ -84,7 +84,7 @@ struct Job {
     View scale;                // a factor for each entry; no data: none
     const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
     const Entry* alone;        // the entries that are alone with their slot; null: all, in order
-    const Group* groups;       // the slots that come more than once
+    const EntryGroup* groups;  // the slots that come more than once
     const Entry* members;      // the entries of all groups
     int64_t entries;
     int64_t rows;  // of values; as many as entries where there is no source

@@ -100,7 +100,7 @@ void number_by_sorting(Grouping<Number>& work) {
 // entries that are alone. Returns how many entries are in groups; changes last to the groups'
 // number.
 template <class Number>
-int64_t place_members(Grouping<Number>& work, Group* groups, Entry* members, int64_t begin) {
+int64_t place_members(Grouping<Number>& work, EntryGroup* groups, Entry* members, int64_t begin) {
     Number *const counts = work.counts, *const ends = work.ends;
     uint64_t at = 0, alone = uint64_t(work.count);
     int64_t kept = 0;
@@ -188,7 +188,7 @@ int64_t Unique::scratch_words() const {
 void Unique::use_scratch(uint64_t* scratch) {
     keys_ = scratch;
     tables_ = keys_ + entries_;
-    groups_ = reinterpret_cast<Group*>(tables_ + 3 * entries_ + 2 * buckets());
+    groups_ = reinterpret_cast<EntryGroup*>(tables_ + 3 * entries_ + 2 * buckets());
     members_ = reinterpret_cast<Entry*>(groups_ + entries_ / 2 + buckets());
     alone_ = members_ + entries_;
     counts_ = keys_ + 6 * entries_ + 4 * buckets();

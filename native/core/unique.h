@@ -40,7 +40,7 @@ public:
 
     int64_t buckets() const { return int64_t(1) << bucket_bits_; }
     void group(int64_t bucket);  // finds the groups of the bucket's entries
-    const Group* groups() const { return groups_; }
+    const EntryGroup* groups() const { return groups_; }
     const Entry* members() const { return members_; }
 
     // The numbers of a bucket's groups, and how many entries they have.
@@ -98,7 +98,7 @@ private:
     uint64_t* tables_ = nullptr;  // of buckets with very many entries
     uint64_t* bits_ = nullptr;    // two for each slot
     uint64_t* counts_ = nullptr;  // [chunk][bucket]: how many entries; later, where they go
-    Group* groups_ = nullptr;
+    EntryGroup* groups_ = nullptr;
     Entry* members_ = nullptr;
     Entry* alone_ = nullptr;
     bool* repeated_ = nullptr;  // for each entry

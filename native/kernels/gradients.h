@@ -150,7 +150,7 @@ protected:
     const int64_t* const positions_;
     const int64_t* const source_;
     const Entry* const alone_;
-    const Group* const groups_;
+    const EntryGroup* const groups_;
     const Entry* const members_;
     const Entry* last_member_ = nullptr;  // of the piece: behind it
     const bool negate_;
