@@ -71,6 +71,16 @@ void for_each_written(const Job& job, const Visit& visit) {
     for (const View& state : job.slot_state) visit(extent(state, job.slots, 1));
 }
 
+// Calls add(begin, end) for parts of the range that have about as many entries each.
+template <class Add>
+void split_evenly(const Unique::Range& range, int64_t entries, const Add& add) {
+    const int64_t count = range.end - range.begin;
+    const int64_t parts = std::min(count, (range.entries + entries - 1) / entries);
+    for (int64_t i = 0; i < parts; ++i) {
+        add(range.begin + count * i / parts, range.begin + count * (i + 1) / parts);
+    }
+}
+
 }  // namespace
 
 Step::Step(Job* jobs, int64_t count, int threads) : jobs_(jobs), count_(count), threads_(threads) {
@@ -233,29 +243,27 @@ void Step::add_pieces(int64_t j) {
     // Each piece has to wait for its first rows: one thread gets everything in one.
     const int64_t entries = threads_ == 1 ? std::max<int64_t>(1, job.entries)
                                           : std::max<int64_t>(1, std::min(fair, most));
-    if (!job.groups) return add_pieces(j, false, {0, job.entries, job.entries}, entries);
+    const auto add = [&](int64_t begin, int64_t end) {
+        pieces_.push_back({j, {begin, end, 0, job.block}});
+    };
+    if (!job.groups) return split_evenly({0, job.entries, job.entries}, entries, add);
     Unique& unique = uniques_[size_t(j)];
     const int64_t span = unique.span_of_alone();
+    if (threads_ == 1 && unique.buckets() == 1) {
+        const Unique::Range range = unique.range(0);
+        return pieces_.push_back({j, {0, span, 0, job.block, range.begin, range.end}});
+    }
     // Large groups first, so that none is begun when all else has ended.
     if (threads_ > 1 && !job.by_slot) {
         const int64_t length = std::max(heavy_group, job.entries / (8 * threads_));
         for (int64_t group : unique.take_heavy(length)) add_heavy(j, group);
     }
     for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) {
-        add_pieces(j, true, unique.range(bucket), entries);
+        split_evenly(unique.range(bucket), entries, [&](int64_t begin, int64_t end) {
+            pieces_.push_back({j, {0, 0, 0, job.block, begin, end}});
+        });
     }
-    add_pieces(j, false, {0, span, span}, entries);
-}
-
-// Pieces of about as many entries each.
-void Step::add_pieces(int64_t j, bool grouped, const Unique::Range& range, int64_t entries) {
-    const int64_t count = range.end - range.begin;
-    const int64_t pieces = std::min(count, (range.entries + entries - 1) / entries);
-    for (int64_t i = 0; i < pieces; ++i) {
-        const int64_t begin = range.begin + count * i / pieces;
-        const int64_t end = range.begin + count * (i + 1) / pieces;
-        pieces_.push_back({j, {begin, end, 0, jobs_[j].block, grouped}});
-    }
+    split_evenly({0, span, span}, entries, add);
 }
 
 // Each column is summed by one thread, from first to last: the bits stay the same.
@@ -266,7 +274,7 @@ void Step::add_heavy(int64_t j, int64_t group) {
     const int64_t columns = (share + line - 1) / line * line;
     for (int64_t column = 0; column < job.block; column += columns) {
         const int64_t end = std::min(job.block, column + columns);
-        pieces_.push_back({j, {group, group + 1, column, end, true}});
+        pieces_.push_back({j, {0, 0, column, end, group, group + 1}});
     }
 }
 
@@ -274,10 +282,7 @@ void Step::apply(size_t begin, size_t end) {
     parallel(threads_, int64_t(end - begin), [&](int64_t t) {
         auto& [j, piece] = pieces_[begin + size_t(t)];
         const Job& job = jobs_[j];
-        if (!piece.grouped && job.alone) {
-            piece.end = uniques_[size_t(j)].list_alone(piece.begin, piece.end);
-            if (piece.begin == piece.end) return;
-        }
+        if (job.alone) piece.end = uniques_[size_t(j)].list_alone(piece.begin, piece.end);
         job.apply(job, piece);
     });
 }

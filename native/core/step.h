@@ -41,7 +41,6 @@ private:
     template <class IsWritten>
     void copy_if(Job& job, const IsWritten& is_written);  // what it reads and the step writes
     void add_pieces(int64_t job);
-    void add_pieces(int64_t job, bool grouped, const Unique::Range& range, int64_t entries);
     void add_heavy(int64_t job, int64_t group);
     void apply(size_t begin, size_t end);
 

@@ -53,12 +53,12 @@ struct EntryGroup {
     Entry begin, count;
 };
 
-// A share of a job: groups [begin, end), or entries that are alone with their slot, and columns
-// [first_column, last_column) of their blocks.
+// A share of a job: entries [begin, end) of those that are alone with their slot, groups
+// [first_group, last_group), and of both columns [first_column, last_column) of their blocks.
 struct Piece {
     int64_t begin, end;
     int64_t first_column, last_column;
-    bool grouped = false;
+    int64_t first_group = 0, last_group = 0;
 };
 
 // Applies a job's rule to a piece of it.

@@ -58,27 +58,24 @@ protected:
     SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) {
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
-        const int64_t end = piece_.end;
-        int64_t ahead = piece_.begin;
-        if (!piece_.grouped) {
-            const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
-            for (int64_t i = piece_.begin; i < end; ++i) {
-                for (; ahead < end && ahead <= i + distance; ++ahead) {
-                    prefetch(slot_of(entry_at(ahead)));
-                    values_.prefetch(row_of(entry_at(ahead)));
-                }
-                const int64_t entry = entry_at(i);
-                visit(Touch{slot_of(entry), entry, nullptr, nullptr});
+        const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
+        for (int64_t i = piece_.begin, ahead = i; i < piece_.end; ++i) {
+            for (; ahead < piece_.end && ahead <= i + distance; ++ahead) {
+                prefetch(slot_of(entry_at(ahead)));
+                values_.prefetch(row_of(entry_at(ahead)));
             }
-            return;
+            const int64_t entry = entry_at(i);
+            visit(Touch{slot_of(entry), entry, nullptr, nullptr});
         }
-        const Entry* member = members_ + groups_[piece_.begin].begin;
-        last_member_ = members_ + groups_[end - 1].begin + groups_[end - 1].count;
-        for (int64_t i = 0; i < prefetch_distance; ++i) prefetch_values(member + i);
-        for (int64_t group = piece_.begin; group < end; ++group) {
-            for (; ahead < end && ahead <= group + distance; ++ahead) prefetch(groups_[ahead].slot);
-            const Entry* const begin = members_ + groups_[group].begin;
-            visit(Touch{groups_[group].slot, *begin, begin, begin + groups_[group].count});
+        const int64_t first = piece_.first_group, last = piece_.last_group;
+        if (first == last) return;
+        const Entry* const members = members_ + groups_[first].begin;
+        last_member_ = members_ + groups_[last - 1].begin + groups_[last - 1].count;
+        for (int64_t i = 0; i < prefetch_distance; ++i) prefetch_values(members + i);
+        for (int64_t i = first, ahead = i; i < last; ++i) {
+            for (; ahead < last && ahead <= i + distance; ++ahead) prefetch(groups_[ahead].slot);
+            const Entry* const begin = members_ + groups_[i].begin;
+            visit(Touch{groups_[i].slot, *begin, begin, begin + groups_[i].count});
         }
     }
 
