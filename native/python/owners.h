@@ -34,7 +34,7 @@ bool are_bags(const IdBags& from) {
 
 template <class Row>
 nb::tuple split_into(const IdBags& from, int64_t world, Row* rows, int64_t* order, int64_t* bags,
-                     int64_t* lengths) {
+                     int32_t* lengths) {
     OwnerParts<Row> parts{rows, order, bags, lengths, {}, {}};
     {
         nb::gil_scoped_release release;
@@ -43,20 +43,27 @@ nb::tuple split_into(const IdBags& from, int64_t world, Row* rows, int64_t* orde
     return nb::make_tuple(as_list(parts.ids_of), as_list(parts.bags_of));
 }
 
+// Without numbers of bags, there is a length for each owner and bag.
+bool has_lengths(const IdBags& from, int64_t world, nb::handle bags, nb::handle lengths) {
+    if (lengths.is_none()) return bags.is_none();
+    const bool is_short = nb::cast<int64_t>(get(lengths, names().itemsize)) == 4;
+    return is_short && numel(lengths) >= (bags.is_none() ? from.count * world : from.entries);
+}
+
 nb::tuple run_split(nb::object ids, nb::object starts, int64_t world, nb::object rows,
                     nb::object order, nb::object bags, nb::object lengths) {
     const int64_t entries = numel(ids);
     const IdBags from{integers(ids), entries, integers(starts),
                       starts.is_none() ? entries : numel(starts) - 1};
     const bool has_room =
-        from.count >= 0 && numel(rows) >= entries && bags.is_none() == lengths.is_none();
+        from.count >= 0 && numel(rows) >= entries && has_lengths(from, world, bags, lengths);
     const bool is_int64 = get(rows, names().dtype).ptr() == names().int64;
     if (world < 1 || world > INT32_MAX || !has_room || !are_bags(from) ||
         (!is_int64 && nb::cast<int64_t>(get(rows, names().itemsize)) != 4)) {
         throw nb::value_error("sparsestep: no such bags of ids");
     }
     int64_t *const to = writable(order, entries), *const which = writable(bags, entries);
-    int64_t* const sizes = writable(lengths, entries);
+    int32_t* const sizes = lengths.is_none() ? nullptr : static_cast<int32_t*>(address(lengths));
     void* const data = address(rows);
     if (is_int64) return split_into(from, world, static_cast<int64_t*>(data), to, which, sizes);
     return split_into(from, world, static_cast<int32_t*>(data), to, which, sizes);

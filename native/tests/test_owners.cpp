@@ -15,7 +15,8 @@ void test_split(int64_t bags, int64_t world, unsigned seed) {
     const int64_t entries = starts.back();
     const std::vector<int64_t> ids = random_positions(entries, 50, seed);
     std::vector<int32_t> rows(size_t(entries), -1);
-    std::vector<int64_t> order(size_t(entries), -1), which = order, lengths = order;
+    std::vector<int64_t> order(size_t(entries), -1), which = order;
+    std::vector<int32_t> lengths = rows;
     OwnerParts<int32_t> parts{rows.data(), order.data(), which.data(), lengths.data(), {}, {}};
     split_by_owner({ids.data(), entries, starts.data(), bags}, uint64_t(world), parts);
     size_t at = 0, part = 0;
@@ -37,6 +38,23 @@ void test_split(int64_t bags, int64_t world, unsigned seed) {
         right &= parts.bags_of[size_t(owner)] == int64_t(part - first_part);
     }
     check(right && int64_t(at) == entries, what);
+    // The same with a part of every bag for every owner.
+    std::vector<int32_t> all(size_t(bags * world), -1), again(size_t(entries), -1);
+    OwnerParts<int32_t> whole{again.data(), nullptr, nullptr, all.data(), {}, {}};
+    split_by_owner({ids.data(), entries, starts.data(), bags}, uint64_t(world), whole);
+    bool same = again == rows && whole.ids_of == parts.ids_of;
+    part = 0;
+    for (int64_t owner = 0, left = 0; owner < world; ++owner) {
+        left = parts.bags_of[size_t(owner)];
+        for (int64_t bag = 0; bag < bags; ++bag) {
+            const bool has_part = left > 0 && which[part] == bag;
+            same &= all[size_t(owner * bags + bag)] == (has_part ? lengths[part] : 0);
+            part += has_part;
+            left -= has_part;
+        }
+        same &= whole.bags_of[size_t(owner)] == bags;
+    }
+    check(same, what + ", all parts");
 }
 
 void test_distinct(int64_t entries, int64_t rows, unsigned seed) {

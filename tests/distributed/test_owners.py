@@ -26,10 +26,15 @@ def test_bags_are_split_as_by_sorting(lengths: list[int], world: int, rows: int,
     ids = torch.randint(rows, (sum(lengths),), generator=chance)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     for dtype in (torch.int32, torch.int64) if rows < LARGE else (torch.int64,):
-        ours, theirs = split(ids, starts, world, dtype), _split_by_torch(ids, starts, world, dtype)
-        for name, mine, its in zip(ours._fields, ours, theirs, strict=True):
-            same = mine == its if isinstance(mine, list) else torch.equal(mine, its)
-            assert same, name
+        for wants_all in (False, True):
+            of = (ids, starts, world, dtype)
+            ours, theirs = (
+                split(*of, wants_all=wants_all),
+                _split_by_torch(*of, wants_all=wants_all),
+            )
+            for name, mine, its in zip(ours._fields, ours, theirs, strict=True):
+                same = mine == its if isinstance(mine, list) else torch.equal(mine, its)
+                assert same, name
 
 
 @given(

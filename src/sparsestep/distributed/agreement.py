@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsestep.distributed.wire import Wire
 from sparsestep.errors import InputError, sentence
-from sparsestep.surroundings import cat
 
 
 class Doing(IntEnum):
@@ -84,9 +83,9 @@ class Lines:
 
     def __init__(self, incoming: Tensor) -> None:
         fields = len(Line.FIELDS)
-        columns: list[list[int]] = incoming[:, :fields].T.tolist()
-        self._of = dict(zip(Line.FIELDS, columns, strict=True))
-        self.room: list[list[int]] = incoming[:, fields:].tolist()
+        rows: list[list[int]] = incoming.tolist()
+        self._of = {name: [row[n] for row in rows] for n, name in enumerate(Line.FIELDS)}
+        self.room: list[list[int]] = [row[fields:] for row in rows]
 
     def __getitem__(self, name: str) -> list[int]:
         return self._of[name]
@@ -105,8 +104,11 @@ def agree(
         error: why this rank refuses.
     """
     line.refuses = int(error is not None)
-    shared = torch.tensor(line.numbers()).expand(wire.world, -1)
-    lines = Lines(wire.numbers(cat([shared.T, room.T]).T.contiguous()))
+    fields = len(Line.FIELDS)
+    outgoing = room.new_empty(wire.world, fields + room.shape[1])
+    outgoing[:, :fields] = torch.tensor(line.numbers())
+    outgoing[:, fields:] = room
+    lines = Lines(wire.numbers(outgoing))
     if error is not None:
         raise error
     for rank, refuses in enumerate(lines["refuses"]):

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ledger import Answer, Ledger, Ticket
+from sparsestep.distributed.owners import added_up
 from sparsestep.distributed.sending import NUMBERS
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader, joined
+from sparsestep.distributed.wire import joined, shares
 from sparsestep.gradients.arriving import Pending, read_otherwise, source_of
 from sparsestep.gradients.compact import (
     Compact,
@@ -107,8 +108,12 @@ def _collected(tables: Sequence[Table]) -> list[_Sent]:
                 continue
             values[ticket] = values[ticket] + rows if ticket in values else rows
         for ticket, rows in values.items():
-            is_copy = ticket.table.kind == "copy"
-            found.append(_of_copy(ticket, rows) if is_copy else _Sent(ticket, rows))
+            if ticket.table.kind == "copy":
+                found.append(_of_copy(ticket, rows))
+                continue
+            if ticket.which is not None:
+                rows = added_up(rows, ticket.which, sum(ticket.bags))
+            found.append(_Sent(ticket, rows))
     return found
 
 
@@ -150,8 +155,11 @@ def _listed(ledger: Ledger, lines: Lines, mine: Tensor) -> list[list[_Said]]:
     found = [row[:count] for row, count in zip(lines.room, counts, strict=True)]
     if max(counts) > ledger.room:
         sizes = [8 * count for count in counts]
-        messages = ledger.wire.send([[mine]] * len(sizes), sizes, max(sizes))
-        found = [message.view(torch.int64).tolist() for message in messages]
+        readers = ledger.wire.send([[mine]] * len(sizes), sizes, max(sizes))
+        found = [
+            reader.take(count, torch.int64).tolist()
+            for reader, count in zip(readers, counts, strict=True)
+        ]
     return [[_Said(*row[n : n + NUMBERS]) for n in range(0, len(row), NUMBERS)] for row in found]
 
 
@@ -168,20 +176,22 @@ def _exchanged(
     """Send values to where they belong; what has come, by rank and ticket."""
     outgoing: list[list[Tensor]] = [[] for _ in theirs]
     for each in sent:
-        if each.positions is None:
-            for tensors, part in zip(outgoing, each.values.split(each.ticket.bags), strict=True):
-                tensors.append(part)
-        else:
+        if each.positions is not None:
             for tensors in outgoing:
                 tensors += [each.positions, each.values]
+        elif each.ticket.is_summed:  # the gradient of a sum is that of all that was summed
+            for tensors in outgoing:
+                tensors.append(each.values)
+        else:
+            for rank, part in shares(each.values, each.ticket.bags):
+                outgoing[rank].append(part)
     answers = ledger.answers
     sizes = [
         sum(said.bytes_of(answers[said.ticket], rank) for said in some)
         for rank, some in enumerate(theirs)
     ]
     found: dict[tuple[int, int], _Piece] = {}
-    for rank, message in enumerate(ledger.wire.send(outgoing, sizes, largest)):
-        reader = Reader(message)
+    for rank, reader in enumerate(ledger.wire.send(outgoing, sizes, largest)):
         for ticket, entries, block in theirs[rank]:
             answer = answers[ticket]
             dtype, dim, positions = answer.table.weight.dtype, answer.table.dim, None
@@ -235,12 +245,14 @@ def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
 
 def _reduced(table: Table, pieces: Sequence[Tensor]) -> Tensor:
     """Values of all ranks put together, divided for their mean."""
-    world, values = table.wire.world, joined(pieces)
+    world = table.wire.world
     if table.reduce != "mean" or world == 1:
-        return values
-    # A piece that is alone may be what this rank has sent itself: somebody may still hold it.
-    is_own = values.numel() and any(values.data_ptr() == piece.data_ptr() for piece in pieces)
-    return values / world if is_own else values.div_(world)
+        return joined(pieces)
+    # Others may still hold a piece that this rank has sent itself: it is not written to.
+    values = pieces[0].new_empty(sum(map(len, pieces)), *pieces[0].shape[1:])
+    for piece, part in zip(pieces, values.split(list(map(len, pieces))), strict=True):
+        torch.div(piece, world, out=part)
+    return values
 
 
 def _give(table: Table, new: Sequence[Touched]) -> None:

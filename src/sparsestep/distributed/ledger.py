@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsestep.distributed.agreement import Doing, Line, Lines, agree
 from sparsestep.distributed.answers import Parts
+from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
@@ -23,13 +24,17 @@ class Ticket:
         index: the same on all ranks.
         table: which table.
         bags: how many bags went to each rank.
+        is_summed: whether all bags went to every rank, and rows that came back were summed.
+        which: for each row of the output, which of those that came back it is; ``None``: its own.
         parts: of a copy, what its gradient is for the weight.
     """
 
-    def __init__(self, index: int, table: Table, bags: list[int]) -> None:
+    def __init__(self, index: int, asked: Request) -> None:
         self.index: int = index
-        self.table: Table = table
-        self.bags: list[int] = bags
+        self.table: Table = asked.table
+        self.bags: list[int] = asked.bags
+        self.is_summed: bool = asked.is_summed
+        self.which: Tensor | None = asked.which
         self.parts: Parts | None = None
 
 

@@ -22,9 +22,10 @@ from sparsestep.distributed.sending import (
     sent_bytes,
 )
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader, joined
+from sparsestep.distributed.wire import joined, shares
 from sparsestep.gradients.arriving import Pending
 from sparsestep.gradients.compact import compact
+from sparsestep.gradients.touched import HALVES
 from sparsestep.nn.parts import first_derivative, unshared
 
 
@@ -62,7 +63,7 @@ def look_up(
         incoming = ahead.incoming
     else:
         incoming = send_ids(wire, asked, lines.room, max(lines["largest"]))
-    tickets = [Ticket(ledger.turn + n, each.table, each.bags) for n, each in enumerate(asked)]
+    tickets = [Ticket(ledger.turn + n, each) for n, each in enumerate(asked)]
     ledger.turn += len(asked)
     looked_up = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["payload"]))
     rows_found = _send_rows(ledger, asked, incoming, looked_up, max(lines["back"]))
@@ -89,18 +90,16 @@ def _answer(
     wants_grad: bool,
 ) -> list[Tensor]:
     """Look up what this rank is asked for; of copies, what it asks for itself."""
-    found = []
-    for each, ticket, theirs in zip(asked, tickets, incoming, strict=True):
-        table = each.table
-        mine = each if theirs is None else theirs
-        looked = answers.look_up(table, mine.ids, mine.lengths, mine.factors, wants_grad=wants_grad)
-        if wants_grad and table.weight.requires_grad:
+    tables = [each.table for each in asked]
+    mine = [one if theirs is None else theirs for one, theirs in zip(asked, incoming, strict=True)]
+    found = answers.look_up(tables, mine, wants_grad=wants_grad)
+    for looked, ticket, theirs in zip(found, tickets, incoming, strict=True):
+        if wants_grad and ticket.table.weight.requires_grad:
             if theirs is None:
                 ticket.parts = looked.parts
             parts, bags = (None, []) if theirs is None else (looked.parts, theirs.bags)
-            ledger.answers[ticket.index] = Answer(table, parts, bags)
-        found.append(looked.rows)
-    return found
+            ledger.answers[ticket.index] = Answer(ticket.table, parts, bags)
+    return [looked.rows for looked in found]
 
 
 def _send_rows(
@@ -115,10 +114,10 @@ def _send_rows(
     outgoing: list[list[Tensor]] = [[] for _ in range(world)]
     for theirs, rows in zip(incoming, looked_up, strict=True):
         if theirs is not None:
-            for tensors, part in zip(outgoing, rows.split(theirs.bags), strict=True):
-                tensors.append(part)
+            for rank, part in shares(rows, theirs.bags):
+                outgoing[rank].append(part)
     sizes = [_bytes_back(asked, rank) for rank in range(world)]
-    readers = [Reader(message) for message in ledger.wire.send(outgoing, sizes, largest)]
+    readers = ledger.wire.send(outgoing, sizes, largest)
     found = []
     for each, rows in zip(asked, looked_up, strict=True):
         if not is_sent(each):
@@ -129,8 +128,20 @@ def _send_rows(
             reader.take(count * table.dim, table.weight.dtype)
             for reader, count in zip(readers, each.bags, strict=True)
         ]
-        found.append(joined(pieces).view(sum(each.bags), table.dim))
+        whole = _total(pieces) if each.is_summed else joined(pieces)
+        whole = whole.view(-1, table.dim)
+        found.append(whole if each.which is None else whole.index_select(0, each.which))
     return found
+
+
+def _total(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of what all ranks have sent, in their order; of halves, rounded once."""
+    first, second, *others = pieces
+    is_half = first.dtype in HALVES
+    total = torch.add(first.float() if is_half else first, second)
+    for each in others:
+        total += each
+    return total.to(first.dtype)
 
 
 def _expect(ticket: Ticket) -> None:
@@ -154,7 +165,8 @@ class _Exchanged(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.tickets = tickets
-        return tuple(rows)
+        # No views of what has come: of such, autograd lets nobody write to.
+        return tuple(each.detach() for each in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

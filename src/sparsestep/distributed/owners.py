@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.core import core
+from sparsestep.gradients.touched import HALVES
 
 
 class Split(NamedTuple):
@@ -20,8 +21,9 @@ class Split(NamedTuple):
         rows: the owner's number of each row.
         counts: how many of them each rank has.
         order: which id it was; empty where nobody asks for it.
-        bags: of the bags of which a rank has a part, which they are.
-        lengths: how many ids such a part has.
+        bags: of the bags of which a rank has a part, which they are; empty where every rank has
+            a part of each.
+        lengths: how many ids such a part has; int32.
         parts: how many parts each rank has.
     """
 
@@ -34,7 +36,13 @@ class Split(NamedTuple):
 
 
 def split(
-    ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype, *, wants_order: bool = True
+    ids: Tensor,
+    starts: Tensor,
+    world: int,
+    dtype: torch.dtype,
+    *,
+    wants_order: bool = True,
+    wants_all: bool = False,
 ) -> Split:
     """Divide bags of ids among the owners of their rows.
 
@@ -44,6 +52,7 @@ def split(
         world: how many ranks there are.
         dtype: of the owner's numbers.
         wants_order: whether to say which id is where.
+        wants_all: whether every rank has a part of every bag, and be it empty.
 
     Example:
         >>> found = split(torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4]), 2, torch.int32)
@@ -54,18 +63,23 @@ def split(
     """
     ids, count = ids.long().contiguous(), len(ids)
     if core is None:
-        return _split_by_torch(ids, starts, world, dtype)
+        return _split_by_torch(ids, starts, world, dtype, wants_all=wants_all)
     rows = torch.empty(count, dtype=dtype)
     order = torch.empty(count if wants_order else 0, dtype=torch.int64)
-    bags, lengths = (torch.empty(count, dtype=torch.int64) for _ in range(2))
+    bags = torch.empty(0 if wants_all else count, dtype=torch.int64)
+    most = world * (len(starts) - 1) if wants_all else count
+    lengths = torch.empty(most, dtype=torch.int32)
     counts, parts = core.split_by_owner(
-        *(ids, starts.contiguous(), world, rows, order if wants_order else None, bags, lengths)
+        *(ids, starts.contiguous(), world, rows, order if wants_order else None),
+        *(None if wants_all else bags, lengths),
     )
     total = sum(parts)
     return Split(rows, counts, order, bags[:total], lengths[:total], parts)
 
 
-def _split_by_torch(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype) -> Split:
+def _split_by_torch(
+    ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype, *, wants_all: bool = False
+) -> Split:
     owners = ids % world
     order = torch.argsort(owners, stable=True)
     count = len(starts) - 1
@@ -76,7 +90,12 @@ def _split_by_torch(ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype)
     parts = torch.bincount(pairs.div(max(count, 1), rounding_mode="floor"), minlength=world)
     rows = ids[order].div(world, rounding_mode="floor").to(dtype)
     counts = torch.bincount(owners, minlength=world)
-    return Split(rows, counts.tolist(), order, pairs % max(count, 1), lengths, parts.tolist())
+    if wants_all:
+        whole = torch.zeros(world * count, dtype=torch.int32)
+        whole[pairs] = lengths.int()
+        return Split(rows, counts.tolist(), order, pairs[:0], whole, [count] * world)
+    which = pairs % max(count, 1)
+    return Split(rows, counts.tolist(), order, which, lengths.int(), parts.tolist())
 
 
 def split_singles(ids: Tensor, world: int, dtype: torch.dtype) -> Split:
@@ -107,3 +126,20 @@ def distinct(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         return found, which
     found, which = torch.empty_like(ids), torch.empty_like(ids)
     return found[: core.distinct(ids, rows, found, which)], which
+
+
+def added_up(values: Tensor, which: Tensor, count: int) -> Tensor:
+    """The sums of rows that are copies of the same; of halves, rounded once.
+
+    Args:
+        values: a row for each copy.
+        which: of what.
+        count: how many sums there are.
+
+    Example:
+        >>> added_up(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 0, 1]), 2).tolist()
+        [[2.0], [4.0]]
+    """
+    wide = values.float() if values.dtype in HALVES else values
+    sums = wide.new_zeros(count, *wide.shape[1:])
+    return sums.index_add_(0, which, wide).to(values.dtype)

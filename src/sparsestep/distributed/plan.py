@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from sparsestep.distributed.requests import LENGTHS, LONG
 from sparsestep.distributed.table import Kind, Table, part_here
 from sparsestep.errors import InputError, sentence
 
@@ -65,7 +66,7 @@ class Placement:
         Args:
             world: how many ranks.
             batch: how many bags each rank looks up.
-            length: how many ids a bag has.
+            length: how many ids a bag has, each as many as the others.
 
         Example:
             >>> table = Placement("user", rows=1000, dim=16, item=4, kind="tables")
@@ -77,9 +78,11 @@ class Placement:
         if self.kind == "copy":
             return round(min(ids, self.rows) * (world - 1) * (8 + row))
         bags: float = batch
+        lengths = 0.0
         if self.kind == "rows" and length > 1:  # a bag has parts on several ranks
-            bags = batch * world * (1 - (1 - 1 / world) ** length)
-        lengths = 0 if length == 1 else 8 * bags
+            share = 1 if length >= LONG * world else 1 - (1 - 1 / world) ** length
+            bags = batch * world * share
+            lengths = LENGTHS.itemsize * bags
         # Ids and gradients go, and rows to those who ask this rank.
         return round(away * (4 * ids + lengths + 2 * bags * row))
 
@@ -102,7 +105,7 @@ class Placement:
         rows = batch * self.dim * self.item
         if rank == self.owner:
             return rows * (world - 1)
-        return rows + round(4 * batch * length + (0 if length == 1 else 8 * batch))
+        return rows + round(4 * batch * length)
 
 
 class Plan:

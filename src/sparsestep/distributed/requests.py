@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparsestep.distributed import owners
 from sparsestep.distributed.table import Table
@@ -21,6 +20,11 @@ from sparsestep.gradients.touched import HALVES
 from sparsestep.nn.checks import check_ids, refusal
 from sparsestep.nn.pooling import Bags
 from sparsestep.surroundings import cat
+
+LENGTHS = torch.int32  # what lengths of bags are sent as
+# Bags with so many ids for each rank are sent to all ranks. Of ids at random, fewer than two in a
+# hundred parts of them are then empty.
+LONG = 4
 
 
 @dataclass(slots=True)
@@ -31,19 +35,26 @@ class Request:
         table: which one.
         ids: numbers of rows, as their owners count them.
         counts: how many of them go to each rank.
-        lengths: how many ids each bag has; ``None``: one each.
+        length: how many ids each bag has, at least one; 0: as ``lengths`` say.
+        lengths: how many ids each bag has, where that differs; int32.
         bags: how many bags go to each rank.
         factors: one for each id.
+        is_summed: whether every rank gets all bags, as far as it has them, and the rows that they
+            send back are summed.
+        which: for each row of the output, which of those that come back it is; ``None``: its own.
         finish: makes the output of the rows that come back, by operations that autograd records.
     """
 
     table: Table
     ids: Tensor
     counts: list[int]
+    length: int
     lengths: Tensor | None
     bags: list[int]
     factors: Tensor | None
     finish: Callable[[Tensor], Tensor]
+    is_summed: bool = False
+    which: Tensor | None = None
 
 
 def request(table: Table, ids: Any, offsets: Any = None, factors: Any = None) -> Request:
@@ -68,19 +79,19 @@ def _singles(table: Table, ids: Tensor, factors: Tensor | None) -> Request:
     """One id for each row of the output."""
     world = table.wire.world
     if table.kind == "copy":
-        return Request(table, ids, [len(ids)], None, [len(ids)], factors, lambda rows: rows)
+        return Request(table, ids, [len(ids)], 1, None, [len(ids)], factors, lambda rows: rows)
     is_once = table.order == "fast" and table.mode != "max" and not table.by_frequency
     if is_once and factors is None and world > 1:
         return _distinct(table, ids)
     if table.kind == "tables" or world == 1:
         counts = _all_to(table)(len(ids))
-        return Request(table, ids, counts, None, counts, factors, lambda rows: rows)
+        return Request(table, ids, counts, 1, None, counts, factors, lambda rows: rows)
     found = owners.split_singles(ids, world, table.id_dtype)
     factors = None if factors is None else factors[found.order]
     back = torch.empty_like(found.order)
     back[found.order] = torch.arange(len(back))
     counts = found.counts
-    return Request(table, found.rows, counts, None, counts, factors, lambda rows: rows[back])
+    return Request(table, found.rows, counts, 1, None, counts, factors, lambda rows: rows[back])
 
 
 def _distinct(table: Table, ids: Tensor) -> Request:
@@ -95,33 +106,36 @@ def _distinct(table: Table, ids: Tensor) -> Request:
         place[found.order] = torch.arange(len(place))
         which = place[which]
 
-    def finish(rows: Tensor) -> Tensor:
-        if rows.dtype not in HALVES:
-            return functional.embedding(which, rows)
-        # Copies' gradients are summed in float32, and rounded once.
-        return functional.embedding(which, rows.float()).to(rows.dtype)
-
-    return Request(table, asked, counts, None, counts, None, finish)
+    return Request(table, asked, counts, 1, None, counts, None, lambda rows: rows, which=which)
 
 
 def _bags(table: Table, bags: Bags) -> Request:
-    ids, factors = bags.ids, bags.factors
-    lengths = (starts := _starts(bags)).diff()
-    world = table.wire.world
-    inverse = _inverse_sizes(table, ids, lengths) if table.mode == "mean" else None
+    ids, factors, world = bags.ids, bags.factors, table.wire.world
+    inverse = _inverse_sizes(table, bags) if table.mode == "mean" else None
 
     def averaged(total: Tensor) -> Tensor:
         return total if inverse is None else total * inverse
 
-    if table.kind == "copy":
-        return Request(table, ids, [len(ids)], lengths, [len(lengths)], factors, averaged)
-    if table.kind == "tables" or world == 1:
-        to = _all_to(table)
-        return Request(table, ids, to(len(ids)), lengths, to(len(lengths)), factors, averaged)
-    count = len(lengths)
-    # A bag as far as one owner has it.
-    has_factors = factors is not None
-    found = owners.split(ids, starts, world, table.id_dtype, wants_order=has_factors)
+    if table.kind == "rows" and world > 1:
+        return _parts_of_bags(table, bags, averaged)
+    length = max(bags.length, 0)
+    lengths = None if length else _starts(bags).diff().to(LENGTHS)
+    to = _all_to(table) if table.kind != "copy" else lambda count: [count]
+    return Request(table, ids, to(len(ids)), length, lengths, to(bags.count), factors, averaged)
+
+
+def _parts_of_bags(table: Table, bags: Bags, averaged: Callable[[Tensor], Tensor]) -> Request:
+    """Each owner gets what it has of a bag. Of long bags, nearly every owner has a part of each."""
+    factors, world, count = bags.factors, table.wire.world, bags.count
+    is_summed = len(bags.ids) >= LONG * world * count
+    found = owners.split(
+        bags.ids,
+        _starts(bags),
+        world,
+        table.id_dtype,
+        wants_order=factors is not None,
+        wants_all=is_summed,
+    )
 
     def finish(rows: Tensor) -> Tensor:
         summed = rows.float() if rows.dtype in HALVES else rows
@@ -132,10 +146,12 @@ def _bags(table: Table, bags: Bags) -> Request:
         table,
         found.rows,
         found.counts,
+        0,
         found.lengths,
         found.parts,
         None if factors is None else factors[found.order],
-        finish,
+        averaged if is_summed else finish,
+        is_summed,
     )
 
 
@@ -147,12 +163,16 @@ def _starts(bags: Bags) -> Tensor:
     return starts if bags.ends else cat([starts, torch.tensor([len(bags.ids)])])
 
 
-def _inverse_sizes(table: Table, ids: Tensor, lengths: Tensor) -> Tensor:
+def _inverse_sizes(table: Table, bags: Bags) -> Tensor:
     """What the sum of a bag is multiplied with to be its mean; padding does not count."""
+    if table.padding is None and bags.length > 0:
+        sizes = torch.full((1,), bags.length)
+    else:
+        sizes = _starts(bags).diff()
     if table.padding is not None:
-        bag = torch.repeat_interleave(lengths, output_size=len(ids))[ids != table.padding]
-        lengths = torch.bincount(bag, minlength=len(lengths))
-    return lengths.clamp(min=1).to(table.weight.dtype).reciprocal().unsqueeze(1)
+        bag = torch.repeat_interleave(sizes, output_size=len(bags.ids))
+        sizes = torch.bincount(bag[bags.ids != table.padding], minlength=bags.count)
+    return sizes.clamp(min=1).to(table.weight.dtype).reciprocal().unsqueeze(1)
 
 
 def _all_to(table: Table) -> Callable[[int], list[int]]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.requests import Request
+from sparsestep.distributed.requests import LENGTHS, Request
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader, Wire, joined
+from sparsestep.distributed.wire import Reader, Wire, joined, shares
 
 NUMBERS = 3  # that a rank has for another, for each table of a lookup or each gradient
 
@@ -30,7 +30,7 @@ def _numbers(request: Request) -> list[list[int]]:
     world = request.table.wire.world
     if not is_sent(request):
         return [[0] * world] * NUMBERS
-    bags = [-1] * world if request.lengths is None else request.bags  # -1: one id each
+    bags = [-request.length] * world if request.length else request.bags  # less than 0: a length
     return [request.counts, bags, [int(request.factors is not None)] * world]
 
 
@@ -41,7 +41,7 @@ def sent_bytes(asked: Sequence[Request], numbers: Sequence[int]) -> int:
         table = request.table
         ids, bags, has_factors = numbers[NUMBERS * n : NUMBERS * (n + 1)]
         of_factors = table.weight.dtype.itemsize if has_factors else 0
-        total += ids * (table.id_dtype.itemsize + of_factors) + max(bags, 0) * 8
+        total += ids * (table.id_dtype.itemsize + of_factors) + max(bags, 0) * LENGTHS.itemsize
     return total
 
 
@@ -50,12 +50,14 @@ class Asked(NamedTuple):
 
     Attributes:
         ids: numbers of rows here.
-        lengths: how many ids each bag has; ``None``: one each.
+        length: how many ids each bag has, at least one; 0: as ``lengths`` say.
+        lengths: how many ids each bag has, where that differs.
         factors: one for each id.
         bags: how many bags each rank has.
     """
 
     ids: Tensor
+    length: int
     lengths: Tensor | None
     factors: Tensor | None
     bags: list[int]
@@ -74,11 +76,11 @@ def send_ids(
     """
     outgoing: list[list[Tensor]] = [[] for _ in numbers]
     for each in filter(is_sent, asked):
-        for piece, counts in _pieces(each):
-            for tensors, part in zip(outgoing, piece.split(counts), strict=True):
-                tensors.append(part)
+        for piece, dtype, counts in _pieces(each):
+            for rank, part in shares(piece, counts):
+                outgoing[rank].append(part if rank == wire.rank else part.to(dtype))
     sizes = [sent_bytes(asked, row) for row in numbers]
-    readers = [Reader(message) for message in wire.send(outgoing, sizes, largest)]
+    readers = wire.send(outgoing, sizes, largest)
     found: list[Asked | None] = []
     for n, each in enumerate(asked):
         said = [row[NUMBERS * n : NUMBERS * (n + 1)] for row in numbers]
@@ -86,34 +88,37 @@ def send_ids(
     return found
 
 
-def _pieces(request: Request) -> Iterator[tuple[Tensor, list[int]]]:
-    """What is sent, and how much of it to each rank."""
-    yield request.ids.to(request.table.id_dtype), request.counts
+def _pieces(request: Request) -> Iterator[tuple[Tensor, torch.dtype, list[int]]]:
+    """What is sent, as what, and how much of it to each rank."""
+    yield request.ids, request.table.id_dtype, request.counts
     if request.lengths is not None:
-        yield request.lengths, request.bags
+        yield request.lengths, LENGTHS, request.bags
     if request.factors is not None:
-        yield request.factors.detach(), request.counts
+        yield request.factors.detach(), request.factors.dtype, request.counts
 
 
 def _read(table: Table, readers: Sequence[Reader], said: Sequence[Sequence[int]]) -> Asked:
-    is_all_single = all(some < 0 for _, some, _ in said)
+    # A rank that asks for nothing has bags of any length.
+    known = {-some for count, some, _ in said if count or some > 0} or {1}
+    length = max(known.pop(), 0) if len(known) == 1 else 0
     has_any_factors = any(has_factors for _, _, has_factors in said)
     ids, lengths, factors, bags = [], [], [], []
     dtype = table.weight.dtype
     for reader, (count, some, has_factors) in zip(readers, said, strict=True):
         ids.append(reader.take(count, table.id_dtype))
-        bags.append(count if some < 0 else some)
+        bags.append(count // -some if some < 0 else some)
         if some >= 0:
-            lengths.append(reader.take(some, torch.int64))
-        elif not is_all_single:
-            lengths.append(torch.ones(count, dtype=torch.int64))
+            lengths.append(reader.take(some, LENGTHS))
+        elif not length:
+            lengths.append(torch.full((bags[-1],), -some, dtype=LENGTHS))
         if has_factors:
             factors.append(reader.take(count, dtype))
         elif has_any_factors:
             factors.append(torch.ones(count, dtype=dtype))
     return Asked(
-        joined(ids),
-        None if is_all_single else joined(lengths),
+        joined(ids, table.id_dtype),
+        length,
+        None if length else joined(lengths),
         joined(factors) if has_any_factors else None,
         bags,
     )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader
 
 
 def as_stored(table: Table | None, tensor: Tensor, *, copy: bool = False) -> Any:
@@ -129,11 +128,11 @@ def _dealt(table: Table, block: Tensor, per: int) -> Tensor:
         outgoing.append([block[mine.start - rank * per :: world][: len(mine)].contiguous()])
     counts = [len(rows_of(source, rank)) for source in range(world)]
     largest = max(len(rows_of(a, b)) for a in range(world) for b in range(world)) * size
-    messages = wire.send(outgoing, [count * size for count in counts], largest)
+    readers = wire.send(outgoing, [count * size for count in counts], largest)
     found = block.new_zeros(-(-table.rows // world), *rest)
     begin = 0
-    for message, count in zip(messages, counts, strict=True):
-        piece = Reader(message).take(count * rest.numel(), block.dtype)
+    for reader, count in zip(readers, counts, strict=True):
+        piece = reader.take(count * rest.numel(), block.dtype)
         found[begin : begin + count] = piece.view(count, *rest)
         begin += count
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +51,8 @@ class Wire:
 
     def send(
         self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], largest: int
-    ) -> list[Tensor]:
-        """Send tensors to each rank; get bytes from each.
+    ) -> list[Reader]:
+        """Send tensors to each rank; get what each has sent. What a rank has for itself stays.
 
         Args:
             outgoing: for each rank, contiguous tensors.
@@ -61,15 +61,15 @@ class Wire:
 
         Example:
             >>> (found,) = Wire(None).send([[torch.ones(2), torch.zeros(1)]], [12], 12)
-            >>> found.view(torch.float32)
-            tensor([1., 1., 0.])
+            >>> found.take(2, torch.float32)
+            tensor([1., 1.])
         """
-        own = _packed(outgoing[self.rank])  # which goes nowhere
+        own = _Stayed(outgoing[self.rank])
         if self.world == 1:
             return [own]
         outgoing = [[] if rank == self.rank else each for rank, each in enumerate(outgoing)]
         sizes = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-        found = self._in_chunks(outgoing, sizes, largest)
+        found = [Reader(message) for message in self._in_chunks(outgoing, sizes, largest)]
         found[self.rank] = own
         return found
 
@@ -104,8 +104,22 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """One after the other; a piece beside which all are empty is not copied.
+def shares(tensor: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """What of a tensor goes to each rank, where that is anything.
+
+    Example:
+        >>> list(shares(torch.tensor([1, 2, 3]), [2, 0, 1]))
+        [(0, tensor([1, 2])), (2, tensor([3]))]
+    """
+    begin, whole = 0, len(tensor)
+    for rank, count in enumerate(counts):
+        if count:
+            yield rank, tensor if count == whole else tensor.narrow(0, begin, count)
+            begin += count
+
+
+def joined(pieces: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """One after the other; a piece beside which all are empty is not copied, whatever its dtype.
 
     Example:
         >>> whole = torch.ones(3)
@@ -113,7 +127,14 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
         (True, torch.Size([6]))
     """
     some = [each for each in pieces if each.numel()] or pieces[:1]
-    return some[0] if len(some) == 1 else cat(some)
+    if len(some) == 1:
+        return some[0]
+    if dtype is None:
+        return cat(some)
+    whole, begin = torch.empty(sum(map(len, some)), dtype=dtype), 0
+    for piece in some:
+        whole[begin : (begin := begin + len(piece))] = piece
+    return whole
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -139,10 +160,31 @@ class Reader:
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """The next so many numbers."""
         size = count * dtype.itemsize
-        piece = self._message[self._at : self._at + size]
-        self._at += size
         if not count:
             return torch.empty(0, dtype=dtype)
+        piece = self._message.narrow(0, self._at, size)
+        self._at += size
         if piece.storage_offset() % dtype.itemsize:  # where such numbers cannot lie
             piece = piece.clone()
         return piece.view(dtype)
+
+
+class _Stayed(Reader):
+    """The same for tensors that went nowhere: these very ones, flat, of the dtype that they have.
+
+    Example:
+        >>> rows = torch.ones(2, 2)
+        >>> _Stayed([rows]).take(4, torch.float32).data_ptr() == rows.data_ptr()
+        True
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = iter([each for each in tensors if each.numel()])
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The next tensor."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        found = next(self._tensors).reshape(-1)
+        assert found.numel() == count
+        return found
