@@ -28,6 +28,7 @@ extensions = [
     "sphinx-mathjax-offline",  # MathJax as files of the site
     "sphinx_copybutton",
     "sphinx_design",
+    "executed",
     "optimizer_state",
     "source_links",
 ]

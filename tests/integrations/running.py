@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RECORDED = ROOT / "docs" / "gallery" / "recorded"
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",  # other tests run beside this one
@@ -46,3 +49,13 @@ def run(*arguments: str) -> str:
 def example(name: str, *arguments: str) -> str:
     """What an example prints."""
     return run(str(EXAMPLES / name), *arguments)
+
+
+def in_the_gallery(name: str, printed: str) -> bool:
+    """Whether the site shows what an example prints, but for its numbers."""
+    shown = (RECORDED / f"{name}.txt").read_text()
+    number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
+    assert re.sub(number, "0", printed) == re.sub(number, "0", shown), (
+        f"put what it prints into {RECORDED.name}/{name}.txt and draw anew:\n{printed}"
+    )
+    return True

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from tests.integrations.running import example, needs, run
+from tests.integrations.running import example, in_the_gallery, needs, run
 
 pytestmark = needs("lightning")
 
@@ -33,6 +33,7 @@ def test_the_example_runs_and_goes_on_from_a_checkpoint_with_the_same_weights():
     assert len(losses) == 6
     assert max(losses) < 0.69  # tossing a coin
     assert printed.endswith("the weights are the same: True\n")
+    assert in_the_gallery("with_lightning", printed)
 
 
 def test_a_module_with_dense_semantics_is_resumed_where_it_was():

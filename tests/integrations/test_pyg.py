@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from tests.integrations.running import example, needs, run
+from tests.integrations.running import example, in_the_gallery, needs, run
 
 pytestmark = needs("torch_geometric")
 
@@ -32,3 +32,4 @@ def test_node2vec_finds_the_communities():
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+    assert in_the_gallery("node2vec", printed)

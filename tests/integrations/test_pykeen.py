@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.integrations.running import example, needs, run
+from tests.integrations.running import example, in_the_gallery, needs, run
 
 pytestmark = needs("pykeen")
 
@@ -15,6 +15,7 @@ def test_the_losses_are_those_of_dense_gradients():
     assert len(found) == 5
     for dense, fused in found:
         assert float(fused) == pytest.approx(float(dense), rel=1e-4)
+    assert in_the_gallery("knowledge_graph", printed)
 
 
 ANEW = """

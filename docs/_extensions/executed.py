@@ -1,0 +1,76 @@
+"""Examples on the site, with what they print: ``{executed} one_optimizer.py --steps 60``.
+
+The example is run when its page is read, which is when the page or the example has changed. With
+``:recorded:`` it is not: what it prints is in ``docs/gallery/recorded``, since it needs packages
+that the site is built without; ``make integrations`` compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RECORDED = ROOT / "docs" / "gallery" / "recorded"
+# As a terminal of this width shows it; one thread, so that others are not disturbed.
+ENVIRONMENT = {"COLUMNS": "90", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+
+
+class Executed(SphinxDirective):
+    """``{executed} name.py options``: the command, what it prints, and the program."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    option_spec = {"recorded": directives.flag}  # noqa: RUF012
+
+    def run(self) -> list[nodes.Node]:
+        """Three blocks: command and output, then the source."""
+        name, *options = shlex.split(self.arguments[0])
+        source = EXAMPLES / name
+        self.env.note_dependency(str(source))
+        command = shlex.join(["python", f"examples/{name}", *options])
+        if "recorded" in self.options:
+            path = RECORDED / f"{source.stem}.txt"
+            self.env.note_dependency(str(path))
+            printed = path.read_text()
+        else:
+            printed = self.printed(source, options)
+        return [
+            block(f"$ {command}\n{printed.rstrip()}", "console"),
+            nodes.rubric("", "The program"),
+            block(source.read_text(), "python"),
+        ]
+
+    def printed(self, source: Path, options: list[str]) -> str:
+        """What the example prints; an error of the build if it fails."""
+        done = subprocess.run(
+            [sys.executable, str(source), *options],
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        if done.returncode:
+            raise self.error(f"{source.name} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+
+def block(text: str, language: str) -> nodes.literal_block:
+    """Highlighted text."""
+    return nodes.literal_block(text, text, language=language)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """What Sphinx calls."""
+    app.add_directive("executed", Executed)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
