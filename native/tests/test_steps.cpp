@@ -161,6 +161,14 @@ void test_regular_distances() {
     expect_solved(Problem<float>(300 * 4096, 1, positions, 5), "slots at regular distances");
 }
 
+void test_slots_that_are_mostly_alone() {
+    const auto positions = random_positions(20000, 400000, 15);
+    expect_solved(Problem<float>(400000, 2, positions, 15), "few slots come twice");
+    std::vector<int64_t> late = positions;  // what is looked at first says nothing of it
+    for (size_t i = 15000; i < late.size(); ++i) late[i] = late[i % 50];
+    expect_solved(Problem<float>(400000, 2, late, 16), "few slots come twice, then all");
+}
+
 void test_whole_parameter() {
     Problem<float> problem(1, 100000, {0}, 6);
     problem.whole = true;
@@ -298,6 +306,7 @@ void sparsestep::testing::test_steps() {
     test_one_slot_has_most_entries();
     test_ascending_positions();
     test_regular_distances();
+    test_slots_that_are_mostly_alone();
     test_whole_parameter();
     test_rows_of_values_by_number();
     test_values_in_several_places();
