@@ -139,7 +139,7 @@ wheel: $(VENV)/.wheel
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(CLEAN)/constraints.txt
 	env PATH=$(CLEAN)/bin $(CLEAN)/bin/pip install --quiet --disable-pip-version-check \
 		-c $(CLEAN)/constraints.txt dist/*.whl expecttest hypothesis numpy pytest pytest-xdist rich matplotlib
-	! env PATH=$(CLEAN)/bin sh -c 'command -v cc || command -v c++ || command -v cmake'
+	! env PATH=$(CLEAN)/bin /bin/sh -c 'command -v cc || command -v c++ || command -v cmake'
 	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -c 'import sparsestep.core as c; assert c.core, c.why_missing; \
 		assert "site-packages" in c.__file__; print(c.__file__, c.instruction_set())'
 	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -m pytest --numprocesses auto -p no:cacheprovider $(WHEEL_TESTS)
