@@ -16,9 +16,9 @@ namespace {
 constexpr int64_t prefetch_distance = 16;
 constexpr int64_t prefetch_distance_narrow = 64;
 
-// Whether a gradient is nothing but positions and rows, as that of an embedding is. The loop that
-// may take it for granted has half as many instructions for a row: short rows wait for nothing
-// else.
+// Whether a gradient is nothing but positions and rows, as that of an embedding or a bag is. The
+// loop that may take it for granted has half as many instructions for a row: short rows wait for
+// nothing else.
 inline bool is_plain(const Job& job) {
     return !job.whole && !job.source && !job.scale.data && !job.held && !job.negate && job.l2 == 0;
 }
@@ -49,7 +49,7 @@ protected:
           values_(job.values, job, piece, -1) {}
 
     int64_t slot_of(int64_t entry) const { return !plain && whole_ ? entry : positions_[entry]; }
-    int64_t row_of(int64_t entry) const { return !plain && source_ ? source_[entry] : entry; }
+    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
     bool has_scale() const { return !plain && scale_.data; }
     bool is_negated() const { return !plain && negate_; }
     bool has_decay() const { return !plain && l2_ != 0; }
