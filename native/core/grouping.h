@@ -26,6 +26,26 @@ constexpr int64_t most_collisions = 16;
 constexpr int number_shift = 32;
 constexpr uint64_t entry_mask = (uint64_t(1) << number_shift) - 1;
 
+// Of the numbers bit_of(begin) to bit_of(end - 1), marks which have been seen, and which again.
+// Returns how often one came again. No branch depends on the numbers: it would be a guess.
+template <class BitOf>
+int64_t mark_repeated(uint64_t* seen, uint64_t* repeated, int64_t begin, int64_t end,
+                      const BitOf& bit_of) {
+    int64_t found = 0;
+    for (int64_t i = begin; i < end; ++i) {
+        const uint64_t at = bit_of(i), bit = uint64_t(1) << (at & 63);
+        const uint64_t before = seen[at >> 6] & bit;
+        repeated[at >> 6] |= before;
+        seen[at >> 6] |= bit;
+        found += before != 0;
+    }
+    return found;
+}
+
+inline int64_t is_marked(const uint64_t* bits, uint64_t at) {
+    return int64_t(bits[at >> 6] >> (at & 63) & 1);
+}
+
 // Leaves out keys whose slot comes once, as far as 16 bits of a hash can tell, unless the first few
 // keys say that these are not most: then it would cost more than it saves. Returns how many are
 // left.
@@ -33,25 +53,14 @@ int64_t drop_alone(uint64_t* keys, int64_t count, int entry_bits) {
     constexpr int64_t sample = 256, most_repeated = sample / 8;
     if (count < 2 * sample) return count;
     uint64_t seen[1024] = {}, repeated[1024] = {};
-    const auto hash_of = [entry_bits](uint64_t key) { return mix(key >> entry_bits) & 0xffff; };
-    const auto mark = [&](int64_t begin, int64_t end) {
-        int64_t found = 0;
-        for (int64_t i = begin; i < end; ++i) {
-            const uint64_t hash = hash_of(keys[i]), bit = uint64_t(1) << (hash & 63);
-            const uint64_t before = seen[hash >> 6] & bit;
-            repeated[hash >> 6] |= before;
-            seen[hash >> 6] |= bit;
-            found += before != 0;
-        }
-        return found;
-    };
-    if (mark(0, sample) > most_repeated) return count;
-    mark(sample, count);
+    const auto hash_of = [&](int64_t i) { return mix(keys[i] >> entry_bits) & 0xffff; };
+    if (mark_repeated(seen, repeated, 0, sample, hash_of) > most_repeated) return count;
+    mark_repeated(seen, repeated, sample, count, hash_of);
     int64_t left = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const uint64_t key = keys[i], hash = hash_of(key);
-        keys[left] = key;
-        left += int64_t(repeated[hash >> 6] >> (hash & 63) & 1);
+        const uint64_t hash = hash_of(i);
+        keys[left] = keys[i];
+        left += is_marked(repeated, hash);
     }
     return left;
 }

@@ -139,22 +139,15 @@ int64_t Unique::collect_repeated() {
     uint64_t *const seen = bits_, *const repeated = bits_ + words, *const keys = keys_;
     const int64_t* const positions = positions_;
     std::fill(seen, seen + 2 * words, 0);
-    uint64_t any = 0;
-    for (int64_t i = 0; i < entries_; ++i) {
-        const uint64_t slot = uint64_t(positions[i]), bit = uint64_t(1) << (slot & 63);
-        const uint64_t before = seen[slot >> 6] & bit;
-        any |= before;
-        repeated[slot >> 6] |= before;
-        seen[slot >> 6] |= bit;
-    }
-    if (!any) return entries_;
+    const auto slot_of = [positions](int64_t i) { return uint64_t(positions[i]); };
+    if (!mark_repeated(seen, repeated, 0, entries_, slot_of)) return entries_;
     Entry* const list = alone_;
     int64_t alone = 0;
     for (int64_t i = 0; i < entries_; ++i) {
-        const uint64_t slot = uint64_t(positions[i]);
+        const uint64_t slot = slot_of(i);
         list[alone] = Entry(i);
         keys[i - alone] = slot << entry_bits_ | uint64_t(i);
-        alone += int64_t(~repeated[slot >> 6] >> (slot & 63) & 1);
+        alone += 1 - is_marked(repeated, slot);
     }
     return alone;
 }
