@@ -86,6 +86,10 @@ without_torch_function: Callable[[], Any] = _find(
     "torch._C.DisableTorchFunctionSubclass",
     "look at a tensor without asking its class",
 )
+plain_results: Any = _find(
+    "torch._C._disabled_torch_function_impl",
+    "compute plain tensors from those of a subclass, as from a Parameter",
+)
 tree_map_only: Callable[..., Any] = _find(
     "torch.utils._pytree.tree_map_only",
     "find the tensors among the arguments of an operation",

@@ -110,9 +110,18 @@ class CatchesUp(StateKeeper):
         return Tracking(self, model, guard=guard)
 
     def state_dict(self) -> StateDict:
-        """As torch's: everything is current, so it is an ordinary checkpoint of the dense class."""
+        """As torch's: everything is current, so it is an ordinary checkpoint of the dense class.
+
+        Where a mask by rows is set, ``torch.save`` writes the state of the rows that have moved,
+        as sparse tensors, if that takes less than half the room. In memory it has all rows.
+        """
         self.catch_up()
-        return super().state_dict()
+        found = super().state_dict()
+        by_row = {id(record): kept for record, kept in self._records_by_row()}
+        if by_row:
+            state = found["state"].items()
+            found["state"] = {key: by_row.get(id(record), record) for key, record in state}
+        return found
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

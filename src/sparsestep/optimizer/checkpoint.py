@@ -14,6 +14,7 @@ from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import COMPLEX, FLOATS
+from sparsestep.memory.by_row import strided
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.groups import check_switches, name_of
 from sparsestep.optimizer.records import StateKeeper
@@ -118,14 +119,25 @@ def _state_of(
         raise InputError(sentence("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}
-    saved = recoded(rule, saved)
+    given, saved = saved, recoded(rule, _strided(param, saved))
     for spec in rule.state:
         value = saved.get(spec.name)
         if value is not None or rule.counts:  # torch's SGD takes a missing buffer for a first step
             _check_tensor(spec, param, value, saved)
     if rule.counts or saved.get("step") is not None:
         _check_count(saved)
-    return states.loaded(rule, param, saved, state_dtype)
+    return states.loaded(rule, param, saved, state_dtype, given)
+
+
+def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
+    shapes = (param.shape, param.shape[:1])  # what does not fit is refused as it is
+    return {
+        name: strided(f"its state {name!r}", value)
+        if isinstance(value, Tensor) and value.shape in shapes
+        else value
+        for name, value in saved.items()
+    }
 
 
 def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:

@@ -13,8 +13,10 @@ from sparsestep.contract import options
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.clock import RowClock
 from sparsestep.errors import InputError, sentence
+from sparsestep.gradients import masks
 from sparsestep.gradients.touched import Touched
 from sparsestep.memory import parameters
+from sparsestep.memory.by_row import saved_by_row
 from sparsestep.memory.files import file_of
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import state as states
@@ -136,6 +138,19 @@ class StateKeeper(Declaration):
                 record = self._new_record(group, rule, param, made)
                 if record:
                     self.state[param] = record
+
+    def _records_by_row(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """State under a mask by rows: as it is, and as it is written to a file."""
+        for group in self.param_groups:
+            if group.get("mask") is None:
+                continue
+            names = [spec.name for spec in self._stored_rule_for(group).state]
+            listed = masks.listed(group["mask"], group["params"])
+            for param, mask in zip(group["params"], listed, strict=True):
+                record = self.state.get(param)
+                if record and isinstance(mask, Tensor) and mask.dim() == 1:
+                    kept = {n: saved_by_row(record[n]) for n in names if n in record}
+                    yield record, {**record, **kept}
 
     def _complete_on_demand(self) -> None:
         """See to it that state exists when it is asked for."""

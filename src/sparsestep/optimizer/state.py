@@ -168,21 +168,31 @@ def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
 
 
 def loaded(
-    rule: Rule, param: Tensor, saved: Mapping[str, Any], state_dtype: torch.dtype | None
+    rule: Rule,
+    param: Tensor,
+    saved: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
 
     Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
     moments. The tensors are copies: the checkpoint stays as it is while training goes on.
+
+    Args:
+        rule: what the state is of.
+        param: whose it is.
+        saved: its tensors are strided.
+        state_dtype: what the group says.
+        given: the checkpoint's own; any other tensor was made for this one.
     """
     known = {spec.name: spec for spec in rule.state}
     result = dict(saved)
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = dtype_for(known[name], param, state_dtype)
-            if value.layout is not torch.strided:  # torch's SGD keeps sparse momentum sparse
-                value = value.to_dense()
             beside = files.copy_beside(param, name, value, dtype)
-            copied = value.detach().to(param.device, dtype, copy=True) if beside is None else beside
-            result[name] = copied
+            if beside is None:
+                beside = value.detach().to(param.device, dtype, copy=value is given.get(name))
+            result[name] = beside
     return result
