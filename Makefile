@@ -100,8 +100,8 @@ sanitize-module: $(INSTALLED)
 gpu-check: $(VENV)/.triton
 	TRITON_CACHE_DIR=build/triton $(BIN)/python -W ignore -m tests.engines.triton_compile
 	SPARSESTEP_TESTS=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto \
-		tests/engines/test_triton.py tests/engines/test_triton_waits.py tests/gradients/test_bags.py \
-		tests/gradients/test_masked_tensors.py tests/gradients/test_mask_groups.py
+		tests/engines/test_triton.py tests/engines/test_triton_targets.py tests/engines/test_triton_waits.py \
+		tests/gradients/test_bags.py tests/gradients/test_masked_tensors.py tests/gradients/test_mask_groups.py
 
 # Some hundred megabytes, so it comes only where it is wanted.
 $(VENV)/.triton: $(INSTALLED)

@@ -6,6 +6,11 @@ from importlib.util import find_spec
 
 import hypothesis
 import pytest
+
+# Several workers share the cores: a team of threads that spins while it waits keeps the others from
+# working. OpenMP looks at this when torch is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from sparsestep import core, errors

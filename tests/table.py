@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ EVERYTHING = WANTED == "all"
 ENGINES = ["reference", *(INSTRUCTION_SETS if EVERYTHING else INSTRUCTION_SETS[-1:])]
 if WANTED == "triton":
     ENGINES = ["triton"]
+needs_triton = pytest.mark.skipif(
+    WANTED not in ("triton", "all") or find_spec("triton") is None,
+    reason="make gpu-check installs Triton and runs this",
+)
 
 # Options that select another formula or another treatment of it.
 OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
 from tests.fuzz import cases, pool, spoiling
 from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, Outcome, check_refusal
+from tests.fuzz.findings import FindingError, check_refusal
 from tests.fuzz.kinds import training
 from tests.fuzz.screen import Tally
 
@@ -96,31 +94,10 @@ def test_what_a_refusal_is(error: Exception, is_fine: bool):
         check_refusal(error, "a test")
 
 
-# A runner for the pool, which misbehaves.
-
-
-def prepare() -> None:
-    torch.set_num_threads(1)
-
-
-def collect() -> None:
-    pass
-
-
-def run(seed: int) -> Outcome:
-    if seed == 3:
-        os.abort()
-    while seed == 60:
-        pass
-    if seed == 70:
-        threading.Event().wait()
-    return Outcome(seed, "mine", "odd" if seed % 50 == 7 else "")
-
-
 def test_a_crash_and_a_hang_are_reported_with_their_seeds_and_nothing_is_lost():
     tally = Tally()
     seen = {}
-    for outcome in pool.run(iter(range(120)), 1, timeout=3, runner=__name__):
+    for outcome in pool.run(iter(range(120)), 1, timeout=1, runner="tests.fuzz.misbehaving"):
         tally.add(outcome)
         seen[outcome.seed] = outcome
     assert sorted(seen) == list(range(120))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,12 +20,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 180.0  # of a busy machine; seconds otherwise
 
+# Elsewhere, what torch uses may not survive a fork.
+_FORKS = sys.platform == "linux"
+
 Results = dict[str, Any]
-
-
-def run_pair(module: str, folder: Path) -> list[Results]:
-    """What the worker of that module returned in each of two processes."""
-    return run_ranks(module, folder, 2)
 
 
 def run_ranks(
@@ -38,31 +38,53 @@ def run_ranks(
         killed: one that is to end by a signal; it leaves nothing.
         timeout: how many seconds they may take.
     """
-    command = [sys.executable, "-W", "error", "-m", module]
     loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
     names = {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback} if loopback else {}
     env = {**os.environ, **names, "OMP_NUM_THREADS": "1"}
+    ranks = [rank for rank in range(world) if rank != killed]
     logs = [folder / f"log{rank}" for rank in range(world)]
     workers = []
     try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                arguments = [str(rank), str(folder), str(world)]
+        for number, command in enumerate(_commands(module, folder, world, killed)):
+            with (folder / f"log{number}").open("w") as out:
+                python = [sys.executable, "-W", "error", "-m"]
                 worker = subprocess.Popen(
-                    [*command, *arguments], cwd=ROOT, env=env, stdout=out, stderr=out
+                    [*python, *command],
+                    cwd=ROOT,
+                    env=env,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=_FORKS,
                 )
             workers.append(worker)
-        _wait([worker for rank, worker in enumerate(workers) if rank != killed], timeout)
+        expected = workers if _FORKS else [workers[rank] for rank in ranks]
+        _wait(expected, timeout)
     finally:
         for worker in workers:
-            worker.kill()  # nothing, if it has ended
-            worker.wait()
-    ranks = [rank for rank in range(world) if rank != killed]
-    codes = [workers[rank].returncode for rank in ranks]
+            _end(worker)
+    codes = [worker.returncode for worker in expected]
     if any(codes):
         said = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
         pytest.fail(f"the processes ended with {codes}\n{said}", pytrace=False)
     return [torch.load(folder / f"results{rank}") for rank in ranks]
+
+
+def _commands(module: str, folder: Path, world: int, killed: int | None) -> list[list[str]]:
+    """What is to be started: one process that becomes all ranks, or each rank for itself."""
+    if _FORKS:
+        none = -1 if killed is None else killed
+        return [["tests.distributed.starter", module, str(folder), str(world), str(none)]]
+    return [[module, str(rank), str(folder), str(world)] for rank in range(world)]
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """Nothing, if it has ended, and all that it has become."""
+    if _FORKS:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+    else:
+        worker.kill()
+    worker.wait()
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], timeout: float) -> None:

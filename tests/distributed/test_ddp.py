@@ -12,14 +12,15 @@ from tests.table import same_bits
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
+from tests.distributed.conftest import RunOnce
 from tests.distributed.ddp_compact import LOOPS, Tables
 from tests.distributed.ddp_worker import BATCHES, CLASSES, RANKS, STEPS, Model, full, name_of
-from tests.distributed.pair import Results, run_pair
+from tests.distributed.pair import Results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    return run_pair("tests.distributed.ddp_worker", tmp_path_factory.mktemp("ddp"))
+def found(run_once: RunOnce) -> list[Results]:
+    return run_once("tests.distributed.ddp_worker", 2)
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:

@@ -12,13 +12,14 @@ from tests.table import each_optimizer, same_bits
 if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
     pytest.skip("needs RPC", allow_module_level=True)
 
-from tests.distributed.pair import Results, run_pair
+from tests.distributed.conftest import RunOnce
+from tests.distributed.pair import Results
 from tests.distributed.rpc_worker import TIMES, Tables, batch, now_and_then
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_pair("tests.distributed.rpc_worker", tmp_path_factory.mktemp("rpc"))[0]
+def found(run_once: RunOnce) -> Results:
+    return run_once("tests.distributed.rpc_worker", 2)[0]
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:

@@ -15,13 +15,14 @@ from tests.torch_versions import SUMS_SHARDED_GRADIENTS
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
-from tests.distributed.pair import Results, run_pair, run_ranks
+from tests.distributed.conftest import RunOnce
+from tests.distributed.pair import Results, run_ranks
 from tests.distributed.sharded_worker import HYBRID, ROWS, Model, by_hand, options_of, train
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    return run_pair("tests.distributed.sharded_worker", tmp_path_factory.mktemp("sharded"))
+def found(run_once: RunOnce) -> list[Results]:
+    return run_once("tests.distributed.sharded_worker", 2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

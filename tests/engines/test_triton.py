@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,18 @@ from torch import Tensor
 import sparsestep
 from sparsestep.engines import triton as engine
 from sparsestep.errors import InputError
-from tests.table import EVERY, VARIANTS, Variant, same_bits, snapshot, state_tensors, unchanged
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed: make gpu-check does it",
+from tests.table import (
+    EVERY,
+    VARIANTS,
+    Variant,
+    needs_triton,
+    same_bits,
+    snapshot,
+    state_tensors,
+    unchanged,
 )
+
+pytestmark = needs_triton
 
 ROWS, COLUMNS = 20, 12
 COUNTED_BY_ROW = "per_row"  # bias correction, with powers in float64

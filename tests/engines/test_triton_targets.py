@@ -5,19 +5,15 @@ A sample; ``make gpu-check`` compiles every rule for every target.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.table import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed: make gpu-check does it",
-)
+pytestmark = needs_triton
 
 SCRIPT = """
 import json, warnings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from torch.utils._pytree import tree_flatten
 import sparsestep
 from sparsestep.engines import triton as engine
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
-from tests.table import same_bits
+from tests.table import needs_triton, same_bits
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="Triton is not installed: make gpu-check does it",
-)
+pytestmark = needs_triton
 
 # What tells the host something about values, or has a size that depends on them.
 WAITS = (

@@ -10,8 +10,9 @@ import torch
 
 from sparsestep import core
 from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, NotApplicableError, Outcome, where
+from tests.fuzz.findings import FindingError, NotApplicableError, where
 from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
+from tests.fuzz.outcome import Outcome
 from tests.fuzz.world import INSTRUCTION_SETS, Say
 
 KINDS: dict[Callable[[Chance, Say], None], int] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from dataclasses import dataclass
 
 from sparsestep import InputError
 
@@ -76,22 +75,3 @@ def where(error: BaseException) -> str:
     if not ours:
         return "the test itself"
     return f"{ours[-1].filename.rsplit('/sparsestep/', 1)[-1]}:{ours[-1].name}"
-
-
-@dataclass
-class Outcome:
-    """How a case ended.
-
-    Attributes:
-        seed: of the case.
-        kind: of the case.
-        finding: what was found, in a word or two; empty if nothing.
-        detail: the same with numbers.
-        steps: the program, as far as it got.
-    """
-
-    seed: int
-    kind: str
-    finding: str = ""
-    detail: str = ""
-    steps: tuple[str, ...] = ()

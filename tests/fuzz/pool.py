@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.findings import Outcome
+from tests.fuzz.outcome import Outcome
 
 # So many seeds a message.
 BATCH = 50

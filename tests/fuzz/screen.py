@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from typing import Any
 
-from tests.fuzz.findings import Outcome
+from tests.fuzz.outcome import Outcome
 
 try:
     from rich.console import Console

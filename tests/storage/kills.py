@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    sparsestep.SGD([torch.zeros(1)])  # here, and not in every process: torch imports its compiler
     # So that journals are merged now and then, in such short runs too.
     checkpoints._LEAST_BYTES, checkpoints._MOST_OF_BASE = 1, 0.6
     chance = random.Random(options.seed)
