@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from sparsestep import core
@@ -18,6 +19,7 @@ from sparsestep.engines.reference import Reference
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.triton import Triton, check_available
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
+from sparsestep.torch_internals import disable_compiler
 
 ENGINES = ("auto", "native", "reference", "triton")
 
@@ -113,6 +115,9 @@ class SparseEngines:
 
 def run(updates: Sequence[ParamUpdate], engine: str) -> None:
     """Apply all updates, or raise and apply none."""
+    if torch.compiler.is_compiling():  # for gradients that are in no graph, but this function is
+        _uncompiled_run(updates, engine)
+        return
     params = [update.owner for update in updates]
     work = SparseEngines(engine, native_engine(engine), lambda: params)
     for update in updates:
@@ -124,6 +129,8 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
     else:
         uninterrupted(work.commit)
 
+
+_uncompiled_run = disable_compiler(run)
 
 _NO_CORE = (
     "sparsestep was installed without its C++ core (SPARSESTEP_PURE). Install a wheel, or build it "

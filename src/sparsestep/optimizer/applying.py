@@ -18,8 +18,10 @@ from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.memory.parameters import check_writable
+from sparsestep.optimizer import graphs
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.updates import in_real_numbers, local
+from sparsestep.torch_internals import disable_compiler
 
 
 def apply_(
@@ -39,6 +41,12 @@ def apply_(
     seed: int | None = None,
 ) -> None:
     """Run any rule once over one parameter; the functions of this package are short for this."""
+    if torch.compiler.is_compiling():
+        run = graphs.apply_in_graph if graphs.can_be_in_graph(grad) else _uncompiled
+        kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)
+        keywords = dict(zip(graphs.KEYWORDS, kept, strict=True))
+        run(who, rule, param, grad, state, step, hyper, **keywords)
+        return
     try:
         with usable("the arguments must be of their kinds: tensors, numbers, True or False"):
             engines.check_engine(engine)
@@ -118,3 +126,7 @@ def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) ->
     for spec, tensor in zip(rule.state, tensors, strict=True):
         check_writable(f"the state {spec.name!r}", tensor)
     return tensors
+
+
+_uncompiled = disable_compiler(apply_)
+graphs.register(apply_)

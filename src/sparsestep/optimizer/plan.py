@@ -26,6 +26,7 @@ from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.records import StateKeeper
 from sparsestep.optimizer.updates import complete, examined
 from sparsestep.surroundings import labelled
+from sparsestep.torch_internals import disable_compiler
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
@@ -166,6 +167,9 @@ class Plan:
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
+        if torch.compiler.is_compiling():  # the functional optimizers' steps are in no graph
+            _uncompiled_run(self)
+            return
         if self.is_all_claimed:
             if self._native is not None:
                 self._native.prepare()
@@ -249,6 +253,9 @@ class Plan:
             record["step"] = update.step
         elif update.seed is not None:  # a state that came without a count
             record["step"] = optimizer._new_count(group, update.param, update.step)
+
+
+_uncompiled_run = disable_compiler(Plan.run)
 
 
 def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]:

@@ -239,7 +239,8 @@ def sgd_(
     if momentum_buffer is None and momentum:
         contract = "sgd_: momentum needs a momentum_buffer"
         raise InputError(sentence(contract, "None", "Pass a tensor of zeros, and step=1"))
-    rule, state, hyper = RULE, list[Tensor](), {"lr": lr}
+    state: list[Tensor] = []
+    rule, hyper = RULE, {"lr": lr}
     if momentum_buffer is not None:
         rule, state = MOMENTUM, [momentum_buffer]
         hyper |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
