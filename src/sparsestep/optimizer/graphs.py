@@ -30,7 +30,9 @@ _SCHEMA = (
 )
 
 # The keywords of ``apply_``, in the order of the operation.
-KEYWORDS: tuple[str, ...] = ("maximize", "weight_decay", "decoupled_weight_decay", "mask", "engine", "seed")
+KEYWORDS: tuple[str, ...] = (
+    *("maximize", "weight_decay", "decoupled_weight_decay", "mask", "engine", "seed"),
+)
 
 
 @torch.compiler.assume_constant_result
