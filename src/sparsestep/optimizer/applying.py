@@ -44,7 +44,7 @@ def apply_(
     if torch.compiler.is_compiling():
         run = graphs.apply_in_graph if graphs.can_be_in_graph(grad) else _uncompiled
         kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)
-        keywords = dict(zip(graphs.KEYWORDS, kept, strict=True))
+        keywords: dict[str, Any] = dict(zip(graphs.KEYWORDS, kept, strict=True))
         run(who, rule, param, grad, state, step, hyper, **keywords)
         return
     try:
