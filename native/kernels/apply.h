@@ -137,24 +137,11 @@ private:
         }
         T row_state[slot_states] = {};
         for (int s = 0; s < slot_states; ++s) {
-            const View& view = job_.slot_state[s];
-            if (view.dtype == dtype_of<T>) {  // a call for each would take as long as the rest
-                row_state[s] = static_cast<const T*>(view.data)[slot * view.slot_stride];
-            } else {
-                load_tile(view, slot, 0, 1, row_state + s);
-            }
+            row_state[s] = load_number<T>(job_.slot_state[s], slot);
         }
         rule.enter_slot(row_state, mean_square);
         for (int s = 0; s < slot_states; ++s) {
-            const View& view = job_.slot_state[s];
-            if (view.dtype == dtype_of<T>) {
-                static_cast<T*>(view.data)[slot * view.slot_stride] = row_state[s];
-            } else if (job_.stochastic) {
-                const Randomness random(job_.seed, states + 1 + s);
-                store_tile(view, slot, 0, 1, row_state + s, random, job_.dealt.row(slot));
-            } else {
-                store_tile(view, slot, 0, 1, row_state + s);
-            }
+            store_number(job_.slot_state[s], slot, row_state[s], job_, states + 1 + s);
         }
         return known;
     }

@@ -97,24 +97,35 @@ struct Reduction {
     void begin(Code code) {
         for (T& lane : lanes) lane = code == Code::amax ? -T(__builtin_inf()) : T(0);
     }
-    __attribute__((noinline)) void add(Code code, const T* __restrict from, int64_t n) {
+    SPARSESTEP_INLINE void add(Code code, const T* from, int64_t n) {
+        if (n == chunk) return add_chunk<chunk>(code, from, n);
+        add_chunk<0>(code, from, n);
+    }
+    T end(Code code, int64_t columns) {
+        if (code == Code::amax)
+            return fold([](T a, T b) SPARSESTEP_LAMBDA { return larger(a, b); });
+        const T sum = fold([](T a, T b) SPARSESTEP_LAMBDA { return a + b; });
+        return code == Code::mean ? sum / T(columns) : sum;
+    }
+
+private:
+    // `fixed`: n, where it is known to the compiler, else 0.
+    template <int64_t fixed>
+    __attribute__((noinline)) void add_chunk(Code code, const T* __restrict from, int64_t given) {
+        const int64_t n = fixed ? fixed : given;
         if (code == Code::amax) {
             each(from, n, [](T lane, T value) SPARSESTEP_LAMBDA { return larger(value, lane); });
         } else {
             each(from, n, [](T lane, T value) SPARSESTEP_LAMBDA { return lane + value; });
         }
     }
-    T end(Code code, int64_t columns) {
-        for (int half = row_lanes / 2; half > 0; half /= 2) {
-            for (int lane = 0; lane < half; ++lane) {
-                const T other = lanes[lane + half];
-                lanes[lane] = code == Code::amax ? larger(lanes[lane], other) : lanes[lane] + other;
-            }
-        }
-        return code == Code::mean ? lanes[0] / T(columns) : lanes[0];
+    // Each half onto the other, until one is left; the lengths are known to the compiler.
+    template <int half = row_lanes / 2, class Take>
+    SPARSESTEP_INLINE T fold(const Take& take) {
+        for (int lane = 0; lane < half; ++lane) lanes[lane] = take(lanes[lane], lanes[lane + half]);
+        if constexpr (half > 1) return fold<half / 2>(take);
+        return lanes[0];
     }
-
-private:
     template <class Take>
     SPARSESTEP_INLINE void each(const T* __restrict from, int64_t n, const Take& take) {
         int64_t j = 0;

@@ -73,13 +73,16 @@ private:
     SPARSESTEP_INLINE void update_slot(const Touch& touch) {
         const int64_t slot = touch.slot;
         for (int s = 0; s < program_.slot_states; ++s) {
-            load_tile(job_.slot_state[s], slot, 0, 1, row_registers_ + s);
+            row_registers_[s] = load_number<T>(job_.slot_state[s], slot);
         }
         const int last = program_.phase_count - 1;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
         for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], touch, known);
         write(program_.phases[last], touch, known);
-        for (int s = 0; s < program_.slot_states; ++s) store_row_state(s, slot);
+        for (int s = 0; s < program_.slot_states; ++s) {
+            const T value = row_registers_[program_.row_results[s]];
+            store_number(job_.slot_state[s], slot, value, job_, states_ + 1 + s);
+        }
     }
 
     // A phase that writes nothing. Returns the gradient where it is one tile.
@@ -173,16 +176,6 @@ private:
     }
     static void fill(T* tile, T value) {
         for (int64_t j = 0; j < chunk; ++j) tile[j] = value;
-    }
-
-    void store_row_state(int s, int64_t slot) {
-        const T* const value = row_registers_ + program_.row_results[s];
-        if (job_.stochastic) {
-            const Randomness random(job_.seed, states_ + 1 + s);
-            store_tile(job_.slot_state[s], slot, 0, 1, value, random, job_.dealt.row(slot));
-        } else {
-            store_tile(job_.slot_state[s], slot, 0, 1, value);
-        }
     }
 
     // Of a slot that is held in part, what is not held gets back what it had.

@@ -211,5 +211,26 @@ __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_
     });
 }
 
+// The number that a slot has. Where there is nothing to convert it is read and written at once: a
+// call for each would take as long as the rest.
+template <class T>
+inline T load_number(const View& view, int64_t slot) {
+    if (view.dtype == dtype_of<T>) return static_cast<const T*>(view.data)[slot * view.slot_stride];
+    T number;
+    load_tile(view, slot, 0, 1, &number);
+    return number;
+}
+template <class T>
+inline void store_number(const View& view, int64_t slot, T number, const Job& job, int tensor) {
+    if (view.dtype == dtype_of<T>) {
+        static_cast<T*>(view.data)[slot * view.slot_stride] = number;
+    } else if (job.stochastic) {
+        const Randomness random(job.seed, tensor);
+        store_tile(view, slot, 0, 1, &number, random, job.dealt.row(slot));
+    } else {
+        store_tile(view, slot, 0, 1, &number);
+    }
+}
+
 }  // namespace
 }  // namespace sparsestep
