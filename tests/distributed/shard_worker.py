@@ -9,6 +9,7 @@ from tests.distributed.shard_ahead import ahead
 from tests.distributed.shard_behaviour import behaviour
 from tests.distributed.shard_cases import on_ranks
 from tests.distributed.shard_runs import QUICK
+from tests.distributed.shard_vocabulary import vocabularies
 
 
 def work(rank: int, meeting: str) -> pair.Results:
@@ -19,6 +20,7 @@ def work(rank: int, meeting: str) -> pair.Results:
         found[name] = on_ranks(case, rank, world)[0]
     found.update(behaviour(rank, world))
     found.update(ahead(rank, world))
+    found.update(vocabularies(rank, world))
     dist.destroy_process_group()
     return found
 

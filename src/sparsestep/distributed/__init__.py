@@ -3,7 +3,7 @@
 ``sharding`` divides the tables of a model. A lookup then is an exchange (``exchange``): what a
 rank asks for (``requests``) goes over the ``wire`` to those who have the rows and comes back
 (``lookups``); gradients follow when they are needed (``arrivals``). Each exchange begins with an
-``agreement``.
+``agreement``. Ids of any value have owners, too (``vocabulary``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from sparsestep.distributed.checkpoints import async_save, consolidate, load, sa
 from sparsestep.distributed.lockstepping import lockstep
 from sparsestep.distributed.plan import Placement, Plan
 from sparsestep.distributed.sharding import shard
+from sparsestep.distributed.vocabulary import Vocabulary
 from sparsestep.errors import InputError, sentence
 from sparsestep.rules import FUNCTIONAL
 
 __all__ = [
     "Placement",
     "Plan",
+    "Vocabulary",
     "async_save",
     "consolidate",
     "load",

@@ -22,6 +22,7 @@ class Doing(IntEnum):
     ARRIVAL = 2
     NORM = 3
     BATCH = 4
+    IDS = 5
 
 
 _DOES = {
@@ -29,6 +30,7 @@ _DOES = {
     Doing.ARRIVAL: "needs gradients, as step() and clipping do",
     Doing.NORM: "clips gradients",
     Doing.BATCH: "asks for a batch",
+    Doing.IDS: "looks up ids of {}",
 }
 
 

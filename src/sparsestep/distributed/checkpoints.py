@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.stored import Stored, as_stored, in_order, wanted
 from sparsestep.distributed.table import Table
+from sparsestep.distributed.vocabulary import Vocabulary
 from sparsestep.distributed.writing import Path, read, write, write_in_background
 from sparsestep.errors import InputError, sentence
 from sparsestep.optimizer.base import RuleOptimizer
@@ -164,6 +165,11 @@ class _Model:
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizer = optimizer
+        for name, module in self.model.named_modules():
+            if isinstance(module, Vocabulary):
+                contract = "a model must not contain a vocabulary that ranks share to be saved"
+                remedy = "Keep it outside, and save the state_dict() of each rank by itself"
+                raise InputError(sentence(contract, repr(name), remedy))
         sharded = {
             id(table.weight): table
             for module in self.model.modules()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed import arrivals, lookups
-from sparsestep.distributed.agreement import Doing
+from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ahead import Sent
 from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
@@ -46,6 +46,30 @@ class Exchange:
     ) -> list[Tensor]:
         """Look up what this rank asks for; see ``lookups.look_up``."""
         return lookups.look_up(self._ledger, first, prepare, ahead)
+
+    def begin(
+        self,
+        doing: Doing,
+        table: Table,
+        counts: Tensor | None = None,
+        error: Exception | None = None,
+        largest: int = 0,
+    ) -> Lines:
+        """Begin an exchange that is no lookup of a table; raises on all ranks where one refuses.
+
+        Args:
+            doing: what it is for.
+            table: whose.
+            counts: a number for each rank.
+            error: why this rank refuses.
+            largest: the most bytes that this rank will send another.
+        """
+        line, room = self._ledger.line(doing, table.index), None
+        line.largest = largest
+        if counts is not None:
+            room = torch.zeros(self.wire.world, self._ledger.room, dtype=torch.int64)
+            room[:, 0] = counts
+        return self._ledger.agree(line, room, error)
 
     @torch.no_grad()
     def arrive(self) -> None:

@@ -23,12 +23,13 @@ AnyOptimizer: TypeAlias = RuleOptimizer | FunctionalOptimizer
 Init: TypeAlias = Callable[[Tensor], object]
 
 
-def weight_of(who: str, table: Any) -> nn.Parameter:
+def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     """The weight of a table whose rows may be given away, or which may grow.
 
     Args:
         who: asks.
         table: what was given.
+        is_part: it is known to be the part of a sharded table that is here.
     """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
         contract = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
@@ -38,7 +39,7 @@ def weight_of(who: str, table: Any) -> nn.Parameter:
     if weight is None:
         contract = f"{who}: the weight of a table must be a parameter of its own"
         raise InputError(sentence(contract, "one that is computed from others"))
-    if parameters.is_distributed(weight) or source_of(weight) is not None:
+    if parameters.is_distributed(weight) or (source_of(weight) is not None and not is_part):
         contract = f"{who}: a table must not be sharded over processes"
         raise InputError(sentence(contract, "a sharded one", "Do this before sharding it"))
     found: nn.Parameter = weight
@@ -69,6 +70,7 @@ class Attached:
         table: whose rows.
         optimizers: those that train it.
         init: fills rows that begin anew, in place.
+        is_part: whether the table is the part of a sharded one that is here.
 
     Attributes:
         table: whose rows.
@@ -76,10 +78,18 @@ class Attached:
         init: fills rows that begin anew, in place.
     """
 
-    def __init__(self, table: Table, optimizers: tuple[Any, ...], init: Init | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        optimizers: tuple[Any, ...],
+        init: Init | None,
+        *,
+        is_part: bool = False,
+    ) -> None:
         who = "Vocabulary.attach"
-        weight = weight_of(who, table)
+        weight = weight_of(who, table, is_part=is_part)
         self.table = table
+        self._is_part = is_part
         self.optimizers: list[RuleOptimizer] = ours(who, weight, optimizers)
         self.init: Init = nn.init.normal_ if init is None else init
         with usable(f"{who}: init must fill a tensor of rows in place"):
@@ -116,7 +126,7 @@ class Attached:
         Returns:
             The rest, which cannot fail.
         """
-        weight = weight_of("Vocabulary", self.table)
+        weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
         memory = parameters.memory_of(weight)
         parameters.check_writable("the weight of a table", memory)
         forgets = [each._prepare_to_forget(weight, rows) for each in self.optimizers]

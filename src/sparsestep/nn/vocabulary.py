@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,27 +104,42 @@ class Vocabulary(KnowsIds):
             InputError: these are no ids, or an attached table or optimizer cannot work with its
                 rows; nothing was changed.
         """
-        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-            got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-            remedy = "sparsestep.nn.hash_strings makes ids of strings"
-            contract = "Vocabulary: ids must be integers, in a tensor"
-            raise InputError(sentence(contract, got, remedy))
-        if ids.layout is not torch.strided or ids.is_meta:
-            got = "a meta tensor" if ids.is_meta else f"layout {ids.layout}"
-            raise InputError(sentence("Vocabulary: ids must be a strided tensor", got))
-        flat = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
-        with self._lock:
-            rows, without = self._ids.find(flat)
-            if self.training and flat.numel():
-                self._see(flat, rows, without)
-        return rows.view(ids.shape).to(ids.device)
+        flat = flat_ids(ids)
+        return self._look_up(flat).view(ids.shape).to(ids.device)
 
-    def _see(self, ids: Tensor, rows: Tensor, without: int) -> None:
-        if without and self._attached:
-            nothing = ids[:0]
-            for attached in self._attached:  # whatever may raise does so before an id gets a row
-                attached.check(self.rows, self._options.shared)
-                attached.prepare(nothing, 0)
+    def _look_up(
+        self, ids: Tensor, agree: Callable[[Exception | None], object] | None = None
+    ) -> Tensor:
+        """The row of each id; in training they have been seen, unless something raises.
+
+        Args:
+            ids: int64 of one dim, on the CPU.
+            agree: called before anything is changed, with what stands against it, which it raises.
+        """
+        error = None
+        with self._lock:
+            rows, without = self._ids.find(ids)
+            learns = self.training and ids.numel() > 0
+            try:
+                if learns and without:
+                    self._check_attached(ids[:0])
+            except Exception as raised:
+                if agree is None:
+                    raise
+                error = raised
+            if agree is not None:
+                agree(error)
+            if learns:
+                self._see(ids, rows)
+        return rows
+
+    def _check_attached(self, nothing: Tensor) -> None:
+        """Whatever may raise does so before an id gets a row."""
+        for attached in self._attached:
+            attached.check(self.rows, self._options.shared)
+            attached.prepare(nothing, 0)
+
+    def _see(self, ids: Tensor, rows: Tensor) -> None:
         self._hand_over()
         self.taken_over = self._ids.see(ids, rows, self._time())
         if self._attached and self.taken_over.numel():
@@ -184,10 +200,12 @@ class Vocabulary(KnowsIds):
             >>> vocabulary.as_dict(), vocabulary.taken_over
             ({7: 1, 6: 2}, tensor([1]))
         """
-        attached = Attached(table, optimizers, init)
+        self._attach(Attached(table, optimizers, init))
+
+    def _attach(self, attached: Attached) -> None:
         attached.check(self.rows, self._options.shared)
         with self._lock:
-            others = [each for each in self._attached if each.table is not table]
+            others = [each for each in self._attached if each.table is not attached.table]
             self._attached = [*others, attached]
 
     def grow(self, rows: int) -> None:
@@ -219,6 +237,23 @@ class Vocabulary(KnowsIds):
             for commit in commits:
                 uninterrupted(commit)
             self._options, self._ids = options, larger
+
+
+def flat_ids(ids: Any) -> Tensor:
+    """Ids as int64 of one dim on the CPU; raises where they are none.
+
+    Args:
+        ids: as they were given.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+        got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        remedy = "sparsestep.nn.hash_strings makes ids of strings"
+        contract = "Vocabulary: ids must be integers, in a tensor"
+        raise InputError(sentence(contract, got, remedy))
+    if ids.layout is not torch.strided or ids.is_meta:
+        got = "a meta tensor" if ids.is_meta else f"layout {ids.layout}"
+        raise InputError(sentence("Vocabulary: ids must be a strided tensor", got))
+    return ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
 
 
 def _check_number(name: str, value: Any, least: int, most: int) -> None:
