@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import sparsestep
 from sparsestep import torch_internals
@@ -30,6 +31,12 @@ def test_what_is_missing_is_replaced_or_said(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ImportError, match=message):
         torch_internals._find("torch._C._no_such_name", "do nothing")
     assert torch_internals.missing == 2 * ["torch._C._no_such_name"]
+
+
+def test_a_function_is_marked_as_torch_marks_it():
+    assert vars(torch_internals.assume_constant_result(lambda: 1)) == vars(
+        torch.compiler.assume_constant_result(lambda: 1)
+    )
 
 
 def test_they_stand_nowhere_else():

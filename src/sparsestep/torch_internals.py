@@ -11,11 +11,13 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # What was looked for in vain and replaced by a fallback.
 missing: list[str] = []
@@ -135,6 +137,17 @@ def forward_level() -> int:
     return int(getattr(_forward_ad, "_current_level", 0))
 
 
+def assume_constant_result(function: Function) -> Function:
+    """Have torch.compile call a function when it traces, and take the result for a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports the compiler first, which
+    takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@assume_constant_result
 def is_exporting() -> bool:
     """Whether torch.export looks into a call.
 
@@ -151,7 +164,6 @@ def is_exporting() -> bool:
         return False
 
 
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 if TorchVersion(torch.__version__) >= "2.12":
     is_exporting = torch.compiler.is_exporting
 

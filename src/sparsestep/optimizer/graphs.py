@@ -16,6 +16,7 @@ from sparsestep.contract import options
 from sparsestep.contract.rule import Rule
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import Touched
+from sparsestep.torch_internals import assume_constant_result
 
 # Graphs have no objects of ours in them, so they name a rule. What was registered stays: a graph
 # may be run at any time.
@@ -35,7 +36,7 @@ KEYWORDS: tuple[str, ...] = (
 )
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _name_of(rule: Rule) -> str:
     """What a graph calls a rule; the same for the same rule."""
     for name, known in _rules.items():
