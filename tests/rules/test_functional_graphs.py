@@ -107,7 +107,7 @@ def arguments(rule: Rule, *, dense: bool) -> tuple[Any, ...]:
     if dense:
         gradient = Touched(None, torch.ones(ROWS, DIM))
     return (
-        *("who", graphs._name_of(rule), param, state_of(rule), *gradient),
+        *("who", rule.key, param, state_of(rule), *gradient),
         *(1, None, *graphs._flat(hyper), False, 0.0, False, None, "auto", None),
     )
 

@@ -17,10 +17,12 @@ parameter added (coupled decay), and the parameter is multiplied by ``shrink`` (
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,6 +54,11 @@ class State:
     first: Callable[[float], float] | None = None
 
 
+# Graphs of torch.compile have no objects of ours in them, so they name a rule by its key.
+rules_by_key: WeakValueDictionary[str, Rule] = WeakValueDictionary()
+_numbers = itertools.count(2)
+
+
 @dataclass(frozen=True)
 class Rule:
     """An update formula.
@@ -68,6 +75,7 @@ class Rule:
             SGD.
         recorded: the formula that is recorded and run as a program, where the core has no twin;
             ``None`` for a rule that is only ever called.
+        key: its name, and a number where there is another of that name.
     """
 
     name: str
@@ -77,6 +85,16 @@ class Rule:
     counts: bool = True
     motion: Motion | None = None
     recorded: Callable[..., Any] | None = None
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        taken = self.name in rules_by_key
+        object.__setattr__(self, "key", f"{self.name}#{next(_numbers)}" if taken else self.name)
+        rules_by_key[self.key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     @cached_property
     def hyperparameters(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
@@ -20,6 +21,7 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.plan import Plan
+from sparsestep.torch_internals import disable_compiler
 
 P = ParamSpec("P")
 Constructor = Callable[..., None]
@@ -99,6 +101,9 @@ class FunctionalOptimizer:
         Args:
             gradients: one for each parameter, in any layout.
         """
+        if torch.compiler.is_compiling():
+            _uncompiled_step(self, gradients)
+            return
         with self._adding:  # not while one is on trial
             params = list(self.param_group["params"])
         gradients = list(gradients)
@@ -119,6 +124,9 @@ class FunctionalOptimizer:
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter, which is taken on if it is new."""
+        if torch.compiler.is_compiling():
+            _uncompiled_step_param(self, param, grad)
+            return
         if self._place_of(param) is None and self._take_on(param, grad):
             return
         if grad is not None:
@@ -142,6 +150,9 @@ class FunctionalOptimizer:
         return self._locks.get(key) or self._locks.setdefault(key, Lock())
 
     def _update(self, index: int, grad: Gradient | None) -> None:
+        if torch.compiler.is_compiling():  # it may look here without having looked at step_param
+            _uncompiled_update(self, index, grad)
+            return
         step = Plan(self._optimizer)
         step.add_group(0, self.param_group, only=index, grads=[grad])
         step.run()
@@ -217,6 +228,12 @@ class FunctionalOptimizer:
 
     def __repr__(self) -> str:
         return repr(self._optimizer).replace(type(self._optimizer).__name__, type(self).__name__, 1)
+
+
+# What is to run as it is when torch.compile comes across it.
+_uncompiled_step = disable_compiler(FunctionalOptimizer.step)
+_uncompiled_step_param = disable_compiler(FunctionalOptimizer.step_param)
+_uncompiled_update = disable_compiler(FunctionalOptimizer._update)
 
 
 def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:

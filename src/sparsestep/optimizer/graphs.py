@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from sparsestep.contract import options
-from sparsestep.contract.rule import Rule
+from sparsestep.contract.rule import Rule, rules_by_key
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import Touched
-from sparsestep.torch_internals import assume_constant_result
-
-# Graphs have no objects of ours in them, so they name a rule. What was registered stays: a graph
-# may be run at any time.
-_rules: dict[str, Rule] = {}
 
 _SCHEMA = (
     "(str who, str rule, Tensor(a!) param, Tensor(b!)[] state, "
@@ -34,17 +29,6 @@ _SCHEMA = (
 KEYWORDS: tuple[str, ...] = (
     *("maximize", "weight_decay", "decoupled_weight_decay", "mask", "engine", "seed"),
 )
-
-
-@assume_constant_result
-def _name_of(rule: Rule) -> str:
-    """What a graph calls a rule; the same for the same rule."""
-    for name, known in _rules.items():
-        if known is rule:
-            return name
-    name = rule.name if rule.name not in _rules else f"{rule.name}#{len(_rules)}"
-    _rules[name] = rule
-    return name
 
 
 def can_be_in_graph(grad: Gradient) -> bool:
@@ -75,7 +59,7 @@ def apply_in_graph(
     is_tensor = isinstance(step, Tensor)
     names, numbers, tensors = _flat(hyper)
     torch.ops.sparsestep.apply_(
-        *(who, _name_of(rule), param, [tensor for tensor in state if tensor is not None]),
+        *(who, rule.key, param, [tensor for tensor in state if tensor is not None]),
         *gradient,
         *((0, step) if is_tensor else (step, None)),
         *(names, numbers, tensors),
@@ -98,7 +82,7 @@ def _flat(hyper: dict[str, Any]) -> tuple[str, list[float], list[Tensor]]:
             names.append(f"{name}=tensor")
             tensors.append(value)
         else:
-            several = isinstance(value, tuple | list)
+            several = type(value) in (tuple, list)  # what older compilers understand
             values = value if several else (value,)
             names.append(f"{name}={len(values)}" if several else f"{name}=1")
             for each in values:
@@ -142,7 +126,7 @@ def register(apply: Callable[..., None]) -> None:
         whole: Gradient = gradient if gradient.positions is not None else gradient.values
         hyper = _whole(names, numbers, tensors)
         step = step if step_tensor is None else step_tensor
-        apply(who, _rules[rule], param, whole, state, step, hyper, **kept)
+        apply(who, rules_by_key[rule], param, whole, state, step, hyper, **kept)
 
     operation = torch.library.custom_op(
         "sparsestep::apply_", run, mutates_args=("param", "state"), schema=_SCHEMA
