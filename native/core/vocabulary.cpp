@@ -12,7 +12,6 @@ namespace {
 constexpr int64_t ahead = 32;       // how many ids are looked up side by side
 constexpr int64_t piece = 1 << 14;  // for one thread
 constexpr uint32_t most_counted = std::numeric_limits<uint32_t>::max();
-constexpr uint64_t most_counted_candidate = (1 << 16) - 1;
 
 uint64_t folded_product(uint64_t a, uint64_t b) {
     const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
@@ -91,8 +90,11 @@ void Vocabulary::erase(int64_t id) {
     slots_[size_t(gap)] = {0, 0};
 }
 
-// All slots are asked for, then all records, then all ids are compared.
-void Vocabulary::find_some(const int64_t* ids, int64_t count, int64_t* rows) const {
+// All slots are asked for, then all records, then all ids are compared. known(i) is called for
+// those that have a row, while their record is at hand.
+template <class Known>
+void Vocabulary::find_some(const int64_t* ids, int64_t count, int64_t* rows,
+                           const Known& known) const {
     uint32_t tags[ahead], numbers[ahead];
     for (int64_t i = 0; i < count; ++i) {
         tags[i] = tag_of(ids[i]);
@@ -116,6 +118,7 @@ void Vocabulary::find_some(const int64_t* ids, int64_t count, int64_t* rows) con
         }
         const bool has_row = number && int64_t(number) <= options_.rows;
         rows[i] = has_row ? int64_t(number) - 1 : shared_row(ids[i]);
+        if (has_row) known(i);
     }
 }
 
@@ -126,7 +129,7 @@ int64_t Vocabulary::find(const int64_t* ids, int64_t count, int64_t* rows, int t
         int64_t few = 0;
         for (int64_t at = task * piece; at < end; at += ahead) {
             const int64_t some = std::min(ahead, end - at);
-            find_some(ids + at, some, rows + at);
+            find_some(ids + at, some, rows + at, [](int64_t) {});
             for (int64_t i = at; i < at + some; ++i) few += rows[i] < options_.shared;
         }
         without += few;
@@ -134,13 +137,41 @@ int64_t Vocabulary::find(const int64_t* ids, int64_t count, int64_t* rows, int t
     return without;
 }
 
-void Vocabulary::count_known(const int64_t* rows, int64_t count, uint32_t now) {
-    for (int64_t i = 0; i < count; ++i) {
-        if (i + ahead < count) __builtin_prefetch(records_.at(size_t(rows[i + ahead])), 1);
+// What the record was before.
+int64_t Vocabulary::count_one(int64_t row, uint32_t now) {
+    Record& record = records_[size_t(row)];
+    const uint64_t before = uint64_t(record.count) << 32 | record.seen;
+    record.seen = now;
+    record.count += record.count != most_counted;
+    return int64_t(before);
+}
+
+int64_t Vocabulary::find_and_count(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
+                                   int64_t* before, int threads) {
+    if (threads > 1 && count > piece) {  // an id may come in several pieces
+        const int64_t without = find(ids, count, rows, threads);
+        for (int64_t i = 0; i < count; ++i) {
+            if (i + ahead < count) __builtin_prefetch(records_.at(size_t(rows[i + ahead])), 1);
+            if (rows[i] >= options_.shared) before[i] = count_one(rows[i], uint32_t(now));
+        }
+        return without;
+    }
+    int64_t with = 0;
+    for (int64_t at = 0; at < count; at += ahead) {
+        find_some(ids + at, std::min(ahead, count - at), rows + at, [&](int64_t i) {
+            before[at + i] = count_one(rows[at + i], uint32_t(now));
+            ++with;
+        });
+    }
+    return count - with;
+}
+
+void Vocabulary::uncount(const int64_t* rows, int64_t count, const int64_t* before) {
+    for (int64_t i = count - 1; i >= 0; --i) {  // an id that comes twice ends with its first
         if (rows[i] < options_.shared) continue;
         Record& record = records_[size_t(rows[i])];
-        record.seen = now;
-        record.count += record.count != most_counted;
+        record.count = uint32_t(uint64_t(before[i]) >> 32);
+        record.seen = uint32_t(uint64_t(before[i]));
     }
 }
 
@@ -168,23 +199,23 @@ std::vector<Vocabulary::New> Vocabulary::distinct(const int64_t* ids, const int6
     return found;
 }
 
-int64_t Vocabulary::see(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
-                        int64_t* taken) {
+int64_t Vocabulary::admit(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
+                          int64_t* taken) {
     // What needs memory comes first.
     std::vector<int32_t> which(size_t(
         std::count_if(rows, rows + count, [this](int64_t row) { return row < options_.shared; })));
-    std::vector<New> found = distinct(ids, rows, count, which);
+    std::vector<New> found;
+    if (!which.empty()) found = distinct(ids, rows, count, which);
     if (now != latest_) {
         latest_ = now;
         victims_.release();
     }
     candidate_victims_.release();
     batch_serial_ = serial_;
-    count_known(rows, count, uint32_t(now));
     int64_t* end = taken;
     for (New& id : found) place(id, uint32_t(now), end);
-    for (int64_t i = 0, entry = 0; i < count; ++i) {
-        if (rows[i] < options_.shared) rows[i] = found[size_t(which[size_t(entry++)])].row;
+    for (size_t i = 0, entry = 0; entry < which.size(); ++i) {
+        if (rows[i] < options_.shared) rows[i] = found[size_t(which[entry++])].row;
     }
     sightings_ += count;
     if (options_.eviction == Eviction::lfu && sightings_ >= options_.fades_after) fade();
@@ -271,59 +302,6 @@ void Vocabulary::fade() {
     for (int64_t row = options_.shared; row < used_; ++row) records_[size_t(row)].count /= 2;
     victims_.clear();
     sightings_ = 0;
-}
-
-void Vocabulary::save(const VocabularyArrays& to) const {
-    for (int64_t row = options_.shared; row < used_; ++row) {
-        const Record& record = records_[size_t(row)];
-        to.ids[row] = record.id;
-        to.counts[row] = record.count;
-        to.seen[row] = record.seen;
-    }
-    std::vector<uint32_t> order;
-    for (uint32_t i = 0; i < uint32_t(next_candidate_); ++i) {
-        if (candidates_[i].serial) order.push_back(i);
-    }
-    std::sort(order.begin(), order.end(), [this](uint32_t a, uint32_t b) {
-        return candidates_[a].serial < candidates_[b].serial;
-    });
-    for (size_t i = 0; i < order.size(); ++i) {
-        to.candidate_ids[i] = candidates_[order[i]].id;
-        to.candidate_counts[i] = int64_t(candidates_[order[i]].count);
-    }
-}
-
-bool Vocabulary::load(const VocabularyArrays& from, const VocabularySizes& sizes, int64_t now) {
-    Vocabulary loaded(options_);
-    const auto add = [&loaded](int64_t id, uint32_t number) {
-        if (loaded.slot_of(id, loaded.tag_of(id)) >= 0) return false;
-        loaded.insert(id, number);
-        return true;
-    };
-    for (int64_t row = options_.shared; row < sizes.used; ++row) {
-        loaded.records_[size_t(row)] = {from.ids[row], uint32_t(from.counts[row]),
-                                        uint32_t(from.seen[row])};
-        if (!add(from.ids[row], uint32_t(row) + 1)) return false;
-    }
-    for (int64_t i = 0; i < sizes.candidates; ++i) {
-        Candidate& candidate = loaded.candidates_[size_t(i)];
-        candidate.id = from.candidate_ids[i];
-        candidate.count = uint64_t(from.candidate_counts[i]) & most_counted_candidate;
-        candidate.serial = ++loaded.serial_;
-        if (!add(candidate.id, uint32_t(options_.rows + i) + 1)) return false;
-    }
-    loaded.used_ = sizes.used;
-    loaded.next_candidate_ = sizes.candidates;
-    loaded.sightings_ = sizes.sightings;
-    loaded.latest_ = now;
-    *this = std::move(loaded);
-    return true;
-}
-
-int64_t Vocabulary::bytes() const {
-    const int64_t victims = options_.eviction == Eviction::none ? 0 : options_.rows / 32 * 4 * 16;
-    const int64_t candidates = options_.candidates * (16 + 4 + 2);
-    return int64_t(slots_count_ * sizeof(Slot)) + options_.rows * 16 + candidates + victims;
 }
 
 }  // namespace sparsestep

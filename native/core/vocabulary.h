@@ -40,10 +40,16 @@ public:
     // The row of each id; a shared one where it has none. Returns how many have none.
     int64_t find(const int64_t* ids, int64_t count, int64_t* rows, int threads) const;
 
-    // Take note that ids were seen, which find() gave these rows, and give rows to those that have
-    // been seen often enough; `rows` are then theirs. Rows that were seen since the clock was other
-    // than `now` are not taken from anybody. Returns which rows were, in order; room for `count`.
-    int64_t see(const int64_t* ids, int64_t count, int64_t now, int64_t* rows, int64_t* taken);
+    // The same, and those that have a row were seen once more. `before` gets what uncount() needs
+    // to make that undone; room for `count`.
+    int64_t find_and_count(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
+                           int64_t* before, int threads);
+    void uncount(const int64_t* rows, int64_t count, const int64_t* before);
+
+    // Then take note of the others, and give rows to those that have been seen often enough; `rows`
+    // are then theirs. Rows that were seen since the clock was other than `now` are not taken from
+    // anybody. Returns which rows were, in order; room for as many as have none.
+    int64_t admit(const int64_t* ids, int64_t count, int64_t now, int64_t* rows, int64_t* taken);
 
     VocabularySizes sizes() const { return {used_, candidates_used(), sightings_}; }
     void save(const VocabularyArrays& to) const;
@@ -63,6 +69,7 @@ private:
         int64_t id;
         uint64_t count : 16, serial : 48;  // 0: none; larger if seen later
     };
+    static constexpr uint64_t most_counted_candidate = (1 << 16) - 1;
     struct New;  // an id without a row, in one call of see()
 
     uint32_t tag_of(int64_t id) const;
@@ -72,8 +79,9 @@ private:
     int64_t slot_of(int64_t id, uint32_t tag) const;  // -1: none
     void insert(int64_t id, uint32_t number);
     void erase(int64_t id);
-    void find_some(const int64_t* ids, int64_t count, int64_t* rows) const;
-    void count_known(const int64_t* rows, int64_t count, uint32_t now);
+    template <class Known>
+    void find_some(const int64_t* ids, int64_t count, int64_t* rows, const Known& known) const;
+    int64_t count_one(int64_t row, uint32_t now);
     std::vector<New> distinct(const int64_t* ids, const int64_t* rows, int64_t count,
                               std::vector<int32_t>& which) const;
     void place(New& id, uint32_t now, int64_t*& taken);

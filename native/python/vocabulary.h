@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+
 #include "core/vocabulary.h"
 #include "python/owners.h"
 
@@ -31,17 +33,32 @@ public:
         return known_.find(from, count, to, threads);
     }
 
-    int64_t see(nb::object ids, nb::object rows, int64_t now, nb::object taken) {
+    int64_t find_and_count(nb::object ids, nb::object rows, int64_t now, nb::object before,
+                           int threads) {
+        const int64_t count = numel(ids);
+        const int64_t* const from = integers(ids);
+        int64_t *const to = writable(rows, count), *const was = writable(before, count);
+        check_time(now);
+        nb::gil_scoped_release release;
+        return known_.find_and_count(from, count, now, to, was, threads);
+    }
+
+    void uncount(nb::object rows, nb::object before) {
+        const int64_t count = numel(rows);
+        const int64_t* const from = integers(rows);
+        const bool fit = std::all_of(
+            from, from + count, [this](int64_t row) { return row >= 0 && row < options_.rows; });
+        if (!fit) throw nb::value_error("sparsestep: no such rows");
+        known_.uncount(from, count, writable(before, count));
+    }
+
+    int64_t admit(nb::object ids, nb::object rows, int64_t now, nb::object taken) {
         const int64_t count = numel(ids);
         const int64_t* const from = integers(ids);
         int64_t *const to = writable(rows, count), *const changed = writable(taken, count);
-        const int64_t most = std::numeric_limits<uint32_t>::max();
-        if (now < 1 || now > most) throw nb::value_error("sparsestep: no such time");
+        check_time(now);
         nb::gil_scoped_release release;
-        for (int64_t i = 0; i < count; ++i) {
-            if (to[i] < 0 || to[i] >= options_.rows) return -1;
-        }
-        return known_.see(from, count, now, to, changed);
+        return known_.admit(from, count, now, to, changed);
     }
 
     nb::tuple sizes() const {
@@ -67,6 +84,11 @@ public:
     int64_t bytes() const { return known_.bytes(); }
 
 private:
+    static void check_time(int64_t now) {
+        const int64_t most = std::numeric_limits<uint32_t>::max();
+        if (now < 1 || now > most) throw nb::value_error("sparsestep: no such time");
+    }
+
     VocabularyOptions options_;
     Vocabulary known_;
 };
@@ -89,10 +111,13 @@ void bind_vocabulary(nb::module_& module) {
     nb::class_<BoundVocabulary>(module, "Vocabulary", "Which row each id has.")
         .def("find", &BoundVocabulary::find, nb::arg("ids"), nb::arg("rows"), nb::arg("threads"),
              "Write the row of each id; how many have none of their own.")
-        .def("see", &BoundVocabulary::see, nb::arg("ids"), nb::arg("rows"), nb::arg("now"),
-             nb::arg("taken"),
-             "Take note of ids, which find() gave these rows; how many rows changed hands, or -1 "
-             "where those are no rows.")
+        .def("find_and_count", &BoundVocabulary::find_and_count, nb::arg("ids"), nb::arg("rows"),
+             nb::arg("now"), nb::arg("before"), nb::arg("threads"),
+             "The same, and those that have a row were seen once more.")
+        .def("uncount", &BoundVocabulary::uncount, nb::arg("rows"), nb::arg("before"),
+             "Make that undone, with the rows and what was before.")
+        .def("admit", &BoundVocabulary::admit, nb::arg("ids"), nb::arg("rows"), nb::arg("now"),
+             nb::arg("taken"), "Then take note of the others; how many rows changed hands.")
         .def("sizes", &BoundVocabulary::sizes, "Rows in use, candidates, sightings.")
         .def("save", &BoundVocabulary::save, nb::arg("ids"), nb::arg("counts"), nb::arg("seen"),
              nb::arg("candidate_ids"), nb::arg("candidate_counts"), "Write all of it to tensors.")

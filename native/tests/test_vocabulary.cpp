@@ -98,7 +98,15 @@ void test_against_model(const VocabularyOptions& options, int64_t ids, int64_t s
             const auto it = model.row_of.find(batch[i]);
             right &= it == model.row_of.end() ? found[i] < options.shared : found[i] == it->second;
         }
-        vocabulary.see(batch.data(), int64_t(batch.size()), now, found.data(), taken.data());
+        const int64_t size = int64_t(batch.size());
+        std::vector<int64_t> before(batch.size()), again(batch.size());
+        if (random() % 4 == 0) {  // and then it is not done
+            vocabulary.find_and_count(batch.data(), size, now, again.data(), before.data(), 2);
+            vocabulary.uncount(again.data(), size, before.data());
+        }
+        vocabulary.find_and_count(batch.data(), size, now, again.data(), before.data(), 2);
+        right &= again == found;
+        vocabulary.admit(batch.data(), size, now, found.data(), taken.data());
         model.see(batch, now);
         for (size_t i = 0; i < batch.size(); ++i) {
             const auto it = model.row_of.find(batch[i]);

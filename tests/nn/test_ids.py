@@ -33,10 +33,15 @@ class AgainstTheModel(RuleBasedStateMachine):
         self.others = [Model(self.options) for _ in self.real[1:]]
         self.now = 1
 
-    @rule(ids=st.lists(few_ids, max_size=14), learns=st.booleans(), steps=st.booleans())
-    def look_up(self, ids: list[int], learns: bool, steps: bool):
+    @rule(
+        ids=st.lists(few_ids, max_size=14),
+        learns=st.booleans(),
+        undone=st.booleans(),
+        steps=st.booleans(),
+    )
+    def look_up(self, ids: list[int], learns: bool, undone: bool, steps: bool):
         for real, model in zip(self.real, [self.model, *self.others], strict=True):
-            assert compare(real, model, ids, self.now, learns=learns)
+            assert compare(real, model, ids, self.now, learns=learns, undone=undone)
         self.now += steps
 
     @rule()
@@ -81,13 +86,21 @@ def test_many_at_once_are_the_same_for_any_number_of_threads(kind: Any, threads:
     options = Options(40_000, 1, 1, "lru")
     ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3)) * 2**40
     real = kind(options)
-    rows, without = real.find(ids)
-    assert without == len(ids)
-    real.see(ids, rows, 1)
+    counted = real.count(ids, 1)
+    assert counted.without == len(ids)
+    real.admit(ids, counted, 1)
+    rows = counted.rows
     assert rows.tolist() == [*range(1, 40_000), *(10_001 * [0])]
     again, without = real.find(ids)
     assert without == 10_001
     assert torch.equal(again, rows)
+    before = real.save()
+    real.uncount(real.count(ids[:30_000].repeat(2), 2))
+    for one, other in zip(real.save(), before, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    both = ids[:30_000].repeat(2)
+    real.admit(both, real.count(both, 2), 2)
+    assert real.save().counts[rows[:30_000]].unique().tolist()[-1] == 3
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -95,7 +108,7 @@ def test_ids_that_come_twice_are_not_loaded(kind: Any):
     options = Options(4, 1, 1, None)
     real = kind(options)
     ids = torch.tensor([7, 8])
-    real.see(ids, real.find(ids)[0], 1)
+    real.admit(ids, real.count(ids, 1), 1)
     saved = real.save()
     saved.ids[2] = 7
     assert not real.load(saved, 1)

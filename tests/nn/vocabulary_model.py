@@ -14,7 +14,8 @@ from collections import Counter
 import torch
 
 import sparsestep
-from sparsestep.nn.ids import Ids, NativeIds, Options, PlainIds, public_hash
+from sparsestep.nn.ids import Ids, Options, PlainIds, public_hash
+from sparsestep.nn.native_ids import NativeIds
 
 
 class Model:
@@ -110,7 +111,7 @@ class Faster(Model):
 
     def see(self, ids: list[int], now: int) -> list[int]:
         given = torch.tensor(ids, dtype=torch.int64)
-        taken: list[int] = self._ids.see(given, self._ids.find(given)[0], now).tolist()
+        taken: list[int] = self._ids.admit(given, self._ids.count(given, now), now).tolist()
         return taken
 
 
@@ -119,8 +120,19 @@ def kinds() -> list[type[NativeIds] | type[PlainIds]]:
     return [PlainIds] if sparsestep.core.core is None else [NativeIds, PlainIds]
 
 
-def compare(real: Ids, model: Model, ids: list[int], now: int, *, learns: bool) -> bool:
-    """One call of both; whether they agree."""
+def compare(
+    real: Ids, model: Model, ids: list[int], now: int, *, learns: bool, undone: bool = False
+) -> bool:
+    """One call of both; whether they agree.
+
+    Args:
+        real: of the library.
+        model: the plainest.
+        ids: what is looked up.
+        now: the time.
+        learns: whether ids are counted.
+        undone: they are once more, before, and that is taken back.
+    """
     given = torch.tensor(ids, dtype=torch.int64)
     rows, without = real.find(given)
     expected = model.find(ids)
@@ -128,8 +140,13 @@ def compare(real: Ids, model: Model, ids: list[int], now: int, *, learns: bool) 
         return False
     if not learns:
         return True
-    taken = real.see(given, rows, now)
-    return taken.tolist() == model.see(ids, now) and rows.tolist() == model.find(ids)
+    if undone:
+        real.uncount(real.count(given, now))
+    counted = real.count(given, now)
+    if counted.rows.tolist() != expected or counted.without != without:
+        return False
+    taken = real.admit(given, counted, now)
+    return taken.tolist() == model.see(ids, now) and counted.rows.tolist() == model.find(ids)
 
 
 def reloaded(real: Ids, options: Options, now: int) -> Ids:
@@ -157,7 +174,8 @@ def run(operations: int, seed: int) -> None:
         for _ in range(200):
             size = chance.choice([0, 1, 8, 8, rows // 2, rows])
             ids = [pool[int(len(pool) * chance.random() ** skew)] for _ in range(size)]
-            if not compare(real, model, ids, now, learns=chance.random() < 0.9):
+            learns, undone = chance.random() < 0.9, chance.random() < 0.1
+            if not compare(real, model, ids, now, learns=learns, undone=undone):
                 raise AssertionError(f"seed {seed}, {options}, after {done} operations")
             now += chance.random() < 0.7
             done += size

@@ -1,13 +1,13 @@
-"""Which row each id has: in the core, or in Python's dicts where it is not installed.
+"""Which row each id has: what can be asked, and how it is done without the core.
 
-Both give the same rows for the same calls. Lookups change nothing (``find``); ids are counted, get
-rows and lose them when they are seen (``see``), and nothing in that can fail half-way.
+The core (``native_ids``) gives the same rows for the same calls. Lookups change nothing (``find``),
+or count ids that have a row while they are at it (``count``), which can be undone. Then others are
+counted, get rows and lose them (``admit``), and nothing in that can fail half-way.
 """
 
 from __future__ import annotations
 
 import heapq
-import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -15,10 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from sparsestep.core import core
-
 Evict: TypeAlias = Literal["lru", "lfu"] | None
-_EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
 
 # With "lfu", counts are halved when so many ids were seen for each row.
 _FADES_AFTER = 16
@@ -88,6 +85,20 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
+class Counted(NamedTuple):
+    """Ids that were looked up and counted.
+
+    Attributes:
+        rows: of each id, a shared one where it has none.
+        without: how many have none.
+        before: what has to be known to make it undone.
+    """
+
+    rows: Tensor
+    without: int
+    before: Tensor
+
+
 class Ids(Protocol):
     """Ids that have rows, and those that are counted until they do."""
 
@@ -100,12 +111,20 @@ class Ids(Protocol):
         """The row of each id, a shared one where it has none, and how many have none."""
         ...
 
-    def see(self, ids: Tensor, rows: Tensor, now: int) -> Tensor:
-        """Take note of ids.
+    def count(self, ids: Tensor, now: int) -> Counted:
+        """Look up ids; those that have a row were seen once more, at this time."""
+        ...
+
+    def uncount(self, counted: Counted) -> None:
+        """Make that undone; it must have been the last call."""
+        ...
+
+    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
+        """Take note of ids that have no row.
 
         Args:
-            ids: what was seen.
-            rows: what ``find`` gave for them; rows that are given to them now are filled in.
+            ids: all that were seen.
+            counted: what ``count`` gave for them; rows that are given to them now are filled in.
             now: the time. Whoever was seen at this time keeps its row.
 
         Returns:
@@ -122,66 +141,15 @@ class Ids(Protocol):
         ...
 
 
-def new_ids(options: Options) -> Ids:
-    """One that has seen nothing."""
-    return PlainIds(options) if core is None else NativeIds(options)
-
-
-class NativeIds:
-    """In the core: see ``native/core/vocabulary.h``."""
-
-    def __init__(self, options: Options) -> None:
-        assert core is not None
-        self._options = options
-        # What row an id has does not depend on the keys, only how long it takes to find it.
-        keys = (secrets.randbits(64), secrets.randbits(64))
-        self._core = core.vocabulary(
-            options.rows,
-            options.shared,
-            options.admit,
-            options.candidates,
-            _EVICTIONS.index(options.evict),
-            options.fades_after,
-            keys,
-        )
-
-    @property
-    def used(self) -> int:
-        """See ``Ids``."""
-        return self._core.sizes()[0]
-
-    def find(self, ids: Tensor) -> tuple[Tensor, int]:
-        """See ``Ids``."""
-        rows = torch.empty_like(ids)
-        return rows, self._core.find(ids, rows, torch.get_num_threads())
-
-    def see(self, ids: Tensor, rows: Tensor, now: int) -> Tensor:
-        """See ``Ids``."""
-        taken = torch.empty_like(ids)
-        count = self._core.see(ids, rows, now, taken)
-        assert count >= 0
-        return taken[:count]
-
-    def save(self) -> Saved:
-        """See ``Ids``."""
-        saved = Saved.room(self._options, *self._core.sizes())
-        self._core.save(*saved[:5])
-        return saved
-
-    def load(self, saved: Saved, now: int) -> bool:
-        """See ``Ids``."""
-        return self._core.load(*saved, now)
-
-
 class PlainIds:
     """In Python's dicts and lists.
 
     Example:
         >>> ids = PlainIds(Options(rows=3, shared=1, admit=1, evict="lru"))
         >>> for now, batch in enumerate(([10**18, -5], [-5, 7])):
-        ...     rows, _ = ids.find(torch.tensor(batch))
-        ...     taken = ids.see(torch.tensor(batch), rows, now)
-        ...     print(rows.tolist(), taken.tolist())
+        ...     counted = ids.count(torch.tensor(batch), now)
+        ...     taken = ids.admit(torch.tensor(batch), counted, now)
+        ...     print(counted.rows.tolist(), taken.tolist())
         [1, 2] []
         [2, 1] [1]
     """
@@ -209,22 +177,36 @@ class PlainIds:
             found.append(row)
         return torch.tensor(found, dtype=torch.int64, device="cpu"), without
 
-    def see(self, ids: Tensor, rows: Tensor, now: int) -> Tensor:
+    def count(self, ids: Tensor, now: int) -> Counted:
+        """See ``Ids``."""
+        rows, without = self.find(ids)
+        before = torch.zeros(len(ids), 2, dtype=torch.int64, device="cpu")
+        for place, row in enumerate(rows.tolist()):
+            if row >= self._options.shared:
+                before[place, 0], before[place, 1] = self._counts[row], self._seen[row]
+                self._counts[row] += 1
+                self._seen[row] = now
+        return Counted(rows, without, before)
+
+    def uncount(self, counted: Counted) -> None:
+        """See ``Ids``."""
+        pairs = list(zip(counted.rows.tolist(), counted.before.tolist(), strict=True))
+        for row, before in reversed(pairs):  # an id that comes twice ends with its first
+            if row >= self._options.shared:
+                self._counts[row], self._seen[row] = before
+
+    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
         """See ``Ids``."""
         if now != self._latest:
             self._latest = now
             self._release()
-        listed = ids.tolist()
+        listed, rows = ids.tolist(), counted.rows
         new: dict[int, int] = {}
         for each in listed:
-            row = self._row_of.get(each)
-            if row is None:
+            if each not in self._row_of:
                 new[each] = new.get(each, 0) + 1
-            else:
-                self._counts[row] += 1
-                self._seen[row] = now
         taken: list[int] = []
-        counted = 0  # candidates of this call
+        of_this_call = 0  # candidates
         for each, times in new.items():
             count = times + self._candidates.get(each, 0)
             row = self._free_row(now, taken) if count >= self._options.admit else None
@@ -233,8 +215,8 @@ class PlainIds:
                 self._ids[row], self._counts[row], self._seen[row] = each, count, now
                 self._row_of[each] = row
                 heapq.heappush(self._queue, self._key(row))
-            elif self._remember(each, count, counted):
-                counted += 1
+            elif self._remember(each, count, of_this_call):
+                of_this_call += 1
         for place, each in enumerate(listed):
             if each in new and each in self._row_of:
                 rows[place] = self._row_of[each]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn import saving
 from sparsestep.nn.attached import Table, weight_of
-from sparsestep.nn.ids import Ids, Options, new_ids
+from sparsestep.nn.ids import Ids, Options
+from sparsestep.nn.native_ids import new_ids
 
 
 class KnowsIds(nn.Module):

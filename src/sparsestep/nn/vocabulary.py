@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from sparsestep.nn import saving
 from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table
 from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.growing import prepare_growth
-from sparsestep.nn.ids import Evict, Options, new_ids
+from sparsestep.nn.ids import Evict, Options
 from sparsestep.nn.known import KnowsIds
+from sparsestep.nn.native_ids import new_ids
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+Agree: TypeAlias = Callable[[Exception | None], object]
 _MOST_ROWS = 2**31 - 1
 _MOST_ADMIT = 2**16 - 1
 
@@ -107,47 +109,49 @@ class Vocabulary(KnowsIds):
         flat = flat_ids(ids)
         return self._look_up(flat).view(ids.shape).to(ids.device)
 
-    def _look_up(
-        self, ids: Tensor, agree: Callable[[Exception | None], object] | None = None
-    ) -> Tensor:
+    def _look_up(self, ids: Tensor, agree: Agree | None = None) -> Tensor:
         """The row of each id; in training they have been seen, unless something raises.
 
         Args:
             ids: int64 of one dim, on the CPU.
             agree: called before anything is changed, with what stands against it, which it raises.
         """
-        error = None
         with self._lock:
-            rows, without = self._ids.find(ids)
-            learns = self.training and ids.numel() > 0
+            if not self.training or not ids.numel():
+                if agree is not None:
+                    agree(None)
+                return self._ids.find(ids)[0]
+            now, progress = self._time()
+            counted = self._ids.count(ids, now)
             try:
-                if learns and without:
-                    self._check_attached(ids[:0])
-            except Exception as raised:
-                if agree is None:
-                    raise
-                error = raised
-            if agree is not None:
-                agree(error)
-            if learns:
-                self._see(ids, rows)
-        return rows
+                self._get_ready(ids[:0], counted.without, agree)
+            except BaseException:
+                self._ids.uncount(counted)
+                raise
+            self._now, self._progress = now, progress
+            self.taken_over = self._ids.admit(ids, counted, now)
+            if self._attached and self.taken_over.numel():
+                self._begin_anew = self.taken_over
+                self._hand_over()
+        return counted.rows
 
-    def _check_attached(self, nothing: Tensor) -> None:
+    def _get_ready(self, nothing: Tensor, without: int, agree: Agree | None) -> None:
         """Whatever may raise does so before an id gets a row."""
-        for attached in self._attached:
-            attached.check(self.rows, self._options.shared)
-            attached.prepare(nothing, 0)
-
-    def _see(self, ids: Tensor, rows: Tensor) -> None:
-        self._hand_over()
-        self.taken_over = self._ids.see(ids, rows, self._time())
-        if self._attached and self.taken_over.numel():
-            self._begin_anew = self.taken_over
+        error = None
+        try:
+            for attached in self._attached if without else ():
+                attached.check(self.rows, self._options.shared)
+                attached.prepare(nothing, 0)
             self._hand_over()
+        except Exception as raised:
+            error = raised
+        if agree is not None:
+            agree(error)
+        elif error is not None:
+            raise error
 
-    def _time(self) -> int:
-        """Passes with each call, or where tables are attached, with each step."""
+    def _time(self) -> tuple[int, list[Any]]:
+        """Passes with each call, or where tables are attached, with each step: their progress."""
         progress = [each for attached in self._attached for each in attached.progress()]
         before = self._progress
         if (
@@ -155,9 +159,8 @@ class Vocabulary(KnowsIds):
             or len(before) != len(progress)
             or all(a != b for a, b in zip(before, progress, strict=True))
         ):
-            self._now += 1
-            self._progress = progress
-        return self._now
+            return self._now + 1, progress
+        return self._now, before
 
     def _hand_over(self) -> None:
         """Have rows that changed hands begin anew; what raises here is done with the next call."""

@@ -1,0 +1,72 @@
+"""Which row each id has: in the core, or in Python's dicts where it is not installed."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from sparsestep.core import core
+from sparsestep.nn.ids import Counted, Evict, Ids, Options, PlainIds, Saved
+
+_EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
+
+
+def new_ids(options: Options) -> Ids:
+    """One that has seen nothing."""
+    return PlainIds(options) if core is None else NativeIds(options)
+
+
+class NativeIds:
+    """In the core: see ``native/core/vocabulary.h``."""
+
+    def __init__(self, options: Options) -> None:
+        assert core is not None
+        self._options = options
+        # What row an id has does not depend on the keys, only how long it takes to find it.
+        keys = (secrets.randbits(64), secrets.randbits(64))
+        self._core = core.vocabulary(
+            options.rows,
+            options.shared,
+            options.admit,
+            options.candidates,
+            _EVICTIONS.index(options.evict),
+            options.fades_after,
+            keys,
+        )
+
+    @property
+    def used(self) -> int:
+        """See ``Ids``."""
+        return self._core.sizes()[0]
+
+    def find(self, ids: Tensor) -> tuple[Tensor, int]:
+        """See ``Ids``."""
+        rows = torch.empty_like(ids)
+        return rows, self._core.find(ids, rows, torch.get_num_threads())
+
+    def count(self, ids: Tensor, now: int) -> Counted:
+        """See ``Ids``."""
+        rows, before = torch.empty_like(ids), torch.empty_like(ids)
+        threads = torch.get_num_threads()
+        return Counted(rows, self._core.find_and_count(ids, rows, now, before, threads), before)
+
+    def uncount(self, counted: Counted) -> None:
+        """See ``Ids``."""
+        self._core.uncount(counted.rows, counted.before)
+
+    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
+        """See ``Ids``."""
+        taken = counted.before  # from here on nothing is undone
+        return taken[: self._core.admit(ids, counted.rows, now, taken)]
+
+    def save(self) -> Saved:
+        """See ``Ids``."""
+        saved = Saved.room(self._options, *self._core.sizes())
+        self._core.save(*saved[:5])
+        return saved
+
+    def load(self, saved: Saved, now: int) -> bool:
+        """See ``Ids``."""
+        return self._core.load(*saved, now)
