@@ -33,6 +33,12 @@ needs_gradients_that_autograd_lets_go = pytest.mark.skipif(
     "nobody can tell whether it is shared, and it is copied",
 )
 
+needs_tensors_that_the_core_reads = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="torch has no table for C code to read its tensors with (2.7 does not, 2.10 does), so "
+    "no step is a single call of the core",
+)
+
 # Of what is compiled by AOTAutograd, inductor too. Python numbers are then part of the graph.
 needs_graphs_for_any_number = pytest.mark.skipif(
     torch.__version__ < (2, 13),

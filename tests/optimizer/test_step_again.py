@@ -13,8 +13,12 @@ from torch import Tensor
 import sparsestep
 from sparsestep.core import core
 from sparsestep.optimizer.plan import Plan
+from tests.torch_versions import needs_tensors_that_the_core_reads
 
-pytestmark = pytest.mark.skipif(core is None, reason="it is the core that does it")
+pytestmark = [
+    pytest.mark.skipif(core is None, reason="it is the core that does it"),
+    needs_tensors_that_the_core_reads,
+]
 
 
 def coo(*rows: int, size: int = 6) -> Tensor:

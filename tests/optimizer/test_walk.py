@@ -13,6 +13,7 @@ import torch
 
 import sparsestep
 from sparsestep.core import core
+from tests.torch_versions import needs_tensors_that_the_core_reads
 
 OURS = str(Path(sparsestep.__file__).parent)
 IDS = torch.tensor([1, 5, 1, 7])
@@ -50,6 +51,7 @@ def warm(module: torch.nn.Module, **options: Any) -> Callable[[], None]:
     return optimizer.step
 
 
+@needs_tensors_that_the_core_reads
 def test_the_walk_of_a_coo_gradient():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True)))
     assert len(found) <= 3, found
@@ -57,11 +59,13 @@ def test_the_walk_of_a_coo_gradient():
     assert found[-1] == "engines/native.py:step_again"
 
 
+@needs_tensors_that_the_core_reads
 def test_the_walk_of_a_compact_gradient():
     found = functions_called(warm(sparsestep.nn.Embedding(10, 4)))
     assert len(found) <= 3, found
 
 
+@needs_tensors_that_the_core_reads
 def test_the_walk_of_dense_semantics():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True), semantics="dense"))
     assert len(found) <= 110, found
