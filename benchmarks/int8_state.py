@@ -45,11 +45,11 @@ def time_of_a_step(rounds: int) -> None:
     print(f"{sizes[1] / sizes[0]:.3f} of it")
 
 
-def word_vectors(steps: int) -> None:
+def word_vectors(steps: int, seed: int) -> None:
     files = identifiers.read(identifiers.standard_library())
     known = identifiers.vocabulary(files, size=50_000)
-    batches = skipgram.Batches(skipgram.pairs(files, known), known.counts, steps, seed=0)
-    weights = skipgram.start(len(known.words), 64, seed=0)
+    batches = skipgram.Batches(skipgram.pairs(files, known), known.counts, steps, seed)
+    weights = skipgram.start(len(known.words), 64, seed)
     runs = [
         skipgram.train(name, partial(sparsestep.SparseAdam, state_dtype=dtype), weights, batches)
         for name, dtype in DTYPES.items()
@@ -58,11 +58,11 @@ def word_vectors(steps: int) -> None:
     print(f"skip-gram    loss {plain:.5f} and {coded:.5f}: {coded / plain - 1:+.2%}")
 
 
-def recommender(steps: int) -> None:
+def recommender(steps: int, seed: int) -> None:
     losses = []
     for name, dtype in DTYPES.items():
-        torch.manual_seed(0)
-        log = clicks.Clicks(0, 20_000, clicks.LENGTHS)
+        torch.manual_seed(seed)
+        log = clicks.Clicks(seed, 20_000, clicks.LENGTHS)
         shapes = [(rows, dlrm.DIM) for rows in log.rows]
         model = dlrm.Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
         optimizer = sparsestep.AdamW(
@@ -87,10 +87,14 @@ def main() -> None:
     add_rounds(parser, 100)
     many = whole_number(1, 1_000_000)
     parser.add_argument("--steps", type=many, default=2_000, help="of training (default: 2,000)")
+    parser.add_argument(
+        "--seeds", type=whole_number(0, 2**31), nargs="+", default=[0], help="of training"
+    )
     options = parser.parse_args()
     time_of_a_step(options.rounds)
-    word_vectors(options.steps)
-    recommender(min(options.steps, 500))
+    for seed in options.seeds:
+        word_vectors(options.steps, seed)
+        recommender(min(options.steps, 500), seed)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.modules import table_of
-from sparsestep.distributed.table import Table
+from sparsestep.distributed.table import Table as ShardedTable
 from sparsestep.distributed.wire import joined
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.attached import AnyOptimizer, Attached, Init
-from sparsestep.nn.attached import Table as TableModule
+from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table
 from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.ids import Evict
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
@@ -67,7 +66,7 @@ class Vocabulary(nn.Module):
 
     def __init__(
         self,
-        table: TableModule,
+        table: Table,
         *optimizers: AnyOptimizer,
         admit: int = 1,
         evict: Evict = None,
@@ -137,9 +136,7 @@ class Vocabulary(nn.Module):
 
         return self.local._look_up(ids, agree)
 
-    def attach(
-        self, table: TableModule, *optimizers: AnyOptimizer, init: Init | None = None
-    ) -> None:
+    def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
         """Initialize the rows of another table anew, too, when they go to another id.
 
         Args:
@@ -213,7 +210,7 @@ def _bytes_of(counts: list[int]) -> list[int]:
     return [_ID_BYTES * count for count in counts]
 
 
-def _dealt(module: Any) -> Table:
+def _dealt(module: Any) -> ShardedTable:
     """The table that a module is; raises if ranks do not share it by rows."""
     table = table_of(module) if isinstance(module, nn.Module) else None
     if table is None or table.kind != "rows":
