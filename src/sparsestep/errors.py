@@ -53,8 +53,8 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
     Example:
         >>> sentence("betas[0] must be in [0, 1)", 1.2)
         'betas[0] must be in [0, 1). Got 1.2.'
-        >>> sentence("lr must be at least 0", -1, "To go uphill, pass maximize=True")
-        'lr must be at least 0. Got -1. To go uphill, pass maximize=True.'
+        >>> sentence("lr must be at least 0", -1, "To maximize, pass maximize=True")
+        'lr must be at least 0. Got -1. To maximize, pass maximize=True.'
     """
     text = f"{contract}. Got {_shortened(got)}."
     return f"{text} {remedy}." if remedy else text

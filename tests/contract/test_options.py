@@ -79,7 +79,9 @@ def test_a_misspelt_option_is_refused_with_the_right_name(optimizer: type[RuleOp
     opt = optimizer([table()])
     for key, name in MISSPELT.items():
         group = {"params": [table()], key: None}
-        with pytest.raises(InputError, match=f"must be spelt '{name}'. Got '{key}'. Rename"):
+        with pytest.raises(
+            InputError, match=f"must spell this option '{name}'. Got '{key}'. Rename"
+        ):
             optimizer([group])
         with pytest.raises(InputError, match=f"^{optimizer.__name__}: .* '{name}'"):
             opt.add_param_group(group)
@@ -129,7 +131,7 @@ def test_notes_of_ones_own_are_kept(optimizer: type[RuleOptimizer]):
 @pytest.mark.parametrize("key", ["engine", "semantics"])
 @each_optimizer
 def test_what_belongs_to_the_whole_optimizer_is_no_key_of_a_group(optimizer, key: str):
-    with pytest.raises(InputError, match=f"{key} belongs to the optimizer as a whole .* Pass"):
+    with pytest.raises(InputError, match=f"{key} is an option of the whole optimizer, .* Pass"):
         optimizer([{"params": [table()], key: options.WHOLE[key]}])
 
 

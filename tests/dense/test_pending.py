@@ -17,7 +17,7 @@ def test_a_count_that_counts_nothing_is_refused(count: torch.Tensor, sparse: boo
     optimizer.state[param]["step"] = count
     param.grad = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
     with pytest.raises(
-        sparsestep.InputError, match=r"Adagrad: param 0 of group 0: .*how many steps were taken"
+        sparsestep.InputError, match=r"Adagrad: param 0 of group 0: .*the number of steps taken"
     ):
         optimizer.step()
     assert bool((param == 1).all())

@@ -64,7 +64,7 @@ def test_where_a_loader_raises_all_ranks_do(found: list[Results], prefetch: int)
 
 def test_a_loader_that_writes_to_the_batch_it_gave_is_refused(found: list[Results]):
     for each in found:
-        assert "must not write to a batch it has given" in each["overwritten"]["said"]
+        assert "must not modify a batch after yielding it" in each["overwritten"]["said"]
 
 
 def test_one_process_has_nobody_to_send_to():

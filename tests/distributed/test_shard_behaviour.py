@@ -41,7 +41,7 @@ def test_a_rank_with_bad_ids_says_so_and_the_others_name_it(found: list[Results]
     )
     for each in others:
         message = each["bad ids", kind]["said"]
-        assert message.startswith(f"rank {len(found) - 1}, which looks up the table, refused")
+        assert message.startswith(f"rank {len(found) - 1}, which looks up the table, rejected")
     assert all(each["bad ids", kind]["unchanged"] for each in found)
     after = begin()
     after[: len(found)] -= 1  # the next step works
@@ -51,7 +51,7 @@ def test_a_rank_with_bad_ids_says_so_and_the_others_name_it(found: list[Results]
 def test_ranks_at_different_places_are_told(found: list[Results]):
     for rank, each in enumerate(found):
         message = each["different_places"]["said"]
-        assert "the same calls of sharded tables in the same order" in message
+        assert "must call sharded tables in the same order" in message
         assert f"rank {rank}, which" in message
         assert "looks up" in message
         assert "needs gradients" in message
@@ -93,9 +93,9 @@ def test_what_is_refused_says_why(found: list[Results]):
     for each in found:
         said = each["refusals"]
         assert "still to be exchanged" in said["shown"]
-        assert "must have been exchanged before it is read" in said["copy"]
+        assert "must be exchanged before you read it" in said["copy"]
         assert "Leave it to step()" in said["in backward"]
-        assert "norm_type must be more than 0" in said["order"]
+        assert "norm_type must be greater than 0" in said["order"]
         assert "Use sparsestep.clip_grad_norm_" in said["torch's norm"]
     read = sum(float(each["refusals"]["read"]) for each in found)
     assert read == 2 * 2 * len(found)  # whoever reads a gradient, on all ranks, has it exchanged
@@ -262,4 +262,4 @@ def test_a_weight_that_is_read_otherwise_is_refused():
     loss = table(torch.tensor([1])).sum() + table.weight.square().sum()
     with pytest.raises(sparsestep.InputError) as raised:
         loss.backward()
-    assert "must be read by lookups alone" in str(raised.value)
+    assert "must only be used in lookups" in str(raised.value)

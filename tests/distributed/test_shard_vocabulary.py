@@ -56,12 +56,12 @@ def test_a_rank_that_refuses_is_named_and_nothing_was_changed(found: list[Result
     assert "the state 'exp_avg' must have shape" in last["no reset"]
     for each in others:
         for what in ("no ids", "no reset"):
-            message = f"rank {len(found) - 1}, which looks up ids of the table, refused"
+            message = f"rank {len(found) - 1}, which looks up ids of the table, rejected"
             assert each[what].startswith(message)
     for each in (*others, last):
-        assert "the same calls of sharded tables in the same order" in each["elsewhere"]
+        assert "must call sharded tables in the same order" in each["elsewhere"]
         assert each["unchanged"]
-        assert "can be neither copied nor pickled" in each["copied"]
+        assert "cannot be copied or pickled" in each["copied"]
         assert "must not contain a vocabulary that ranks share" in each["saved"]
     once = Alone(len(found), {"evict": "lru"})
     expected, _ = once.look_up([torch.arange(3) + rank for rank in range(len(found))])

@@ -246,7 +246,7 @@ def test_a_formula_has_to_be_one_that_can_be_recorded():
 def test_the_cpu_is_refused_but_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     _, optimizer = two_tables()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match=r"takes parameters on a GPU. Got one on the CPU"):
+    with pytest.raises(InputError, match=r"needs parameters on a GPU. Got one on the CPU"):
         optimizer.step()
 
 

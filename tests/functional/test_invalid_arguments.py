@@ -36,12 +36,12 @@ def spoiled(function: Function, how: Callable[[Tensor], Tensor]) -> dict[str, Te
 
 BAD_STATE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "another shape": (lambda t: torch.zeros(*t.shape, 2), r"must have shape \("),
-    "integers": (lambda t: t.long(), "must be of a real float dtype. Got torch.int64"),
-    "imaginary": (lambda t: t.to(torch.complex64), "must be of a real float dtype. Got"),
+    "integers": (lambda t: t.long(), "must have a real float dtype. Got torch.int64"),
+    "imaginary": (lambda t: t.to(torch.complex64), "must have a real float dtype. Got"),
     "elsewhere": (lambda t: t.to("meta"), "and be on cpu"),
     "shared memory": (lambda t: torch.zeros(1).expand(t.shape), "must have memory of its own"),
     "sparse": (lambda t: t.to_sparse_coo(), "must be a strided tensor"),
-    "no tensor": (lambda t: 0.0, "must hold a tensor"),
+    "no tensor": (lambda t: 0.0, "must have a tensor"),
 }
 
 
@@ -78,7 +78,7 @@ BAD_GRADIENTS: dict[str, tuple[Any, str]] = {
     "index negative": (coo([[-1, 2]], torch.ones(2, 5)), r"must be in \[0, 7\). Got -1"),
     "second index": (coo([[1, 0], [5, 3]], torch.ones(2)), r"dim 1 must be in \[0, 5\). Got 5"),
     "another shape": (torch.ones(7, 4), r"parameter's shape, \(7, 5\). Got \(7, 4\)"),
-    "imaginary": (torch.ones(SHAPE, dtype=torch.complex64), "of a like dtype"),
+    "imaginary": (torch.ones(SHAPE, dtype=torch.complex64), "a compatible dtype"),
     "elsewhere": (torch.ones(SHAPE, device="meta"), "on the parameter's device, cpu. Got meta"),
     "none": (None, "must be a tensor or a Touched. Got NoneType"),
     "a list": ([0.0], "must be a tensor or a Touched. Got list"),
@@ -105,7 +105,7 @@ def test_gradients_that_do_not_fit(function: Function, engine: str, bad: str, ma
 
 ROWS = torch.ones(7, dtype=torch.bool)
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "step 0": ({"step": 0}, "step must be the number of this update, from 1. Got 0"),
+    "step 0": ({"step": 0}, "step must be the number of this update, counted from 1. Got 0"),
     "step -1": ({"step": torch.tensor(-1.0)}, "from 1. Got -1"),
     "step 1.5": ({"step": 1.5}, "from 1. Got 1.5"),
     "step nan": ({"step": torch.tensor(float("nan"))}, "from 1. Got nan"),
@@ -213,7 +213,7 @@ def test_what_else_is_refused():
         ),
         (
             lambda: F.sgd_(param.long(), grad.long()),
-            "sgd_: a parameter must be of a real float dtype. Got torch.int64",
+            "sgd_: a parameter must have a real float dtype. Got torch.int64",
         ),
         (
             lambda: F.sgd_(param.to_sparse_coo(), grad),

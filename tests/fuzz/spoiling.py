@@ -316,7 +316,7 @@ def interrupt(world: World) -> None:
     except KeyboardInterrupt:
         interrupted = True
     except Exception as error:
-        if "the native engine takes" not in str(error):
+        if "the native engine needs" not in str(error):
             raise FindingError(
                 f"{type(error).__name__} in a valid step", str(error)[:300]
             ) from error

@@ -22,7 +22,7 @@ from tests.fuzz.gradients import Drawn, is_as_given
 INSTRUCTION_SETS = [name for name, there in core.instruction_sets().items() if there]
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
 # With these words the native engine says that it was asked for by name and does not apply.
-NOT_NATIVE = "the native engine takes"
+NOT_NATIVE = "the native engine needs"
 
 Say = Callable[[str], None]
 

@@ -205,7 +205,10 @@ def test_a_gradient_that_does_not_fit_its_parameter():
     grad = example()
     for param, message in (
         (torch.zeros(5, 4), "must have the parameter's shape, (5, 4). Got (6, 4)."),
-        (torch.zeros(6, 4, dtype=torch.complex64), "must be of a like dtype. Got torch.float32."),
+        (
+            torch.zeros(6, 4, dtype=torch.complex64),
+            "must have a compatible dtype. Got torch.float32.",
+        ),
         (torch.zeros(6, 4, device="meta"), "must be on the parameter's device, meta. Got cpu."),
     ):
         with pytest.raises(sparsestep.InputError) as error:

@@ -57,23 +57,23 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "source too large": (
         by_hand_with(ids(0, 1), ONES, 4, 6, ids(0, 2)),
-        r"source must number rows of values, in \[0, 2\). Got 2",
+        r"source must hold row numbers of values, in \[0, 2\). Got 2",
     ),
     "source negative": (
         by_hand_with(ids(0, 1), ONES, 4, 6, ids(-1, 0)),
-        r"source must number rows of values, in \[0, 2\). Got -1",
+        r"source must hold row numbers of values, in \[0, 2\). Got -1",
     ),
     "source too short": (
         by_hand_with(ids(0, 1), ONES, 4, 6, ids(0)),
-        "2 positions need as many numbers in source. Got 1",
+        "2 positions need as many entries in source. Got 1",
     ),
     "source without positions": (
         by_hand_with(None, torch.ones(4, 6), source=ids(0)),
-        "source must be None where positions are",
+        "source must be None if positions is None",
     ),
     "scale too short": (
         by_hand_with(ids(0, 1), ONES, scale=torch.ones(1)),
-        "2 positions need as many numbers in scale. Got 1",
+        "2 positions need as many entries in scale. Got 1",
     ),
     "scale of integers": (
         by_hand_with(ids(0, 1), ONES, scale=ids(1, 1)),
@@ -81,7 +81,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "scale without positions": (
         by_hand_with(None, torch.ones(4, 6), scale=torch.ones(4)),
-        "scale must be None where positions are",
+        "scale must be None if positions is None",
     ),
     "scale that is no tensor": (
         by_hand_with(ids(0, 1), ONES, scale=2.0),
@@ -138,26 +138,32 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
         by_hand_with(ids(0, 1), None),
         "values of a Touched must be a strided tensor. Got NoneType",
     ),
-    "integer values": (by_hand_with(ids(0, 1), ONES.long()), "like dtype. Got torch.int64"),
-    "complex values": (by_hand_with(ids(0, 1), ONES * 1j), "like dtype. Got torch.complex64"),
+    "integer values": (by_hand_with(ids(0, 1), ONES.long()), "compatible dtype. Got torch.int64"),
+    "complex values": (by_hand_with(ids(0, 1), ONES * 1j), "compatible dtype. Got torch.complex64"),
     "values elsewhere": (by_hand_with(ids(0, 1), ONES.to("meta")), "must be on cpu. Got meta"),
     "held": (
         by_hand_with(ids(0, 1), ONES, held=ONES > 0),
-        "held is for the library's own use",
+        "held is internal",
     ),
     "held without positions": (
         by_hand_with(None, torch.ones(4, 6), held=torch.ones(4, 6) > 0),
-        "held is for the library's own use",
+        "held is internal",
     ),
     "crow that falls": (
         broken([0, 2, 1, 3, 3], [0, 1, 2], torch.ones(3)),
-        r"must rise from 0 to the number of entries, 3. Got \[0, 2, 1, 3, 3\]",
+        r"must increase from 0 to the number of entries, 3. Got \[0, 2, 1, 3, 3\]",
     ),
-    "crow that begins late": (broken([1, 1, 2, 2, 2], [0, 1], torch.ones(2)), "must rise from 0"),
-    "crow that ends early": (broken([0, 0, 1, 1, 1], [0, 1], torch.ones(2)), "must rise from 0"),
+    "crow that begins late": (
+        broken([1, 1, 2, 2, 2], [0, 1], torch.ones(2)),
+        "must increase from 0",
+    ),
+    "crow that ends early": (
+        broken([0, 0, 1, 1, 1], [0, 1], torch.ones(2)),
+        "must increase from 0",
+    ),
     "ccol that falls": (
         broken([0, 2, 1, 3, 3, 3, 3], [0, 1, 2], torch.ones(3), CSC),
-        "must rise from 0",
+        "must increase from 0",
     ),
     "crow too short": (broken([0, 1, 2], [0, 1], torch.ones(2)), r"must fit its shape, \(4, 6\)"),
     "crow too long": (broken([0] * 5 + [1, 2], [0, 1], torch.ones(2)), "must fit its shape"),
@@ -213,7 +219,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "strided of another shape": (lambda: torch.ones(6, 4), r"shape, \(4, 6\). Got \(6, 4\)"),
     "CSR of integers": (
         broken([0, 1, 1, 1, 1], [0], torch.ones(1, dtype=torch.int64)),
-        "like dtype. Got torch.int64",
+        "compatible dtype. Got torch.int64",
     ),
     "MaskedTensor of another shape": (
         lambda: masked_tensor(torch.ones(6, 4), torch.ones(6, 4) > 0),
@@ -221,7 +227,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "MaskedTensor of integers": (
         lambda: masked_tensor(torch.ones(4, 6).long(), torch.ones(4, 6) > 0),
-        "like dtype. Got torch.int64",
+        "compatible dtype. Got torch.int64",
     ),
     "a layout that nobody knows": (
         lambda: torch.ones(4, 6).to_mkldnn(),
@@ -264,5 +270,5 @@ def test_what_is_broken_is_refused_in_one_sentence_and_changes_nothing(bad: str,
 
 def test_a_parameter_of_another_kind_refuses_values_of_this_one():
     for dtype, values in ((torch.complex64, ONES), (torch.float32, ONES * 1j)):
-        with pytest.raises(InputError, match="must be of a like dtype"):
+        with pytest.raises(InputError, match="must have a compatible dtype"):
             touched(torch.zeros(4, 6, dtype=dtype), Touched(ids(0, 1), values))

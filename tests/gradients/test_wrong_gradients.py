@@ -183,5 +183,5 @@ def test_a_parameter_that_cannot_be_written():
         with pytest.raises(InputError, match=r"^sgd_: (the|a) parameter must"):
             functional.sgd_(param, ONES)
     for state in (fake(), Wrapper(ONES)):
-        with pytest.raises(InputError, match=r"^lion_: the state 'exp_avg' must have memory"):
+        with pytest.raises(InputError, match=r"^lion_: the state 'exp_avg' must own memory"):
             functional.lion_(torch.zeros(SHAPE), ONES, state)

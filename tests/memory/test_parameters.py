@@ -42,7 +42,7 @@ def test_a_wrapper_without_memory_is_refused(optimizer: type[torch.optim.Optimiz
     plain, wrapper = torch.zeros(5, 2), Wrapper(torch.zeros(5, 2))
     opt = getattr(sparsestep, f"Functional{optimizer.__name__}")([plain, wrapper])
     grad = torch.ones(5, 2)
-    with pytest.raises(sparsestep.InputError, match=r"must have memory of its own.* Got a Wrapper"):
+    with pytest.raises(sparsestep.InputError, match=r"must own memory.* Got a Wrapper"):
         opt.step([grad, grad.to_sparse(1) if sparse else grad])
     assert not plain.any()
 
@@ -62,7 +62,7 @@ def test_memory_that_was_taken_away_is_noticed(bytes_left: int):
     for _ in range(2):
         opt.step()
     table.untyped_storage().resize_(bytes_left)
-    with pytest.raises(sparsestep.InputError, match="as much as its shape says"):
+    with pytest.raises(sparsestep.InputError, match="for all of its elements"):
         opt.step()
 
 

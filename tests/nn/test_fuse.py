@@ -193,7 +193,9 @@ def test_only_some(only: Any, fused: set[str]):
 def test_what_only_leaves_out_is_not_mentioned():
     fuse(refused(), only=["table"])
     model = refused()
-    with pytest.raises(sparsestep.InputError, match=r"fuse: only must have names .* Got 'tabel'"):
+    with pytest.raises(
+        sparsestep.InputError, match=r"fuse: only must contain names .* Got 'tabel'"
+    ):
         fuse(model, only=["table", "tabel"])
     assert type(model["table"]) is nn.Embedding
 

@@ -140,9 +140,9 @@ BAD = {
     "param resized after backward": (resized, r"parameter's shape, \(4, 3\). Got \(6, 3\)"),
     "param replaced by one of another shape": (replaced_with_its_gradient, "the state '"),
     "integers": (integer, "real float dtype. Got torch.int64"),
-    "complex gradient": (imaginary, "must be of a like dtype. Got torch.complex64"),
+    "complex gradient": (imaginary, "must have a compatible dtype. Got torch.complex64"),
     "gradient of another shape": (of_another_shape, r"shape, \(6, 3\). Got \(6, 4\)"),
-    "compressed gradient that is broken": (compressed, "must rise from 0 to the number"),
+    "compressed gradient that is broken": (compressed, "must increase from 0 to the number"),
     "meta COO gradient": (meta_coo, "parameter's device, cpu. Got meta"),
     "meta gradient": (meta, "parameter's device, cpu. Got meta"),
     "elements that share memory": (expanded, "memory of its own"),
@@ -214,7 +214,7 @@ def test_a_state_that_lost_a_tensor(variant: Variant):
     name = variant.rule.state[0].name
     del opt.state[params[1]][name]
     before = snapshot(opt)
-    with pytest.raises(InputError, match=f"must hold a tensor '{name}'"):
+    with pytest.raises(InputError, match=f"must have a tensor '{name}'"):
         opt.step()
     assert unchanged(opt, before)
 

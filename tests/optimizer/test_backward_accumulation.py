@@ -74,7 +74,7 @@ def test_one_backward_too_many_is_refused(variant: Variant, backwards: int):
             loss_of(model, number).backward()
         before = snapshot(opt)
         message = (
-            f"^{variant.cls.__name__}: step_in_backward frees a gradient as soon as it was used, "
+            f"^{variant.cls.__name__}: step_in_backward frees a gradient as soon as it is used, "
             r"so .* cannot be accumulated. Got .* before step\(\) or zero_grad\(\). Pass back"
         )
         with pytest.raises(InputError, match=message):

@@ -123,7 +123,7 @@ def test_it_begins_without_gradients(optimizer: type[RuleOptimizer]):
     model, opt = pair(optimizer)[0]
     loss_of(model, 0).backward()
     message = (
-        f"^{optimizer.__name__}: step_in_backward must begin without gradients, .* Call zero_grad"
+        f"^{optimizer.__name__}: step_in_backward must start without gradients: .* Call zero_grad"
     )
     with pytest.raises(InputError, match=message):
         opt.step_in_backward()
@@ -141,7 +141,7 @@ def test_parameters_of_others_are_refused(optimizer: type[RuleOptimizer]):
     model, opt = pair(optimizer)[0]
     other = torch.nn.Parameter(torch.ones(3, 2))
     message = (
-        f"^{optimizer.__name__}: step_in_backward takes parameters of this optimizer. "
+        f"^{optimizer.__name__}: step_in_backward needs parameters of this optimizer. "
         r"Got another, of shape \(3, 2\)"
     )
     with pytest.raises(InputError, match=message):

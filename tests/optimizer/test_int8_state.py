@@ -206,14 +206,14 @@ def test_resuming_is_as_if_nothing_had_happened():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: sparsestep.Ftrl([p], state_dtype=torch.int8), "rounded that much"),
+        (lambda p: sparsestep.Ftrl([p], state_dtype=torch.int8), "tolerates 8 bits"),
         (
             lambda p: sparsestep.RMSprop([p], centered=True, state_dtype=torch.int8),
-            "rounded that much",
+            "tolerates 8 bits",
         ),
         (
             lambda p: sparsestep.Adam([p], state_dtype=torch.int8, semantics="dense"),
-            "not rounded to int8",
+            "does not support int8 state",
         ),
         (lambda p: sparsestep.Adam([p], state_dtype=torch.int16), "torch.int8 or None"),
     ],

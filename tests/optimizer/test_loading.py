@@ -81,7 +81,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "lr that is a word": (put("param_groups", 1, "lr", "fast"), "group 1 of the checkpoint: "),
     "no dense form": (
         put("param_groups", 1, "stochastic_rounding", True),
-        "group 1 of the checkpoint: semantics='dense' does not go with stochastic_rounding",
+        "group 1 of the checkpoint: semantics='dense' does not support stochastic_rounding",
     ),
     "a mask": (put("param_groups", 1, "mask", torch.ones(4) > 0), r"mask 0 must have shape \(5,\)"),
     "state that is a tensor": (put("state", 1, torch.ones(5, 3)), "a dict. Got Tensor"),
@@ -91,15 +91,27 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "integers": (put("state", 1, "exp_avg", torch.ones(5, 3).long()), "must be float.*int64"),
     "complex": (put("state", 1, "exp_avg", torch.ones(5, 3) * 1j), "must be float.*complex64"),
-    "a list of numbers": (put("state", 1, "exp_avg", [1.0]), "hold a tensor 'exp_avg'. Got .1.0"),
+    "a list of numbers": (put("state", 1, "exp_avg", [1.0]), "have a tensor 'exp_avg'. Got .1.0"),
     "no average": (without("state", 1, "exp_avg"), "'exp_avg'. Got one with step, exp_avg_sq"),
-    "no count": (without("state", 1, "step"), "'step'. Got one with exp_avg, exp_avg_sq"),
-    "a count that is a word": (put("state", 1, "step", "three"), "'step'. Got 'three'"),
-    "a count that is nothing": (put("state", 1, "step", float("nan")), "'step'. Got nan"),
-    "a negative count": (put("state", 1, "step", torch.tensor(-1.0)), "'step'. Got -1.0"),
+    "no count": (
+        without("state", 1, "step"),
+        "'step', the number of steps taken. Got one with exp_avg, exp_avg_sq",
+    ),
+    "a count that is a word": (
+        put("state", 1, "step", "three"),
+        "'step', the number of steps taken. Got 'three'",
+    ),
+    "a count that is nothing": (
+        put("state", 1, "step", float("nan")),
+        "'step', the number of steps taken. Got nan",
+    ),
+    "a negative count": (
+        put("state", 1, "step", torch.tensor(-1.0)),
+        "'step', the number of steps taken. Got -1.0",
+    ),
     "many counts": (
         put("state", 1, "step", torch.ones(2)),
-        r"'step'. Got a tensor of shape \(2,\)",
+        r"'step', the number of steps taken. Got a tensor of shape \(2,\)",
     ),
 }
 

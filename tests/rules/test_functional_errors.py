@@ -30,7 +30,7 @@ BAD: dict[str, tuple[Any, str]] = {
         r"must be in \[0, 3\). Got 3",
     ),
     "shape": (torch.ones(3, 2), r"parameter's shape, \(3, 2, 2\). Got \(3, 2\)"),
-    "dtype": (torch.ones(SHAPES[2], dtype=torch.complex64), "of a like dtype"),
+    "dtype": (torch.ones(SHAPES[2], dtype=torch.complex64), "a compatible dtype"),
     "device": (torch.ones(SHAPES[2], device="meta"), "parameter's device, cpu. Got meta"),
 }
 

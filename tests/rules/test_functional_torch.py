@@ -79,9 +79,7 @@ def test_positions_and_defaults_are_those_of_torchs_functional_class(
 )
 def test_what_only_torch_has_is_refused_unless_it_changes_nothing(option: str, value: Any):
     usual = sparsestep.FunctionalAdagrad.only_in_torch[option]
-    message = (
-        f"^FunctionalAdagrad: {option} is an option of torch's class alone and must be {usual}"
-    )
+    message = f"^FunctionalAdagrad: {option} is an option of torch's class only and must be {usual}"
     with pytest.raises(InputError, match=message):
         sparsestep.FunctionalAdagrad([torch.zeros(1)], **{option: value})
     opt = sparsestep.FunctionalAdagrad([torch.zeros(1)], **{option: usual})

@@ -216,7 +216,7 @@ def test_a_compiled_formula_is_not_recorded():
     param = table_of()
     opt = made([param], lr=0.1, engine="native")
     param.grad = rows_of(0)
-    with pytest.raises(InputError, match=r"with compile\. Leave compile out"):
+    with pytest.raises(InputError, match=r"with compile\. Drop compile"):
         opt.step()
 
 

@@ -237,7 +237,9 @@ def motion_of(rule: Rule, step: int, hyper: Hyper) -> Motion:
 def refusal(name: str, why: str = "") -> str:
     """Phrase that a rule has no motion."""
     if not why:
-        contract = "semantics='dense' needs a rule that says what it does without a gradient"
+        contract = (
+            "semantics='dense' needs a rule that defines its update for rows without a gradient"
+        )
         return sentence(contract, f"rule {name!r}", "Use semantics='masked'")
     return sentence(
         "semantics='dense' needs a rule whose state decays without a gradient, and whose "

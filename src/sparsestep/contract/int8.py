@@ -47,7 +47,7 @@ def stored_as_int8(rule: Rule) -> Rule:
             rows.append(replace(spec, dtype=spec.dtype or torch.float32))
             continue
         if spec.int8 is None:
-            contract = "state_dtype=torch.int8 needs a rule whose state may be rounded that much"
+            contract = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
             remedy = "Use torch.bfloat16, or None"
             raise InputError(sentence(contract, f"{spec.name!r} of {rule.name!r}", remedy))
         root = spec.int8 == "root"

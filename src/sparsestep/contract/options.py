@@ -159,8 +159,8 @@ def check_keys(
         >>> check_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
         Traceback (most recent call last):
         ...
-        sparsestep.errors.InputError: an option of a param group must be spelt 'weight_decay'. Got \
-'weigth_decay'. Rename it, also if it is a note of your own.
+        sparsestep.errors.InputError: a param group must spell this option 'weight_decay'. Got \
+'weigth_decay'. Rename the key, even if it is your own.
     """
     unknown = [name for name in neutral if name in group and name not in known]
     alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
@@ -171,13 +171,13 @@ def check_keys(
         if not isinstance(key, str) or key in known or key in _NO_OPTIONS or key in neutral:
             continue
         if key in WHOLE:
-            contract = f"{key} belongs to the optimizer as a whole and not to a param group"
+            contract = f"{key} is an option of the whole optimizer, not of a param group"
             remedy = f"Pass {key} to the constructor"
             raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
         nearest = _nearest(key, {*known, *neutral, *WHOLE})
         if nearest is not None:
-            contract = f"an option of a param group must be spelt {nearest!r}"
-            remedy = "Rename it, also if it is a note of your own"
+            contract = f"a param group must spell this option {nearest!r}"
+            remedy = "Rename the key, even if it is your own"
             raise InputError(sentence(contract, repr(key), remedy))
 
 

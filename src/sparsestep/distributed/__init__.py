@@ -68,7 +68,7 @@ def register() -> None:
     """
     if not torch.distributed.is_available():
         contract = "sparsestep.distributed needs a torch that was built with torch.distributed"
-        remedy = "Where there is one process only, nothing has to be registered"
+        remedy = "With a single process there is nothing to register"
         raise InputError(sentence(contract, f"torch {torch.__version__} without it", remedy))
     with warnings.catch_warnings():
         # Older releases compile their own functional optimizers here, and warn of the compiler.

@@ -116,14 +116,16 @@ def agree(
     for rank, refuses in enumerate(lines["refuses"]):
         if refuses:
             what = _says(lines, rank, names)
-            contract = f"rank {rank}, which {what}, refused what it was given; its message says why"
+            contract = (
+                f"rank {rank}, which {what}, rejected its input; see the message of that rank"
+            )
             raise InputError(f"{contract}. Nothing was changed on any rank.")
     for rank in range(wire.world):
         if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
-            contract = "all ranks must make the same calls of sharded tables in the same order"
+            contract = "all ranks must call sharded tables in the same order"
             here, there = (_says(lines, each, names) for each in (wire.rank, rank))
             got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"
-            remedy = "A rank without data takes part with empty batches: see lockstep"
+            remedy = "A rank without data must take part with empty batches: see lockstep"
             raise InputError(sentence(contract, got, remedy))
     return lines
 

@@ -208,8 +208,8 @@ class Loop:
         elif self._others and not self._known[0]:
             warn_once(
                 SlowWarning,
-                "lockstep: prefetch=1 sends nothing ahead, because no lookup was given tensors of "
-                "the batch as they are. Give tables the batch's own tensors, not parts of them",
+                "lockstep: prefetch=1 sends nothing ahead, because no lookup got a tensor of the "
+                "batch itself. Pass the batch's own tensors to the tables, not slices of them",
             )
 
     def begin(self, batch: Any, sending: Sending | None) -> None:

@@ -87,7 +87,7 @@ class Exchange:
     def total(self, value: Tensor, order: float) -> Tensor:
         """The norm of what all ranks have the norms of; the same bits on all of them."""
         if not order > 0:
-            contract = "clip_grad_norm_: with sharded tables norm_type must be more than 0"
+            contract = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
             raise InputError(sentence(contract, order))
         line = self._ledger.line(Doing.NORM)
         line.payload = int(value.double().view(torch.int64))  # its bits

@@ -74,8 +74,12 @@ def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
 
     def recipe(batch: Any) -> int:
         if any(version_of(tensor) != version for tensor, version in given):
-            contract = "lockstep: with prefetch=1 a loader must not write to a batch it has given"
-            raise InputError(sentence(contract, "one that did", "Give every batch its own tensors"))
+            contract = (
+                "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
+            )
+            raise InputError(
+                sentence(contract, "one that did", "Allocate new tensors for every batch")
+            )
         return 0 if batch is None else loop.recipe(batch)
 
     try:
@@ -122,7 +126,7 @@ def _in_step(
             raise error
         if _ERROR in everybody:
             rank = everybody.index(_ERROR)
-            contract = f"lockstep: rank {rank} has no next batch; its message says why"
+            contract = f"lockstep: rank {rank} has no next batch; see the message of that rank"
             raise InputError(f"{contract}. All ranks stop here.")
         if _BATCH not in everybody:
             return

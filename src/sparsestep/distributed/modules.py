@@ -39,7 +39,7 @@ class _Sharded:
         return self._exchange.look_up(first, lambda: self._requests(*arguments), sent)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        contract = "a sharded table can be neither copied nor pickled: other ranks have parts of it"
+        contract = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
         remedy = "Copy the model before shard, or use sparsestep.distributed.save"
         raise InputError(sentence(contract, "an attempt to", remedy))
 

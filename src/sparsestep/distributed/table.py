@@ -190,13 +190,13 @@ def check(table: Table, module: Any) -> None:
         contract = f"{who} must have an ordinary weight on the CPU"
         raise InputError(sentence(contract, f"a {type(weight).__name__} on {weight.device}"))
     if table.kind == "copy" and module.max_norm is not None and table.wire.world > 1:
-        contract = f"{who} has max_norm, which writes the rows that a rank reads: it has no copies"
+        contract = f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
         raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "copy" and table.by_frequency and table.wire.world > 1:
         contract = f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
         raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "rows" and table.mode == "max":
-        contract = f"{who} has mode='max', for which a bag's rows must lie on one rank"
+        contract = f"{who} has mode='max', for which a bag's rows must be on one rank"
         remedy = "Choose 'tables' or 'copy' for it"
         raise InputError(sentence(contract, "'rows'", remedy))
 

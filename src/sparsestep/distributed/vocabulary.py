@@ -176,7 +176,7 @@ class Vocabulary(nn.Module):
         return {each: row * world + rank for each, row in self.local.as_dict().items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        contract = "a vocabulary that ranks share can be neither copied nor pickled"
+        contract = "a vocabulary that ranks share cannot be copied or pickled"
         remedy = "Save the state_dict() of each rank"
         raise InputError(sentence(contract, "an attempt to", remedy))
 

@@ -142,13 +142,13 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
     param, rule = update.written[0], update.settings.rule
     why = native.why_not(update.settings) if native is not None else None
     if why is not None:
-        contract = "the native engine takes formulas of operations on elements and rows"
+        contract = "the native engine needs a formula of element-wise and row-wise operations"
         return sentence(contract, f"rule {rule.name!r}, where {why}", _remedy(why))
     if not rule.is_native and rule.recorded is None:
-        contract = "the native engine takes rules that it can record"
-        return sentence(contract, f"rule {rule.name!r} with compile", "Leave compile out")
+        contract = "the native engine needs a rule that it can record"
+        return sentence(contract, f"rule {rule.name!r} with compile", "Drop compile")
     return sentence(
-        "the native engine takes CPU tensors whose rows lie at regular distances",
+        "the native engine needs CPU tensors whose rows are evenly spaced",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
         f"Make the parameter contiguous{instead}",
     )

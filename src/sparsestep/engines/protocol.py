@@ -94,7 +94,7 @@ class ParamUpdate:
         """How many steps its record says were taken; 1 where a record does not count them."""
         if self.record is None:
             return 0
-        contract = "the state's 'step' must say how many steps were taken"
+        contract = "the state's 'step' must be the number of steps taken"
         with usable(contract):
             taken = int(self.record.get("step", 1))
         if taken < 0:

@@ -165,8 +165,8 @@ def _as_torch_wants_it(name: str, value: Any) -> Any:
 def _check(group: Mapping[str, Any], param: Tensor) -> None:
     """Refuse what torch's kernel would refuse, before anything is written."""
     if group.get("differentiable") and param.is_leaf and param.requires_grad:
-        contract = "differentiable=True needs parameters that are computed from others"
-        remedy = "Use clones of them, or differentiable=False"
+        contract = "differentiable=True needs parameters that are not leaves"
+        remedy = "Pass clones, or set differentiable=False"
         raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
     if group.get("capturable"):
         devices = capturable_devices()

@@ -154,7 +154,7 @@ class Triton:
         try:
             program = record(settings.rule, update.step, settings.hyper, may_widen=True)
         except Exception as error:  # whatever a formula does that stand-ins cannot
-            contract = "engine='triton' takes formulas that can be recorded"
+            contract = "engine='triton' needs a formula that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"
             raise update.refuse(sentence(contract, got, "Use engine='auto'")) from None
         if touched.positions is None and not settings.rule.by_row:
@@ -170,7 +170,7 @@ class Triton:
             width=1 << max(0, touched.block - 1).bit_length(),
         )
         if form.by_row and form.width > _ROW:
-            contract = f"rules that keep numbers per row take rows of up to {_ROW} elements here"
+            contract = f"rules with state per row support rows of up to {_ROW} elements here"
             raise update.refuse(sentence(contract, touched.block, "Use engine='auto'"))
         entries = touched.slots if touched.positions is None else touched.positions.numel()
         if entries and touched.block:
@@ -224,14 +224,14 @@ def _why_not(update: ParamUpdate) -> str | None:
     tensors = update.written
     param = tensors[0]
     if param.is_cpu and not is_interpreted():
-        contract = "engine='triton' takes parameters on a GPU"
-        remedy = "Use engine='auto', or set TRITON_INTERPRET=1 to try kernels out on the CPU"
+        contract = "engine='triton' needs parameters on a GPU"
+        remedy = "Use engine='auto', or set TRITON_INTERPRET=1 to run kernels on the CPU"
         return sentence(contract, "one on the CPU", remedy)
     if any(tensor.dtype is torch.int8 for tensor in tensors):
-        contract = "engine='triton' takes state of a float dtype"
+        contract = "engine='triton' needs state of a float dtype"
         return sentence(contract, "torch.int8", "Use engine='auto', or another state_dtype")
     if not all(tensor.is_contiguous() for tensor in tensors):
-        contract = "engine='triton' takes contiguous parameters and state"
+        contract = "engine='triton' needs contiguous parameters and state"
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
         return sentence(contract, got, "Make the parameter contiguous, or use engine='auto'")
     return None

@@ -172,8 +172,10 @@ class Unscaled(Tensor):
 
 def read_otherwise() -> InputError:
     """Say that a loss has a sharded weight in it by other ways than lookups."""
-    contract = "a sharded table must be read by lookups alone: its gradient is not all here"
-    remedy = "For a penalty on all rows use the optimizer's weight_decay"
+    contract = (
+        "a sharded table must only be used in lookups: other ranks hold parts of its gradient"
+    )
+    remedy = "For a penalty on all rows, use the optimizer's weight_decay"
     return InputError(sentence(contract, "a dense gradient to be added to it", remedy))
 
 
@@ -183,6 +185,6 @@ def summon(grad: Tensor) -> None:
         if param.grad is grad:
             arrive([param])
             return
-    contract = "the gradient of a sharded table must have been exchanged before it is read"
-    remedy = "optimizer.step() and sparsestep.clip_grad_norm_ do so: call these first"
-    raise InputError(sentence(contract, "a copy of one that is still on its way", remedy))
+    contract = "the gradient of a sharded table must be exchanged before you read it"
+    remedy = "Call optimizer.step() or sparsestep.clip_grad_norm_ first"
+    raise InputError(sentence(contract, "a copy of one that is not exchanged yet", remedy))

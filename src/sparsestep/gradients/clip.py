@@ -230,10 +230,10 @@ def _check(grad: Tensor) -> None:
 
 def _check_clampable(grad: Tensor, bound: float) -> None:
     if grad.is_complex():
-        contract = "the gradient must be real, for complex numbers have no order"
+        contract = "the gradient must be real, because complex numbers have no order"
         raise InputError(sentence(contract, grad.dtype))
     if not bound >= 0:  # nor NaN
-        contract = "clip_value must be at least 0, so that what the gradient does not hold stays 0"
+        contract = "clip_value must be at least 0, so that entries outside the gradient stay 0"
         raise InputError(sentence(contract, bound))
 
 

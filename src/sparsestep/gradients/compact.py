@@ -337,7 +337,7 @@ def _for_hooks(result: Any, grad: Compact) -> Any:
 
 
 _NOT_TWICE = sentence(
-    "the gradient of an embedding cannot be differentiated once more (create_graph=True)",
-    "an operation on it that would be recorded",
+    "the gradient of an embedding cannot be differentiated again (create_graph=True)",
+    "an operation on it that autograd would record",
     "Use torch.nn's module for that, or detach() the gradient",
 )

@@ -36,7 +36,7 @@ def _norm(
         return NotImplemented
     if grad.is_divided:
         contract = "the norm of a sharded table's gradient needs the rows of all ranks"
-        got = "a function that sees those of one"
+        got = "a function that sees those of one rank"
         raise InputError(sentence(contract, got, "Use sparsestep.clip_grad_norm_"))
     found = torch.linalg.vector_norm(elements(grad, float(ord)), ord)
     return found.to(grad.dtype.to_real() if dtype is None else dtype)
@@ -61,12 +61,10 @@ def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
     if grad.is_complex():
-        contract = "the gradient must be real, for complex numbers have no order"
+        contract = "the gradient must be real, because complex numbers have no order"
         raise InputError(sentence(contract, grad.dtype))
     if not ((low is None or low <= 0) and (high is None or high >= 0)):  # nor NaN
-        contract = (
-            "0 must be within the bounds, so that what a sparse gradient does not hold stays 0"
-        )
+        contract = "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
         raise InputError(sentence(contract, f"min={low}, max={high}"))
     touched = grad.touched()
     found = [(slots, total.clamp(low, high).to(grad.dtype)) for slots, total in sums(touched)]

@@ -114,5 +114,5 @@ def _check_starts(starts: Tensor, entries: int) -> None:
         and bool((starts.diff(dim=-1) >= 0).all())
     )
     if not fits:
-        contract = f"compressed indices must rise from 0 to the number of entries, {entries}"
+        contract = f"compressed indices must increase from 0 to the number of entries, {entries}"
         raise InputError(sentence(contract, starts.tolist() if starts.numel() < 20 else "others"))

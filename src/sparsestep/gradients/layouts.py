@@ -126,7 +126,7 @@ def _mismatch(param: Tensor, grad: Tensor) -> str:
         contract = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
         return sentence(contract, tuple(grad.shape), f"Was the parameter resized {again}")
     if grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype):
-        contract = f"the gradient of a {param.dtype} parameter must be of a like dtype"
+        contract = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
         return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
     contract = f"the gradient must be on the parameter's device, {param.device}"
     return sentence(contract, grad.device)
@@ -218,12 +218,12 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
     """A Touched that a user has made: nothing about it is taken for granted."""
     positions, values, slots, block, source, scale, held = grad
     if held is not None:
-        raise InputError(sentence("held is for the library's own use: it must be None", "a tensor"))
+        raise InputError(sentence("held is internal and must be None", "a tensor"))
     _check_tensor("values", values, param, optional=False)
     for name, tensor in (("positions", positions), ("source", source), ("scale", scale)):
         _check_tensor(name, tensor, param, optional=True)
     if values.dtype != param.dtype and not _may_mix(param.dtype, values.dtype):
-        contract = f"the values for a {param.dtype} parameter must be of a like dtype"
+        contract = f"the values for a {param.dtype} parameter must have a compatible dtype"
         raise InputError(sentence(contract, values.dtype))
     rows = param.shape[0] if param.dim() else 1
     if slots == block == 0:
@@ -236,7 +236,7 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
     if positions is None:
         for name, tensor in (("source", source), ("scale", scale)):
             if tensor is not None:
-                contract = f"{name} must be None where positions are"
+                contract = f"{name} must be None if positions is None"
                 raise InputError(sentence(contract, "a tensor"))
         if values.shape != param.shape:
             contract = f"without positions the values must have shape {tuple(param.shape)}"
@@ -285,18 +285,18 @@ def _integers(name: str, tensor: Tensor) -> Tensor:
 
 def _check_source(source: Tensor, blocks: int, entries: int) -> None:
     if source.numel() != entries:
-        contract = f"{entries} positions need as many numbers in source"
+        contract = f"{entries} positions need as many entries in source"
         raise InputError(sentence(contract, source.numel()))
     if entries:
         low, high = (int(bound) for bound in source.aminmax())
         if low < 0 or high >= blocks:
-            contract = f"source must number rows of values, in [0, {blocks})"
+            contract = f"source must hold row numbers of values, in [0, {blocks})"
             raise InputError(sentence(contract, low if low < 0 else high))
 
 
 def _factors(scale: Tensor, values: Tensor, entries: int) -> Tensor:
     if scale.numel() != entries:
-        contract = f"{entries} positions need as many numbers in scale"
+        contract = f"{entries} positions need as many entries in scale"
         raise InputError(sentence(contract, scale.numel()))
     if scale.dtype not in FLOATS:
         raise InputError(sentence("the scale of a Touched must be of a float dtype", scale.dtype))

@@ -74,8 +74,10 @@ def local_gradient(param: DTensor, grad: Any, *, by_row: bool) -> Any:
         contract = "a dense gradient of a DTensor must be a DTensor"
         raise InputError(sentence(contract, f"a {type(grad).__name__}"))
     if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
-        contract = f"the gradient of a DTensor must lie as the parameter does, {param.placements}"
-        remedy = "Redistribute it"
+        contract = (
+            f"the gradient of a DTensor must have the parameter's placements, {param.placements}"
+        )
+        remedy = "Call redistribute() on it"
         raise InputError(sentence(contract, grad.placements, remedy))
     return memory_of(grad)
 
@@ -123,7 +125,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
         contract = f"{name} must be a plain tensor, not a conjugate or negative view"
         raise InputError(sentence(contract, "such a view", "Use a clone of it"))
     if tensor.numel() and not _has_memory(tensor):
-        contract = f"{name} must have memory of its own, as much as its shape says"
+        contract = f"{name} must own memory for all of its elements"
         got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without it"
         raise InputError(sentence(contract, got))
     if not tensor.is_contiguous() and has_internal_overlap(tensor):

@@ -218,7 +218,9 @@ class EmbeddingBagCollection(torch.nn.Module):
 def _checked_name(name: object) -> str:
     taken = isinstance(name, str) and hasattr(torch.nn.ModuleDict, name)
     if not isinstance(name, str) or not name or "." in name or taken:
-        contract = "a table's name must be a string without dots that is no attribute of a module"
+        contract = (
+            "a table's name must be a string without dots that is not an attribute of nn.ModuleDict"
+        )
         raise InputError(f"EmbeddingBagCollection: {sentence(contract, repr(name))}")
     return name
 

@@ -97,7 +97,7 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
     known = {name for name, _ in everything}
     for name in names:
         if name not in known:
-            contract = "only must have names of modules, as model.named_modules() has them"
+            contract = "only must contain names of modules, as in model.named_modules()"
             raise InputError(f"fuse: {sentence(contract, repr(name))}")
     wanted = {
         id(module)

@@ -34,8 +34,8 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
         tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
     """
     if isinstance(strings, str):
-        contract = "hash_strings: strings must be a list of them"
-        raise InputError(sentence(contract, f"one, {strings!r}"))
+        contract = "hash_strings: strings must be a list of str"
+        raise InputError(sentence(contract, f"a single one, {strings!r}"))
     found = []
     each: Any
     for place, each in enumerate(strings):

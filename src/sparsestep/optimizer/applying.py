@@ -48,7 +48,7 @@ def apply_(
         run(who, rule, param, grad, state, step, hyper, **keywords)
         return
     try:
-        with usable("the arguments must be of their kinds: tensors, numbers, True or False"):
+        with usable("the arguments must have the right types: tensors, numbers, True or False"):
             engines.check_engine(engine)
             checked_step = _checked_step(step)
             hyper = _checked_options(hyper)
@@ -86,10 +86,10 @@ def apply_(
 def _checked_step(step: int | Tensor) -> int:
     value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if isinstance(value, Tensor):
-        contract = "step must be the number of this update, from 1"
+        contract = "step must be the number of this update, counted from 1"
         raise InputError(sentence(contract, f"a tensor of shape {tuple(value.shape)}"))
     if not value >= 1 or value % 1:
-        raise InputError(sentence("step must be the number of this update, from 1", value))
+        raise InputError(sentence("step must be the number of this update, counted from 1", value))
     return int(value)
 
 
@@ -114,7 +114,7 @@ def _check_param(param: Tensor) -> None:
     if param.layout is not torch.strided:
         raise InputError(sentence("the parameter must be a strided tensor", param.layout))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-        raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
+        raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
 
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:

@@ -33,14 +33,16 @@ class StepInBackward:
         wanted = list(params if params is not None else everything)
         for param in wanted:
             if id(param) not in places:
-                contract = "step_in_backward takes parameters of this optimizer"
+                contract = "step_in_backward needs parameters of this optimizer"
                 raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
             if source_of(param) is not None:
-                contract = "step_in_backward takes parameters whose gradients backward completes"
+                contract = "step_in_backward needs gradients that are complete after backward"
                 remedy = "Leave it to step()"
                 raise InputError(sentence(contract, "the weight of a sharded table", remedy))
             if param.grad is not None:
-                contract = "step_in_backward must begin without gradients, for it would add to them"
+                contract = (
+                    "step_in_backward must start without gradients: backward would add to them"
+                )
                 raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
         self._optimizer = optimizer
         self._backwards = backwards
@@ -79,7 +81,7 @@ class StepInBackward:
         one = "a second" if self._backwards == 1 else f"one after {self._backwards}"
         return sentence(
             f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
-            "was used, so gradients of several backward calls cannot be accumulated",
+            "is used, so gradients of several backward calls cannot be accumulated",
             f"{one} before step() or zero_grad()",
             "Pass backwards=n to step once in n backward calls",
         )

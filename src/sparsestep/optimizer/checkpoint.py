@@ -91,14 +91,14 @@ def _check_form(saved: Any) -> None:
         raise InputError(sentence(contract, type(groups).__name__))
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            contract = "each of the param_groups of a checkpoint must be a dict with a list params"
+            contract = "every param group of a checkpoint must be a dict with a list params"
             got = sorted(map(str, group)) if isinstance(group, Mapping) else type(group).__name__
             raise InputError(sentence(contract, got))
 
 
 def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
     """The rule that a group selects; raises where its options are none that it could be made of."""
-    with usable("its options must be such as the optimizer could be made with"):
+    with usable("its options must be valid for this optimizer"):
         check_switches(optimizer, group)
         optimizer._check_options(group)
         options.check(group)
@@ -143,7 +143,7 @@ def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
 def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
     if not isinstance(value, Tensor):
         held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
-        raise InputError(sentence(f"its state must hold a tensor {spec.name!r}", held))
+        raise InputError(sentence(f"its state must have a tensor {spec.name!r}", held))
     wanted = states.shape_for(spec, param)
     if value.shape != wanted:
         contract = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
@@ -156,7 +156,7 @@ def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, An
 
 def _check_count(saved: Mapping[str, Any]) -> None:
     count = saved.get("step")
-    contract = "its state must hold the number of its steps, 'step'"
+    contract = "its state must have 'step', the number of steps taken"
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.is_complex():
             raise InputError(sentence(contract, f"a tensor of shape {tuple(count.shape)}"))

@@ -66,7 +66,7 @@ class FunctionalOptimizer:
         for key, usual in self.only_in_torch.items():
             value = options.pop(key, usual)
             if value != usual:
-                contract = f"{name}: {key} is an option of torch's class alone and must be {usual}"
+                contract = f"{name}: {key} is an option of torch's class only and must be {usual}"
                 raise InputError(sentence(contract, value, "Leave it out"))
         may_be_empty = options.pop("_allow_empty_param_list", False)
         params = list(params)

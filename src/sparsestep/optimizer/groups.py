@@ -93,9 +93,7 @@ class Groups:
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
         gradients are being applied, it is too late to.
         """
-        with usable(
-            f"the options of param group {group_index} must be such as it could be made with"
-        ):
+        with usable(f"the options of param group {group_index} must be valid for this optimizer"):
             return _settings(optimizer, group_index, group)
 
     @staticmethod
@@ -219,14 +217,16 @@ def name_of(who: str, group: Group, group_index: int, index: int) -> str:
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
     """Refuse what dense semantics has no closed form for."""
     if rule.motion is None and options.read(group, "bias_correction") == "per_row":
-        contract = "with semantics='dense' every row has every step: bias_correction must be global"
+        contract = (
+            "with semantics='dense' every row takes every step: bias_correction must be global"
+        )
         raise InputError(sentence(contract, "'per_row'"))
     if rule.motion is None and rule.is_native:
         raise InputError(refusal(rule.name))
     if coupled:
         contract = (
-            "semantics='dense' has no closed form for coupled weight decay, whose gradient never "
-            "is zero"
+            "semantics='dense' has no closed form for coupled weight decay, whose gradient is "
+            "never zero"
         )
         got = f"weight_decay={group['weight_decay']}"
         raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
@@ -234,9 +234,9 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
         contract = "with semantics='dense', lr * weight_decay must be less than 1"
         raise InputError(sentence(contract, 1 - left))
     if options.read(group, "state_dtype") is torch.int8:
-        contract = "semantics='dense' needs state that is not rounded to int8"
+        contract = "semantics='dense' does not support int8 state"
         raise InputError(sentence(contract, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):
         if group.get(name):
-            contract = f"semantics='dense' does not go with {name}"
+            contract = f"semantics='dense' does not support {name}"
             raise InputError(sentence(contract, f"{name}=True"))

@@ -180,14 +180,18 @@ class StateKeeper(Declaration):
         """
         with speaking(type(self).__name__):
             if self.semantics == "dense":
-                contract = "processes cannot share what rows have missed: semantics must be masked"
+                contract = (
+                    "processes cannot share rows that are not up to date: semantics must be masked"
+                )
                 raise InputError(sentence(contract, "'dense'"))
             self.materialize_state()
             for group in self.param_groups:
                 if self._stored_rule_for(group).state and not all(
                     map(self.state.get, group["params"])
                 ):
-                    contract = "with dampening a first step makes the state, before it is shared"
+                    contract = (
+                        "with dampening the first step must create the state before it is shared"
+                    )
                     raise InputError(sentence(contract, "none yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())
         for tensor in tensors:

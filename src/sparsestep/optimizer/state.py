@@ -110,7 +110,7 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
     for spec in rule.state:
         tensor = state.get(spec.name)
         if not isinstance(tensor, Tensor):
-            contract = f"the state must hold a tensor {spec.name!r}"
+            contract = f"the state must have a tensor {spec.name!r}"
             raise InputError(sentence(contract, ", ".join(map(str, state))))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
@@ -133,7 +133,7 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
             raise InputError(sentence(contract, tensor.dtype))
         coded = tensor.dtype is torch.int8 or spec.dtype is torch.int8
         if tensor.dtype != spec.dtype if coded else not _is_float(tensor, param):
-            contract = f"the state {spec.name!r} must be of {_kind(spec)}"
+            contract = f"the state {spec.name!r} must have {_kind(spec)}"
             raise InputError(sentence(contract, tensor.dtype))
         if tensor.layout is not torch.strided:
             contract = f"the state {spec.name!r} must be a strided tensor"
@@ -156,11 +156,11 @@ def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
     if isinstance(count, int | float) or (count is None and not rule.counts):
         return
     if not isinstance(count, Tensor):
-        contract = "the state must hold 'step', how many steps were taken"
+        contract = "the state must have 'step', the number of steps taken"
         got = ", ".join(map(str, state)) if count is None else f"a {type(count).__name__}"
-        raise InputError(sentence(contract, got, "To begin anew, clear the parameter's state"))
+        raise InputError(sentence(contract, got, "To start over, clear the parameter's state"))
     if count.numel() != 1 or count.layout is not torch.strided or count.dtype not in _COUNTS:
-        contract = "the state 'step' must be a number, or a tensor of one"
+        contract = "the state 'step' must be a number or a one-element tensor"
         raise InputError(sentence(contract, f"{count.dtype} of shape {tuple(count.shape)}"))
     if count.is_inference() and not torch.is_inference_mode_enabled():
         contract = "the state 'step' must not be an inference tensor, outside inference mode"

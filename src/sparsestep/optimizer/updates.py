@@ -88,10 +88,10 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     settings, param = update.settings, update.param
     rule = settings.rule
     if selection is not None and parameters.is_distributed(update.owner):
-        contract = "a DTensor parameter takes no mask"
-        raise InputError(sentence(contract, "one", "Use a group of its own without mask"))
+        contract = "a DTensor parameter cannot have a mask"
+        raise InputError(sentence(contract, "one", "Put it into a group without a mask"))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-        raise InputError(sentence("a parameter must be of a real float dtype", param.dtype))
+        raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
         contract = "differentiable=True needs dense gradients under torch's own formulas"
         raise InputError(sentence(contract, _kind(update.grad)))

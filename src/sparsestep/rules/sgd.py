@@ -232,7 +232,7 @@ def sgd_(
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         seed: round half-precision tensors at random, with this seed; another one for each step.
     """
-    with usable("sgd_: the options must be of their kinds: numbers, True or False"):
+    with usable("sgd_: the options must have the right types: numbers, True or False"):
         needs_more = bool(nesterov and (momentum <= 0 or dampening != 0))
     if needs_more:
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")

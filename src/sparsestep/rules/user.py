@@ -162,7 +162,7 @@ _RESERVED = frozenset(
 
 
 def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
-    contract = f"{argument} must map names to first values, as in {argument}={{'sum': 0.0}}"
+    contract = f"{argument} must map names to initial values, as in {argument}={{'sum': 0.0}}"
     if not isinstance(given, Mapping | None):
         raise InputError(sentence(contract, repr(given)))
     specs = []
@@ -170,7 +170,7 @@ def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
         if not isinstance(name, str) or not isinstance(first, int | float):
             raise InputError(sentence(contract, repr(given)))
         if name == "step":
-            contract = f"{argument} must not have the name of the step count"
+            contract = f"{argument} must not use the name of the step count"
             remedy = "To get the count, take step as a keyword-only argument"
             raise InputError(sentence(contract, repr(name), remedy))
         specs.append(State(name, float(first), per_row=per_row))
@@ -180,13 +180,13 @@ def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
 def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.Signature:
     """The function must take what it will be called with."""
     if not callable(function) or not hasattr(function, "__name__"):
-        remedy = "Its state goes into state= or row_state="
-        raise InputError(sentence("rule must be given a function", repr(function), remedy))
+        remedy = "Name its state in state= or row_state="
+        raise InputError(sentence("rule must get a function", repr(function), remedy))
     name = function.__name__
     try:
         signature = inspect.signature(function)
     except ValueError:
-        got = "a function that does not tell its arguments"
+        got = "a function that does not reveal its arguments"
         raise InputError(sentence(f"rule {name!r} must have a signature", got)) from None
     arguments = signature.parameters.values()
     places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
@@ -198,7 +198,7 @@ def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.S
         raise InputError(sentence(contract, signature, remedy))
     taken = sorted(_RESERVED & _options(signature).keys())
     if taken:
-        contract = f"rule {name!r} must not take what every optimizer has in another meaning"
+        contract = f"rule {name!r} must not redefine what every optimizer has"
         raise InputError(sentence(contract, ", ".join(taken), "Rename it"))
     return signature
 
