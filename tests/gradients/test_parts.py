@@ -16,6 +16,7 @@ from sparsestep.gradients import compact as compact_module
 from sparsestep.gradients.compact import compact
 from sparsestep.gradients.norms import slot_norms
 from sparsestep.gradients.touched import Touched
+from tests.torch_versions import needs_tensors_that_the_core_reads
 
 pytestmark = pytest.mark.skipif(
     core is None, reason="only the core takes values in several places without a copy"
@@ -65,6 +66,7 @@ def stepped(rule: str, dtype: torch.dtype, grads: list[Tensor]) -> list[Tensor]:
     return [param.detach(), *optimizer.state[param].values()]
 
 
+@needs_tensors_that_the_core_reads
 @given(
     rule=st.sampled_from(sorted(RULES)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
@@ -91,6 +93,7 @@ def test_several_parts_give_the_bits_of_one_that_is_put_together(
         assert torch.equal(mine, its)
 
 
+@needs_tensors_that_the_core_reads
 def test_a_loop_with_two_look_ups_copies_no_values(monkeypatch: pytest.MonkeyPatch):
     table = sparsestep.nn.Embedding(ROWS, DIM)
     optimizer = sparsestep.SparseAdam(table.parameters(), lr=0.1)
@@ -145,6 +148,7 @@ def test_a_bad_id_in_any_part_changes_nothing(where: int):
     assert optimizer.state[param]["step"] == 2
 
 
+@needs_tensors_that_the_core_reads
 @given(
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     parts=several_parts,

@@ -19,11 +19,12 @@ from sparsestep.core import core, instruction_set, instruction_sets, use_instruc
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import POOLING, ROWS, Found, Request, look_up
 from tests.nn.cases import DTYPES, Call, bag_calls, plain, row_calls, same
-from tests.torch_versions import uses_torchscript
+from tests.torch_versions import needs_tensors_that_the_core_reads, uses_torchscript
 
 pytestmark = [
     pytest.mark.skipif(core is None, reason="the core is not installed"),
     pytest.mark.usefixtures("one_thread"),
+    needs_tensors_that_the_core_reads,
 ]
 SETS = [name for name, available in instruction_sets().items() if available]
 
