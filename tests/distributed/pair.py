@@ -109,5 +109,6 @@ def main(work: Callable[[int, str], Results]) -> None:
     # Torch's parts warn each other of TorchScript, and of process groups without a frontend.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\b")
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.7's own
     results = work(rank, (folder / "meeting").as_uri())
     torch.save(results, folder / f"results{rank}")

@@ -15,6 +15,7 @@ from sparsestep.distributed.modules import make_sharded
 from sparsestep.distributed.plan import Placement
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire, _packed
+from sparsestep.nn import lookup
 
 WORLD, ROWS, DIM = 3, 10, 4
 
@@ -167,6 +168,13 @@ def test_bags(name: str, kind: str, order: str):
     tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-6
     torch.testing.assert_close(torch.cat(outputs), found, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(after, plain.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["tables", "rows"])
+@pytest.mark.parametrize("name", ["offsets", "long mean", "long factors"])
+def test_bags_that_the_core_declines(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lookup, "look_up", lambda requests: None)
+    test_bags(name, kind, "fast")
 
 
 @pytest.mark.parametrize("order", ["fast", "global"])

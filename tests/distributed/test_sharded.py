@@ -10,7 +10,7 @@ import torch
 import sparsestep
 from sparsestep.rules import OPTIMIZERS
 from tests.table import same_bits
-from tests.torch_versions import SUMS_SHARDED_GRADIENTS
+from tests.torch_versions import SUMS_SHARDED_GRADIENTS, needs_means_over_gloo
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
@@ -51,6 +51,7 @@ def assert_bits_of_one_process(
         assert result["rows"] == rows
 
 
+@needs_means_over_gloo
 def test_a_mesh_of_copies_and_shards(tmp_path: Path):
     """HSDP: two pairs of processes, each of which shares the whole model."""
     found = run_ranks("tests.distributed.sharded_worker", tmp_path, 4)

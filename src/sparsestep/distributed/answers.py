@@ -123,7 +123,7 @@ def _by_torch(table: Table, asked: Request | Asked, *, wants_grad: bool) -> Look
     def parts(grad: Tensor) -> list[Touched]:
         source = None
         if lengths is not None:
-            source = torch.repeat_interleave(lengths, output_size=len(ids))
+            source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
         of = (weight.shape, ids, grad, source, factors)
         return [part(*of, padding=padding, by_frequency=table.by_frequency)]
 
