@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.contract import options
 from sparsestep.contract.rule import Rule, rules_by_key
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.gradients.touched import Touched
@@ -27,7 +26,12 @@ _SCHEMA = (
 
 # The keywords of ``apply_``, in the order of the operation.
 KEYWORDS: tuple[str, ...] = (
-    *("maximize", "weight_decay", "decoupled_weight_decay", "mask", "engine", "seed"),
+    "maximize",
+    "weight_decay",
+    "decoupled_weight_decay",
+    "mask",
+    "engine",
+    "seed",
 )
 
 
@@ -46,13 +50,7 @@ def apply_in_graph(
     state: Sequence[Tensor | None],
     step: int | Tensor,
     hyper: dict[str, Any],
-    *,
-    maximize: bool,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    mask: Tensor | None,
-    engine: options.Engine,
-    seed: int | None,
+    **keywords: Any,
 ) -> None:
     """``apply_`` as the operation that a graph has; the arguments are the same."""
     gradient = grad if isinstance(grad, Touched) else Touched(None, grad)
@@ -63,7 +61,7 @@ def apply_in_graph(
         *gradient,
         *((0, step) if is_tensor else (step, None)),
         *(names, numbers, tensors),
-        *(maximize, weight_decay, decoupled_weight_decay, mask, engine, seed),
+        *[keywords[name] for name in KEYWORDS],
     )
 
 
@@ -113,20 +111,13 @@ def _whole(names: str, numbers: Sequence[float], tensors: Sequence[Tensor]) -> d
 def register(apply: Callable[..., None]) -> None:
     """Make the operation; a function that has the arguments of ``apply_`` does its work."""
 
-    def run(
-        who: str,
-        rule: str,
-        param: Tensor,
-        state: list[Tensor],
-        *rest: Any,
-    ) -> None:
+    def run(who: str, rule: str, param: Tensor, state: list[Tensor], *rest: Any) -> None:
         gradient, rest = Touched(*rest[:7]), rest[7:]
         step, step_tensor, names, numbers, tensors = rest[:5]
         kept = dict(zip(KEYWORDS, rest[5:], strict=True))
-        whole: Gradient = gradient if gradient.positions is not None else gradient.values
         hyper = _whole(names, numbers, tensors)
         step = step if step_tensor is None else step_tensor
-        apply(who, rules_by_key[rule], param, whole, state, step, hyper, **kept)
+        apply(who, rules_by_key[rule], param, gradient, state, step, hyper, **kept)
 
     operation = torch.library.custom_op(
         "sparsestep::apply_", run, mutates_args=("param", "state"), schema=_SCHEMA
