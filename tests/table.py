@@ -192,7 +192,7 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
         return False
     if ours.is_complex():
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     return torch.equal(ours.contiguous().view(integers), theirs.contiguous().view(integers))
 
 

@@ -22,7 +22,7 @@ struct View {
 struct Codes {
     int8_t* data;
     float* scale;
-    bool root;
+    bool is_signed;
 };
 
 struct Memory {

@@ -8,6 +8,7 @@
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "core/types.h"
@@ -32,9 +33,9 @@ public:
           state_(make_state(job, piece, sequence())) {}
 
     void run() {
-        this->for_each_slot([this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
-                            [this](const Touch& touch)
-                                SPARSESTEP_LAMBDA { update_slot(touch, sequence()); });
+        this->template for_each_slot<is_spread>(
+            [this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
+            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch, sequence()); });
     }
 
 private:
@@ -43,6 +44,10 @@ private:
     static constexpr int states = Rule::states;
     static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
+
+    // With codes a row takes so many instructions that what is asked for at its beginning would
+    // keep them waiting: the next row is asked for bit by bit.
+    static constexpr bool is_spread = !std::is_same_v<StateRows, Rows>;
 
     bool is_held_in_part() const { return !plain && held_; }
 
@@ -79,18 +84,27 @@ private:
             const int64_t n = rest < tile_size ? rest : tile_size;
             T* param = param_.load(slot, offset, n, param_tile_);
             const T* grad = known ? known : gradient(touch, offset, n, param);
-            T* state[] = {state_.rows[S].load(slot, offset, n, state_tile(S, offset))..., nullptr};
+            if (is_spread && touch.next >= 0) param_.prefetch(this->slot_of(touch.next));
+            T* state[] = {load_state<S>(touch, offset, n)..., nullptr};
             T* written[] = {param, state[S]...};
             if (is_held_in_part()) keep(written, n);
             if (shrink_ != 1) {
                 for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
             }
             update(rule, n, param, grad, state[S]...);
+            if (is_spread && touch.next >= 0) this->values_.prefetch(row_of(touch.next));
             if (is_held_in_part()) restore(written, row_of(touch.first) * columns + offset, n);
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
         (state_.rows[S].finish(slot, columns, state_tiles_[S]), ...);
+    }
+
+    template <size_t S>
+    SPARSESTEP_INLINE T* load_state(const Touch& touch, int64_t offset, int64_t n) {
+        T* found = state_.rows[S].load(touch.slot, offset, n, state_tile(S, offset));
+        if (is_spread && touch.next >= 0) state_.rows[S].prefetch(this->slot_of(touch.next));
+        return found;
     }
 
     // Where a slot's state is kept until its end, each tile has its place.
@@ -188,18 +202,30 @@ void apply_stored(const Job& job, const Piece& piece) {
     Loop<Rule<T>, T, StoredRows<T, fixed>>(job, piece).run();
 }
 
+template <template <class> class Rule, class T, int64_t fixed = 0>
+void apply_coded(const Job& job, const Piece& piece) {
+#ifndef SPARSESTEP_FEW_KERNELS
+    if constexpr (fixed == 0) {
+        switch (job.block) {
+            case 32: return apply_coded<Rule, T, 32>(job, piece);
+            case 64: return apply_coded<Rule, T, 64>(job, piece);
+            case 128: return apply_coded<Rule, T, 128>(job, piece);
+        }
+    }
+#endif
+    Loop<Rule<T>, T, StoredRows<T, fixed>, true, CodedRows<T, fixed>>(job, piece).run();
+}
+
 template <template <class> class Rule, class T>
 void apply(const Job& job, const Piece& piece) {
     if (piece.first_column == piece.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     if constexpr (Rule<T>::states > 0) {
         if (job.coded) {
-            using Coded = CodedRows<T>;
+            using Coded = CodedRows<T, 0>;
             if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, Coded>(job, piece).run();
             if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
-                if (is_plain(job)) {
-                    return Loop<Rule<T>, T, StoredRows<T, 0>, true, Coded>(job, piece).run();
-                }
+                if (is_plain(job)) return apply_coded<Rule, T>(job, piece);
             }
             return Loop<Rule<T>, T, StoredRows<T, 0>, false, Coded>(job, piece).run();
         }

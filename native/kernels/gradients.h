@@ -27,6 +27,7 @@ inline bool is_plain(const Job& job) {
 struct Touch {
     int64_t slot, first;
     const Entry *begin, *end;  // null: the first is all
+    int64_t next = -1;         // the entry to prefetch while this one is done; -1: none
 };
 
 // The gradients of a piece's slots: for each the sum of its entries' rows. `plain`: see is_plain.
@@ -53,19 +54,22 @@ protected:
     bool has_scale() const { return !plain && scale_.data; }
     bool is_negated() const { return !plain && negate_; }
     bool has_decay() const { return !plain && l2_ != 0; }
-    // Calls prefetch(slot) ahead of time and visit(touch) for every slot.
-    template <class Prefetch, class Visit>
+    // Calls prefetch(slot) ahead of time and visit(touch) for every slot. With `spread`, entries
+    // that are alone are left to visit to prefetch, as `next`.
+    template <bool spread = false, class Prefetch, class Visit>
     SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) {
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
         const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
         for (int64_t i = piece_.begin, ahead = i; i < piece_.end; ++i) {
-            for (; ahead < piece_.end && ahead <= i + distance; ++ahead) {
+            const int64_t until = i + distance + (spread ? 0 : 1);
+            for (; ahead < piece_.end && ahead < until; ++ahead) {
                 prefetch(slot_of(entry_at(ahead)));
                 values_.prefetch(row_of(entry_at(ahead)));
             }
             const int64_t entry = entry_at(i);
-            visit(Touch{slot_of(entry), entry, nullptr, nullptr});
+            const int64_t next = spread && ahead < piece_.end ? entry_at(ahead++) : -1;
+            visit(Touch{slot_of(entry), entry, nullptr, nullptr, next});
         }
         const int64_t first = piece_.first_group, last = piece_.last_group;
         if (first == last) return;

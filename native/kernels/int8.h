@@ -6,137 +6,159 @@
 
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "core/types.h"
 #include "kernels/rows.h"
-#include "rules/math.h"
 
 namespace sparsestep {
 namespace {
 
-// Below this the reciprocal of a scale is infinite; such a row is taken for zero.
-constexpr float least_scale = 1e-37f;
+// A code is a float32 number between 2 and the largest value of the row, shortened: the last bits
+// of its exponent and the first four of its mantissa. 2 is where all bits below the exponent's
+// first are zero, so that the code is what is left after a shift.
+constexpr int lost_bits = 19;
+constexpr int32_t bits_of_two = 0x40000000;
+constexpr int exponent_shift = 23;
+constexpr int32_t sign_bit = INT32_MIN;
 
 // Random bits for codes. Half precision has some of its own for every element; a code is done with
 // so soon that making them would take most of the time. Here a row, or a tile of a longer one, has
 // 32 of its own: where in a table it begins, and by which bits the table's are turned.
 struct Chances {
-    static constexpr int starts = 1024;
-    uint16_t bits[starts + tile_size];
+    static constexpr int starts = 64, apart = 16;  // a cache line: no vector lies in two
+    alignas(cache_line) int32_t bits[starts * apart + tile_size];
 
     constexpr Chances() : bits() {
         const Randomness random(0, 0);
-        for (int i = 0; i < starts + tile_size; ++i) bits[i] = uint16_t(random(i));
+        for (int i = 0; i < starts * apart + tile_size; ++i) {
+            bits[i] = int32_t(random(i) >> (32 - lost_bits));
+        }
     }
 };
 constexpr Chances chances;
 
-template <class T>
+// `fixed`: the number of columns where it is known to the compiler, else 0, as for StoredRows.
+template <class T, int64_t fixed>
 struct CodedRows {
     // A slot is encoded when all of it is known.
-    static constexpr int64_t kept_columns = max_coded_block;
+    static constexpr int64_t kept_columns = fixed ? tile_size : max_coded_block;
 
     Codes codes;
     int64_t block;
     Randomness random;
+    DealtRows dealt;
 
     CodedRows(const View&, const Job& job, const Piece&, int tensor)
         : codes(job.codes[tensor > 0 ? tensor - 1 : 0]),
           block(job.block),
-          random(job.seed, tensor) {}
+          random(job.seed, tensor),
+          dealt(job.dealt) {}
 
-    T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
+    SPARSESTEP_INLINE T* load(int64_t row, int64_t offset, int64_t count, T* tile) const {
+        const int64_t n = fixed ? fixed : count;
         const int8_t* const from = codes.data + row * block + offset;
-        const T scale = T(codes.scale[row]);
-        if (codes.root) {
-            for (int64_t j = 0; j < n; ++j) {
-                const T root = T(int32_t(from[j]) + 128) * scale;
-                const T square = root * root;
-                tile[j] = square * square;
-            }
+        if (codes.is_signed) {
+            decode<true>(from, codes.scale[row], n, tile);
         } else {
-            for (int64_t j = 0; j < n; ++j) {
-                const T root = T(int32_t(from[j])) * scale;
-                const T square = root * root;
-                tile[j] = (root < 0 ? -square : square) * square;
-            }
+            decode<false>(from, codes.scale[row], n, tile);
         }
         return tile;
     }
     void store(int64_t, int64_t, int64_t, const T*) const {}
 
-    void finish(int64_t row, int64_t columns, const T* values) const {
-        const float scale = scale_for(values, columns);
-        codes.scale[row] = scale;
-        int8_t* const to = codes.data + row * block;
-        if (scale != scale) {  // one number that is none makes the whole row so
-            std::memset(to, 0, size_t(columns));
-            return;
-        }
-        const T inverse = scale == 0 ? T(0) : T(1) / T(scale) * T(one);
-        const int64_t tiles = (block + tile_size - 1) / tile_size;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            const uint32_t own = random(row * tiles + tile);
-            const int64_t offset = tile * tile_size, rest = columns - offset;
-            const int64_t n = rest < tile_size ? rest : tile_size;
-            const uint16_t* const from = chances.bits + own % Chances::starts;
-            if (codes.root) {
-                encode<true>(values + offset, inverse, from, own >> 16, n, to + offset);
-            } else {
-                encode<false>(values + offset, inverse, from, own >> 16, n, to + offset);
-            }
+    SPARSESTEP_INLINE void finish(int64_t row, int64_t columns, const T* values) const {
+        if (codes.is_signed) {
+            encode<true>(row, columns, values);
+        } else {
+            encode<false>(row, columns, values);
         }
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const char* const at = reinterpret_cast<const char*>(codes.data + row * block);
-        const int64_t bytes = block < prefetch_bytes ? block : prefetch_bytes;
+        const int64_t length = fixed ? fixed : block;
+        const int64_t bytes = length < prefetch_bytes ? length : prefetch_bytes;
         for (int64_t byte = 0; byte < bytes; byte += cache_line) {
             __builtin_prefetch(at + byte, 0, 2);
         }
         // The row need not begin with a cache line, so its end may be in one more.
-        __builtin_prefetch(at + bytes - 1, 0, 2);
+        if (fixed % cache_line || !fixed) __builtin_prefetch(at + bytes - 1, 0, 2);
         __builtin_prefetch(codes.scale + row, 0, 2);
     }
 
 private:
-    // The bits of numbers above zero are in their order, those of infinity and of what is not a
-    // number above all others; and a largest integer is found in any order, many at a time.
-    float scale_for(const T* values, int64_t n) const {
-        using Word = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-        constexpr Word sign = std::numeric_limits<Word>::min();
-        const Word infinite = bits_as<Word>(std::numeric_limits<T>::infinity());
-        Word largest = 0;
+    template <bool is_signed>
+    SPARSESTEP_INLINE static void decode(const int8_t* __restrict from, float scale, int64_t n,
+                                         T* __restrict tile) {
         for (int64_t j = 0; j < n; ++j) {
-            const Word size = bits_as<Word>(values[j]) & ~sign;
-            largest = size > largest ? size : largest;
+            const int32_t code = is_signed ? int32_t(from[j]) : int32_t(uint8_t(from[j]));
+            const int32_t size = is_signed ? code & 0x7f : code;
+            const float value = (bits_as<float>(bits_of_two | (size << lost_bits)) - 2.0f) * scale;
+            // A code below zero has the first of its 32 bits set, as a float below zero has.
+            tile[j] =
+                T(bits_as<float>(bits_as<int32_t>(value) | (is_signed ? code & sign_bit : 0)));
         }
-        if (largest >= infinite) return std::numeric_limits<float>::quiet_NaN();
-        const T size = bits_as<T>(largest);
-        // A little more than there are codes, so that the largest value is below the last.
-        const T most = codes.root ? T(254.99) : T(126.99);
-        const float scale = float(square_root(square_root(size)) / most);
-        return scale < least_scale ? 0.0f : scale;
     }
 
-    static constexpr int32_t one = 65536;  // a code, in the steps in which it is rounded
-
-    template <bool root>
-    static void encode(const T* __restrict values, T inverse, const uint16_t* __restrict chance,
-                       uint32_t turned, int64_t n, int8_t* __restrict to) {
-        const int32_t turn = int32_t(turned);
-        for (int64_t j = 0; j < n; ++j) {
-            int32_t code;
-            const T size = square_root(square_root(magnitude(values[j]))) * inverse;
-            if constexpr (root) {
-                const T least = values[j] > 0 ? T(one) : T(0);
-                code = int32_t(size > least ? size : least);
-            } else {
-                code = int32_t((values[j] < 0 ? -size : size) + T(128 * one));
-            }
-            to[j] = int8_t(((code + (int32_t(chance[j]) ^ turn)) >> 16) - 128);
+    template <bool is_signed>
+    SPARSESTEP_INLINE void encode(int64_t row, int64_t columns, const T* values) const {
+        int8_t* const to = codes.data + row * block;
+        const int32_t largest = largest_size(values, fixed ? fixed : columns);
+        if (largest >= bits_as<int32_t>(std::numeric_limits<float>::infinity())) {
+            // One number that is none makes the whole row so.
+            codes.scale[row] = std::numeric_limits<float>::quiet_NaN();
+            std::memset(to, 0, size_t(columns));
+            return;
         }
+        // The exponent of the last code: so that the largest value, rounded up, has at most this.
+        constexpr int32_t last = is_signed ? 8 : 16;
+        int32_t exponent = (largest + (1 << (exponent_shift - 3))) >> exponent_shift;
+        exponent = exponent > last ? exponent : last + 1;  // else the scale is no normal number
+        codes.scale[row] = bits_as<float>((exponent - last) << exponent_shift);
+        const float inverse = bits_as<float>((254 + last - exponent) << exponent_shift);
+
+        const int64_t tiles = fixed ? 1 : (columns + tile_size - 1) / tile_size;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const uint32_t own = random(dealt.row(row) * tiles + tile);
+            const int64_t offset = tile * tile_size, rest = columns - offset;
+            const int64_t n = fixed ? fixed : rest < tile_size ? rest : tile_size;
+            const int32_t* const from = chances.bits + own % Chances::starts * Chances::apart;
+            encode<is_signed>(values + offset, inverse, from, int32_t(own >> (32 - lost_bits)), n,
+                              to + offset);
+        }
+    }
+
+    // The bits of numbers above zero are in their order, those of infinity and of what is not a
+    // number above all others; and a largest integer is found in any order, many at a time.
+    SPARSESTEP_INLINE static int32_t largest_size(const T* values, int64_t n) {
+        int32_t largest = 0;
+        for (int64_t j = 0; j < n; ++j) {
+            const int32_t size = size_bits(values[j]);
+            largest = size > largest ? size : largest;
+        }
+        return largest;
+    }
+    static int32_t size_bits(T value) { return bits_as<int32_t>(float(value)) & ~sign_bit; }
+
+    template <bool is_signed>
+    SPARSESTEP_INLINE static void encode(const T* __restrict values, float inverse,
+                                         const int32_t* __restrict chance, int32_t turn, int64_t n,
+                                         int8_t* __restrict to) {
+        // In two loops: the compiler would narrow a code and its sign one by one.
+        alignas(cache_line) int32_t words[tile_size];
+        for (int64_t j = 0; j < n; ++j) {
+            const int32_t size = size_bits(values[j]);
+            const float scaled = bits_as<float>(size) * inverse + 2.0f;
+            const int32_t code = (bits_as<int32_t>(scaled) + (chance[j] ^ turn)) >> lost_bits;
+            if constexpr (is_signed) {
+                words[j] = code | (bits_as<int32_t>(float(values[j])) >> 24 & 0x80);
+            } else {
+                // What is above zero has at least the code 1.
+                const int32_t least = (size < 1 ? size : 1) + (bits_of_two >> lost_bits);
+                words[j] = code > least ? code : least;
+            }
+        }
+        for (int64_t j = 0; j < n; ++j) to[j] = int8_t(words[j]);
     }
 };
 

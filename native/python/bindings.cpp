@@ -108,7 +108,7 @@ NB_MODULE(_native, module) {
         .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
              nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"),
              nb::arg("shrink"), nb::arg("options"), nb::arg("stochastic") = false,
-             nb::arg("roots") = nb::tuple())
+             nb::arg("signs") = nb::tuple())
         .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
              nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"), nb::arg("l2"),
              nb::arg("shrink"), nb::arg("numbers"), nb::arg("stochastic"));

@@ -44,10 +44,10 @@ struct Group {
     double l2, shrink;
     std::vector<double> options;  // of the rule, or the numbers of the program
     bool stochastic;              // whether half precision is rounded at random
-    std::vector<bool> roots;      // for each state per element that is codes, which; else none
+    std::vector<bool> signs;      // for each state that is codes, whether they are signed; else none
 
     Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
-          nb::tuple options, bool stochastic, nb::tuple roots)
+          nb::tuple options, bool stochastic, nb::tuple signs)
         : rule(rule),
           names(names),
           counts(counts),
@@ -58,8 +58,8 @@ struct Group {
         const KernelTable table = instruction_sets()[0].kernels;
         if (rule < 0 || rule >= table.count) throw nb::value_error("no such rule");
         const RuleKernels& of = table.rules[rule];
-        for (nb::handle root : roots) this->roots.push_back(nb::cast<bool>(root));
-        const size_t coded = this->roots.size();  // each has a scale beside it
+        for (nb::handle each : signs) this->signs.push_back(nb::cast<bool>(each));
+        const size_t coded = this->signs.size();  // each has a scale beside it
         if (nb::len(names) != size_t(of.states + of.slot_states) + coded ||
             nb::len(options) != size_t(of.options) || (coded && coded != size_t(of.states))) {
             throw nb::value_error("a rule was given the wrong number of states or options");

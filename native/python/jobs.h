@@ -97,12 +97,12 @@ public:
         job.seed = seed.value_or(0);
         if (dealt) read_dealt(*dealt, job.dealt);
         if (!read_view(param, job.slots, job.block, job.param)) return false;
-        job.coded = !group.roots.empty();
+        job.coded = !group.signs.empty();
         for (int s = 0; s < rule.states; ++s) {
             if (job.coded) {
                 nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
                 if (!read_codes(states[size_t(s)], scale, job, job.codes[s])) return false;
-                job.codes[s].root = group.roots[size_t(s)];
+                job.codes[s].is_signed = group.signs[size_t(s)];
             } else if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) {
                 return false;
             }

@@ -22,6 +22,7 @@ ROUNDED = (
     ("rounding_seed", 7),
     ("state_dtype", torch.bfloat16),
 )
+CODED = (("state_dtype", torch.int8), ("rounding_seed", 7))
 QUICK = {
     **{f"{kind}-global": Case(kind) for kind in KINDS},
     **{f"{kind}-fast": Case(kind, order="fast", reduce="mean") for kind in KINDS},
@@ -38,6 +39,7 @@ QUICK = {
         for kind in KINDS
         for rule in (sparsestep.Adam, sparsestep.RowwiseAdagrad, sm3_by_rows)
     },
+    **{f"int8-{kind}": Case(kind, make=sparsestep.Adam, options=CODED) for kind in KINDS},
 }
 
 # Every rule with every kind, under both semantics where the rule has both.

@@ -55,7 +55,7 @@ def test_both_engines_store_the_same_codes(cls, options, dtype):
     for ours, theirs in zip(state_tensors(native[1]), state_tensors(reference[1]), strict=True):
         assert ours.dtype == theirs.dtype
         if ours.dtype is torch.int8:
-            # A root that torch rounds otherwise may be another code, seldom.
+            # A last bit that torch rounds otherwise may be another code, seldom.
             apart = (ours.int() - theirs.int()).abs()
             assert apart.max() <= 1
             assert apart.float().mean() < 0.05
@@ -185,9 +185,8 @@ def test_checkpoints_go_from_float32_to_int8_and_back(cls, options):
             found = again.state[param][name]
             assert found.dtype is torch.float32
             largest = value.abs().amax(1, keepdim=True)
-            # Of the fourth root, half a code is lost, one where it is the smallest.
-            apart = found.abs() ** 0.25 - value.abs() ** 0.25
-            assert (apart.abs() <= largest**0.25 / 120).all()
+            # Half of a sixteenth is lost, and what is small beside the largest of its row.
+            assert ((found - value).abs() <= value.abs() / 32 + largest / 3000).all()
             assert (found * value >= 0).all()
 
 

@@ -1,21 +1,25 @@
 """State stored as int8: a code for each element, and a scale for each row.
 
-It is the *fourth root* of a value that is a code times the row's scale, so that small values beside
-a large one keep their share of the codes: Adam divides each by a root of its own, and what rounding
-does to a small one counts as much. (With a square root, a layer whose inputs were of very different
-size learned worse.) There are two codes. ``"signed"`` is for a momentum, which has a sign: from
--127 to 127. ``"root"`` is for sums and averages of squares: from 0 to 255, less 128 to be stored. A
-square above zero gets at least the code 1, so that no formula divides by zero because of the
-storage.
+A code is a small floating-point number. A row is scaled by a power of two such that its largest
+value comes to just below 2**9 (``"signed"``) or 2**17 (``"unsigned"``). Then 2 is added, and of the
+float32 result the code has the last bits of the exponent and the first four of the mantissa. So
+values are stored to 3 to 6 percent, down to about the 128th part of the row's largest value for
+``"signed"`` and the 32,768th for ``"unsigned"``; smaller ones in equal steps, down to zero, which
+is exact. Adam divides each element by a root of its own, so what rounding does to a small one
+counts as much as what it does to a large one.
+
+``"signed"`` is for a momentum: a bit for its sign, seven for its size. ``"unsigned"`` is for sums
+and averages of squares: eight bits for the size. A square above zero gets at least the code 1, so
+that no formula divides by zero because of the storage.
 
 Codes are rounded up or down at random, in proportion: an average that moves by a thousandth of
 itself would otherwise never move. Row by row the largest value decides the scale, anew with every
-update. The native twin is ``native/kernels/int8.h``; both give the same codes for the same values.
+update; since it is a power of two, what has not moved keeps its code. The native twin is
+``native/kernels/int8.h``; both give the same codes for the same values.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +30,11 @@ from torch import Tensor
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
 
-# Below this the reciprocal of a scale is infinite; such a row is taken for zero.
-_LEAST = 1e-37
+# Of a float32 number: where its exponent begins, and how many bits a code does without.
+_EXPONENT, LOST = 23, 19
+_TWO = 0x40000000
+# The exponent of the largest code, by which a scale is smaller than the largest value.
+_LAST = {"signed": 8, "unsigned": 16}
 
 
 def stored_as_int8(rule: Rule) -> Rule:
@@ -50,26 +57,26 @@ def stored_as_int8(rule: Rule) -> Rule:
             contract = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
             remedy = "Use torch.bfloat16, or None"
             raise InputError(sentence(contract, f"{spec.name!r} of {rule.name!r}", remedy))
-        root = spec.int8 == "root"
-        coded.append(replace(spec, dtype=torch.int8, first=_first_root if root else None))
+        starts = spec.int8 == "unsigned"
+        coded.append(replace(spec, dtype=torch.int8, first=_first_code if starts else None))
         scales.append(
             State(
                 f"{spec.name}_scale",
                 spec.initial,
                 per_row=True,
                 dtype=torch.float32,
-                first=_first_scale if root else None,
+                first=_first_scale if starts else None,
             )
         )
     return replace(rule, state=(*coded, *rows, *scales))
 
 
-def _first_root(value: float) -> float:
-    return 127.0 if value else 0.0
+def _first_code(value: float) -> float:
+    return 16.0 if value else 0.0  # that of 2
 
 
 def _first_scale(value: float) -> float:
-    return math.sqrt(math.sqrt(value)) / 255
+    return value / 2
 
 
 def count(state: Sequence[State]) -> int:
@@ -96,13 +103,10 @@ def decoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _values(spec: State, codes: Tensor, scale: Tensor) -> Tensor:
-    if spec.int8 == "signed":
-        root = codes * scale
-        square = root * root
-        return torch.where(root < 0, -square, square) * square
-    root = (codes + 128) * scale
-    square = root * root
-    return square * square
+    sizes = codes.to(torch.int32) & (0x7F if spec.int8 == "signed" else 0xFF)
+    values = ((sizes << LOST) | _TWO).view(torch.float32) - 2
+    values = values * scale.float()
+    return torch.where(codes < 0, -values, values) if spec.int8 == "signed" else values
 
 
 def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
@@ -115,34 +119,41 @@ def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _codes(spec: State, values: Tensor) -> tuple[Tensor, Tensor]:
-    signed = spec.int8 == "signed"
-    largest = values.abs().amax(1, keepdim=True).sqrt().sqrt()
-    # A little more than there are codes, so that the largest value is below the last; in float32
-    # as it is stored. One number that is none makes the whole row so.
-    scale = (largest / (126.99 if signed else 254.99)).float()
-    scale = torch.where(scale < _LEAST, 0.0, scale)
-    scale = torch.where(values.isfinite().all(1, keepdim=True), scale, torch.nan)
-    per_code = scale.to(values.dtype)
-    inverse = torch.where(per_code == 0, 0.0, 1 / per_code)
-    if signed:
-        size = values.abs().sqrt().sqrt() * inverse
-        return torch.where(values < 0, -size, size), scale
-    return torch.where(values > 0, (values.sqrt().sqrt() * inverse).clamp(min=1), 0.0), scale
+    """Codes times ``2**LOST``, of which rounding takes whole ones, and scales."""
+    assert spec.int8 is not None
+    last = _LAST[spec.int8]
+    sizes = values.float().abs()
+    largest = sizes.amax(1, keepdim=True)
+    # An eighth more, so that rounding up does not lead beyond the last code. A scale and its
+    # reciprocal are normal numbers.
+    exponent = (largest.view(torch.int32) + (1 << _EXPONENT - 3)) >> _EXPONENT
+    exponent = exponent.clamp(min=last + 1)
+    scale = ((exponent - last) << _EXPONENT).view(torch.float32)
+    inverse = ((254 + last - exponent) << _EXPONENT).view(torch.float32)
+    # One number that is none makes the whole row so.
+    usable = largest.isfinite()
+    scaled = torch.where(usable, sizes * inverse, 0.0) + 2
+    steps = scaled.view(torch.int32).long() - _TWO
+    if spec.int8 == "signed":
+        steps = torch.where(values < 0, -steps, steps)
+    else:
+        steps = torch.where(usable & (sizes > 0), steps.clamp(min=1 << LOST), steps)
+    return steps, torch.where(usable, scale, torch.nan)
 
 
 def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
-    """Codes as they are stored; zero for what is not a number.
+    """Codes as they are stored.
 
     Args:
         spec: the state that they are of.
         codes: as ``encoded`` gives them.
-        chance: from 0 to 65535, by which a code is rounded up; 32768 for the nearest.
+        chance: from 0 to ``2**LOST - 1``, by which a code is rounded up; half of it for the
+            nearest.
     """
-    steps = codes * 65536
+    bits = (codes.abs() + chance) >> LOST
     if spec.int8 == "signed":
-        steps = steps + 128 * 65536
-    code = (steps.nan_to_num(128 * 65536).long() + chance >> 16) - 128
-    return code.to(torch.int8)
+        bits = torch.where(codes < 0, bits | 0x80, bits)
+    return (bits - ((bits & 0x80) << 1)).to(torch.int8)  # the number that has these eight bits
 
 
 def recoded(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +173,7 @@ def recoded(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
         wants, has = spec.dtype is torch.int8, value.dtype is torch.int8
         if wants and not has and value.is_floating_point() and value.layout is torch.strided:
             codes, scale = _codes(spec, _as_rows(value))
-            found[spec.name] = rounded(spec, codes, 1 << 15).view(value.shape)
+            found[spec.name] = rounded(spec, codes, 1 << LOST - 1).view(value.shape)
             found[f"{spec.name}_scale"] = scale.view(value.shape[:1])
         elif has and not wants and isinstance(scale, Tensor) and scale.shape == value.shape[:1]:
             plain = _values(spec, _as_rows(value), scale.float().view(-1, 1))

@@ -50,7 +50,7 @@ class State:
     initial: float | str = 0.0
     per_row: bool = False
     dtype: torch.dtype | None = None
-    int8: Literal["signed", "root"] | None = None
+    int8: Literal["signed", "unsigned"] | None = None
     first: Callable[[float], float] | None = None
 
 

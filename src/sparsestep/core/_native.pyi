@@ -30,7 +30,7 @@ class _Group:
         shrink: float,
         options: tuple[float, ...],
         stochastic: bool = False,
-        roots: tuple[bool, ...] = (),
+        signs: tuple[bool, ...] = (),
     ) -> None: ...
     @overload
     def __init__(

@@ -130,7 +130,7 @@ def group_of(settings: Settings) -> Group | None:
             settings.shrink,
             rule.numbers(settings.hyper),
             settings.stochastic,
-            tuple(spec.int8 == "root" for spec in rule.state[: int8.count(rule.state)]),
+            tuple(spec.int8 == "signed" for spec in rule.state[: int8.count(rule.state)]),
         )
     return found
 

@@ -43,12 +43,14 @@ class Result:
         slots = self.slots
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
+        dealt = self.update.dealt
         if is_code:
-            chance = rounding.chances(seed, place, slots, new.shape[1])
+            rows = slots if dealt is None else dealt.rows(slots)
+            chance = rounding.chances(seed, place, rows, new.shape[1])
             return int8.rounded(settings.rule.state[place - 1], new, chance)
         columns = torch.arange(new[0].numel(), device=new.device)
         elements = slots[:, None] * len(columns) + columns
-        if (dealt := self.update.dealt) is not None:
+        if dealt is not None:
             length = 1 if self._is_per_row(place) else dealt.length
             elements = dealt._replace(length=length).elements(elements)
         bits = rounding.random_bits(seed, place, elements.view(new.shape))

@@ -32,7 +32,7 @@ def update(
     return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
 
 
-_SUM = State("sum", "initial_accumulator_value", int8="root")
+_SUM = State("sum", "initial_accumulator_value", int8="unsigned")
 RULE = Rule("adagrad", update, (_SUM,), is_native=True, motion=Still())
 
 

@@ -67,8 +67,8 @@ def amsgrad(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="root"))
-_MAX = (*_STATE, State("max_exp_avg_sq", int8="root"))
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
+_MAX = (*_STATE, State("max_exp_avg_sq", int8="unsigned"))
 
 
 _MOTION = Quotient(

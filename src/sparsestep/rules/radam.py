@@ -64,7 +64,7 @@ def update(
 
 # Without a motion: an idle row moves like one of momentum SGD in the first steps and like one of
 # Adam in all others, and a motion is of one kind.
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="root"))
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
 RULE = Rule("radam", update, _STATE, is_native=True)
 
 _KERNEL_OPTIONS = (

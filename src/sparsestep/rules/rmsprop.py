@@ -100,7 +100,7 @@ def update_centered_with_momentum(
     return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
 
 
-_SQUARE = State("square_avg", int8="root")
+_SQUARE = State("square_avg", int8="unsigned")
 _BUFFER = State("momentum_buffer", int8="signed")
 _MEAN = State("grad_avg")  # a variance that is a difference of rounded numbers may be negative
 

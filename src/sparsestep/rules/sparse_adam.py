@@ -41,7 +41,7 @@ def update(
     return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="root"))
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
 
 
 def _motion_size(step: int, hyper: Mapping[str, Any]) -> Pair:
