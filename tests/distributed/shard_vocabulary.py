@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed.vocabulary import owner_of
+from sparsestep.distributed.owners import owner_of
 from tests.distributed.shard_behaviour import said
 
 Found = dict[Any, Any]
@@ -143,8 +143,6 @@ def refusals(rank: int, world: int) -> Found:
         torch.equal(before[name], after[name]) for name in before
     )
     found["copied"] = said(lambda: copy.deepcopy(vocabulary))
-    model = nn.ModuleDict({"ids": vocabulary, "table": table})
-    found["saved"] = said(lambda: sparsestep.distributed.save("nowhere", model, optimizer))
     found["next"] = vocabulary(torch.arange(3) + rank).tolist()
     return found
 

@@ -23,6 +23,7 @@ class Doing(IntEnum):
     NORM = 3
     BATCH = 4
     IDS = 5
+    LOAD = 6
 
 
 _DOES = {
@@ -31,6 +32,7 @@ _DOES = {
     Doing.NORM: "clips gradients",
     Doing.BATCH: "asks for a batch",
     Doing.IDS: "looks up ids of {}",
+    Doing.LOAD: "loads the ids of {}",
 }
 
 

@@ -1,6 +1,7 @@
 """Which ids go to which rank: row ``i`` is rank ``i % world``'s, which calls it ``i // world``.
 
-The core does it in two passes over the ids; without it, torch sorts.
+The core does it in two passes over the ids; without it, torch sorts. Ids of any value, which have
+no row yet, go where a hash of them says (``owner_of``).
 """
 
 from __future__ import annotations
@@ -143,3 +144,28 @@ def added_up(values: Tensor, which: Tensor, count: int) -> Tensor:
     wide = values.float() if values.dtype in HALVES else values
     sums = wide.new_zeros(count, *wide.shape[1:])
     return sums.index_add_(0, which, wide).to(values.dtype)
+
+
+def owner_of(ids: Tensor, world: int) -> Tensor:
+    """The rank that owns each id: the upper half of its public hash, modulo the number of ranks.
+
+    Args:
+        ids: int64.
+        world: how many ranks there are.
+
+    Example:
+        >>> from sparsestep.nn.ids import public_hash
+        >>> ids = [0, 1, -1, 2**62 + 3]
+        >>> owner_of(torch.tensor(ids), 3).tolist() == [(public_hash(i) >> 32) % 3 for i in ids]
+        True
+    """
+    if world == 1:
+        return torch.zeros_like(ids)
+    bits = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
+    return _shifted(bits ^ _shifted(bits, 31), 32) % world
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.modules import table_of
+from sparsestep.distributed.owners import owner_of
 from sparsestep.distributed.table import Table as ShardedTable
 from sparsestep.distributed.wire import joined
 from sparsestep.errors import InputError, sentence
@@ -179,31 +180,6 @@ class Vocabulary(nn.Module):
         contract = "a vocabulary that ranks share cannot be copied or pickled"
         remedy = "Save the state_dict() of each rank"
         raise InputError(sentence(contract, "an attempt to", remedy))
-
-
-def owner_of(ids: Tensor, world: int) -> Tensor:
-    """The rank that owns each id: the upper half of its public hash, modulo the number of ranks.
-
-    Args:
-        ids: int64.
-        world: how many ranks there are.
-
-    Example:
-        >>> from sparsestep.nn.ids import public_hash
-        >>> ids = [0, 1, -1, 2**62 + 3]
-        >>> owner_of(torch.tensor(ids), 3).tolist() == [(public_hash(i) >> 32) % 3 for i in ids]
-        True
-    """
-    if world == 1:
-        return torch.zeros_like(ids)
-    bits = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
-    return _shifted(bits ^ _shifted(bits, 31), 32) % world
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _bytes_of(counts: list[int]) -> list[int]:

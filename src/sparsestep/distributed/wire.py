@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 # What one process sends another at once; gloo does not take messages of any size.
 CHUNK = 64 << 20
+
+
+class Dealt(NamedTuple):
+    """Rows that ranks have dealt out to each other.
+
+    Attributes:
+        pieces: what has come from each rank.
+        counts: how many rows this rank has sent to each.
+        order: which row it was, for each of these.
+        most: how many rows any rank has sent another.
+    """
+
+    pieces: list[Tensor]
+    counts: list[int]
+    order: Tensor
+    most: int
 
 
 class Wire:
@@ -72,6 +88,33 @@ class Wire:
         found = [Reader(message) for message in self._in_chunks(outgoing, sizes, largest)]
         found[self.rank] = own
         return found
+
+    def deal(self, rows: Tensor, ranks: Tensor) -> Dealt:
+        """Send each row of a tensor to the rank that it is for.
+
+        Args:
+            rows: contiguous.
+            ranks: one for each row.
+
+        Example:
+            >>> Wire(None).deal(torch.tensor([[7], [8]]), torch.tensor([0, 0])).pieces
+            [tensor([[7],
+                    [8]])]
+        """
+        counts = ranks.bincount(minlength=self.world)
+        outgoing: list[int] = counts.tolist()
+        lines = torch.tensor([[count, max(outgoing)] for count in outgoing])
+        incoming = self.numbers(lines).tolist()
+        most = max(largest for _, largest in incoming)
+        order, rest = ranks.argsort(stable=True), rows.shape[1:]
+        size, each_row = rest.numel() * rows.dtype.itemsize, rest.numel()
+        pieces = [[piece] for piece in rows[order].split(outgoing)]
+        readers = self.send(pieces, [count * size for count, _ in incoming], most * size)
+        found = [
+            reader.take(count * each_row, rows.dtype).view(count, *rest)
+            for reader, (count, _) in zip(readers, incoming, strict=True)
+        ]
+        return Dealt(found, outgoing, order, most)
 
     def _in_chunks(
         self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], largest: int

@@ -63,6 +63,26 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
     return found
 
 
+def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
+    """The same whatever else draws random numbers, and nobody else draws others for it.
+
+    Args:
+        values: rows that begin anew.
+        init: fills them in place.
+        seed: of their random numbers.
+
+    Example:
+        >>> with torch.random.fork_rng():
+        ...     ours, theirs = drawn(torch.empty(3), nn.init.normal_, 5), torch.manual_seed(5)
+        ...     torch.equal(ours, torch.randn(3))
+        True
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        init(values)
+    return values
+
+
 class Attached:
     """A table that a vocabulary gives rows of.
 
@@ -136,12 +156,8 @@ class Attached:
         return partial(uninterrupted, partial(self._commit, weight, rows, values, forgets))
 
     def _new_values(self, weight: Tensor, count: int, seed: int) -> Tensor:
-        """The same whatever else draws random numbers, and nobody else draws others for it."""
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed)
-            values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
-            self.init(values)
-        return values
+        values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
+        return drawn(values, self.init, seed)
 
     def _commit(
         self, weight: Tensor, rows: Tensor, values: Tensor, forgets: Sequence[Callable[[], None]]

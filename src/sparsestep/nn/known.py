@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn import saving
 from sparsestep.nn.attached import Table, weight_of
-from sparsestep.nn.ids import Ids, Options
+from sparsestep.nn.ids import Ids, Options, Saved
 from sparsestep.nn.native_ids import new_ids
 
 
@@ -157,6 +157,10 @@ class KnowsIds(nn.Module):
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
+        self._become(saved, now, handed_over)
+
+    def _become(self, saved: Saved, now: int, handed_over: int) -> None:
+        """Know what ``saving.read`` has found; it cannot fail."""
         with self._lock:
             self._ids.load(saved, now)
             self._now, self._handed_over, self._progress = now, handed_over, []

@@ -1,0 +1,96 @@
+"""Ids get new owners: what a rank makes of what was stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsestep.distributed.moving import FRESH, Layout, Move, Moved, Part, moved
+from sparsestep.distributed.stored import Stored
+from sparsestep.distributed.wire import Wire
+from sparsestep.errors import InputError
+from sparsestep.nn.ids import Evict, Options
+
+# Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
+ROWS, LANES = 7, 2
+STORED = torch.tensor(
+    [[0, 0, 0], [0, 0, 0], [10, 4, 8], [11, 2, 3], [12, 1, 9], [13, 9, 5], [0, 0, 0]]
+)
+CANDIDATES = torch.tensor([[20, 1], [30, 1], [21, 2], [31, 1], [22, 1], [0, 0]])
+# In use, candidates, seen since counts were halved, the time, rows that changed hands.
+NUMBERS = torch.tensor([[3, 3], [3, 2], [20, 15], [9, 5], [6, (1 << 40) + 4]])
+
+
+def alone(error: Exception | None, number: int) -> list[int]:
+    if error is not None:
+        raise error
+    return [number]
+
+
+def loaded(rows: int = ROWS, admit: int = 2, evict: Evict = None, **changes: Any) -> Moved:
+    layout = Layout(ROWS, LANES, shared=1, admit=2, tables={})
+    part = Part(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
+    return moved(Wire(None), layout, part, Options(rows, 1, admit, evict), alone)
+
+
+def test_ids_keep_their_counts_their_ages_and_their_order():
+    found = loaded()
+    assert found.saved.used == 5
+    assert found.saved.ids[1:5].tolist() == [10, 11, 12, 13]
+    assert found.saved.counts[1:5].tolist() == [4, 2, 1, 9]
+    assert found.now == 9
+    assert (found.now - found.saved.seen[1:5]).tolist() == [9 - 8, 5 - 3, 9 - 9, 5 - 5]
+    assert found.saved.sightings == 35
+
+
+def test_rows_continue_those_that_ids_had_then_those_that_nobody_had():
+    # Row 6 was free. The shared row of the second rank is not needed, another row begins anew.
+    assert loaded().source.tolist() == [0, 2, 3, 4, 5, 6, FRESH]
+
+
+def test_no_seed_is_used_twice():
+    assert loaded().seed == 6
+    more = NUMBERS.clone()
+    more[4, 1] += 100
+    assert loaded(numbers=more).seed == 104
+
+
+@pytest.mark.parametrize("room", [9, 4])
+def test_candidates_take_turns(room: int, monkeypatch: pytest.MonkeyPatch):
+    """Those that each rank has seen last come last; of too many, these are kept."""
+    monkeypatch.setattr(Options, "candidates", room)
+    saved = loaded().saved
+    ids, counts = (
+        each[: saved.candidates].tolist() for each in (saved.candidate_ids, saved.candidate_counts)
+    )
+    assert ids == [20, 21, 30, 22, 31][-room:]
+    assert counts == [dict(CANDIDATES.tolist())[each] for each in ids]
+
+
+@pytest.mark.parametrize(("evict", "kept"), [("lru", [12, 13]), ("lfu", [10, 13])])
+def test_of_too_many_ids_those_are_kept_that_would_be_evicted_last(evict: Evict, kept: list[int]):
+    found = loaded(rows=3, evict=evict)
+    assert found.saved.ids[1:].tolist() == kept
+
+
+def test_without_eviction_too_many_ids_are_refused():
+    with pytest.raises(InputError, match=r"a row for each of the 4 ids that it owns\. Got 2 rows"):
+        loaded(rows=3)
+
+
+def test_rows_of_a_table_follow():
+    """Those beyond the vocabulary and the padding stay, others begin with what they are given."""
+    move = Move(torch.tensor([2, 0, FRESH]), 1, torch.tensor([[9.0]]), padding=1)
+    whole = torch.tensor([[0.0], [1], [2], [3], [4]])
+
+    def moved_to(initial: float | None) -> Tensor:
+        wanted = move.wanted(None, Stored(whole.shape, whole.dtype), initial)
+        assert wanted is not None
+        wanted.target.copy_(whole)
+        return wanted.finish().flatten()
+
+    assert moved_to(None).tolist() == [2, 1, 9, 3, 4]
+    assert moved_to(0.5).tolist() == [2, 1, 0.5, 3, 4]
