@@ -70,10 +70,10 @@ def trained(rank: int, world: int, options: dict[str, Any]) -> Found:
 class Alone:
     """One process in the place of several: a vocabulary for each rank, and the whole table."""
 
-    def __init__(self, world: int, options: dict[str, Any]) -> None:
+    def __init__(self, world: int, options: dict[str, Any], rows: int = ROWS) -> None:
         self._world = world
         self.parts = [
-            sparsestep.nn.Vocabulary(len(range(rank, ROWS, world)), **options)
+            sparsestep.nn.Vocabulary(len(range(rank, rows, world)), **options)
             for rank in range(world)
         ]
 

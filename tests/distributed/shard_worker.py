@@ -10,6 +10,7 @@ from tests.distributed.shard_behaviour import behaviour
 from tests.distributed.shard_cases import on_ranks
 from tests.distributed.shard_runs import QUICK
 from tests.distributed.shard_vocabulary import vocabularies
+from tests.distributed.shard_vocabulary_changes import changes
 
 
 def work(rank: int, meeting: str) -> pair.Results:
@@ -21,6 +22,7 @@ def work(rank: int, meeting: str) -> pair.Results:
     found.update(behaviour(rank, world))
     found.update(ahead(rank, world))
     found.update(vocabularies(rank, world))
+    found.update(changes(rank, world))
     dist.destroy_process_group()
     return found
 

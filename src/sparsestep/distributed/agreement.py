@@ -24,6 +24,9 @@ class Doing(IntEnum):
     BATCH = 4
     IDS = 5
     LOAD = 6
+    GROW = 7
+    MERGE = 8
+    EXPORT = 9
 
 
 _DOES = {
@@ -33,6 +36,9 @@ _DOES = {
     Doing.BATCH: "asks for a batch",
     Doing.IDS: "looks up ids of {}",
     Doing.LOAD: "loads the ids of {}",
+    Doing.GROW: "grows {}",
+    Doing.MERGE: "merges ids of {} with others",
+    Doing.EXPORT: "exports {}",
 }
 
 

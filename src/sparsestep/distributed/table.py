@@ -137,6 +137,11 @@ class Table:
         self.local.weight = self.weight
         self.local.name = self.name
 
+    def grow(self, rows: int) -> None:
+        """Say that there are more rows; the weight has those that are here already."""
+        self.rows, self.here = rows, self.weight.detach()
+        self.whole.weight = self.whole.weight[:1, :1].expand(rows, self.dim)
+
     def look_up(self, ids: Tensor, lengths: Tensor | None, factors: Tensor | None) -> Tensor:
         """A row for each bag, by the module that has the rows.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.owners import owner_of
+from sparsestep.distributed.owning import OwnsIds
 from sparsestep.distributed.table import Table as ShardedTable
 from sparsestep.distributed.wire import joined
 from sparsestep.errors import InputError, sentence
@@ -22,7 +23,7 @@ from sparsestep.nn.vocabulary import flat_ids
 _ID_BYTES = 8
 
 
-class Vocabulary(nn.Module):
+class Vocabulary(OwnsIds):
     """A :class:`sparsestep.nn.Vocabulary` for a table that is sharded by rows.
 
     A hash of an id decides which rank owns it, now and for ever. The owner keeps its count, and
@@ -76,16 +77,17 @@ class Vocabulary(nn.Module):
     ) -> None:
         super().__init__()
         sharded = _dealt(table)
-        self.rows: int = sharded.rows
-        self._exchange: Any = vars(table)["_exchange"]
+        self.rows = sharded.rows
+        self._exchange = vars(table)["_exchange"]
         self._table = sharded
         self._wire = wire = sharded.wire
+        self._given = {}
         fewest = self.rows // wire.world
         if isinstance(shared, int) and shared > fewest:
             contract = f"Vocabulary: shared must be at most the rows of a rank, {fewest}"
             raise InputError(sentence(contract, shared))
         here = len(range(wire.rank, self.rows, wire.world))
-        self.local: LocalVocabulary = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
+        self.local = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
         self._shared = shared * wire.world
         # It is what new values are drawn from: rows of different ranks do not begin alike.
         self.local._handed_over = wire.rank << 40
@@ -148,33 +150,21 @@ class Vocabulary(nn.Module):
         Raises:
             InputError: the table does not fit, or is none of an optimizer's.
         """
-        sharded = _dealt(table)
-        if vars(table)["_exchange"] is not self._exchange or sharded.rows < self.rows:
-            contract = (
-                f"Vocabulary.attach: a table must be sharded with the first, {self.rows} rows"
-            )
-            raise InputError(sentence(contract, f"another with {sharded.rows}"))
+        sharded = self._checked("Vocabulary.attach", table)
         padding = sharded.padding
         if padding is not None and self._shared <= padding < self.rows:
             contract = f"Vocabulary.attach: padding_idx must be one of {self._shared} shared rows"
             raise InputError(sentence(contract, padding, "Use padding_idx=0"))
         assert sharded.local is not None
         self.local._attach(Attached(sharded.local, optimizers, init, is_part=True))
+        self._given[id(sharded.local)] = table, sharded
 
-    @property
-    def used(self) -> int:
-        """How many rows of this rank are in use, the shared ones included."""
-        return self.local.used
-
-    @property
-    def taken_over(self) -> Tensor:
-        """Rows of this rank that went to another id in the latest call."""
-        return self.local.taken_over * self._wire.world + self._wire.rank
-
-    def as_dict(self) -> dict[int, int]:
-        """The row of each id that this rank owns and that has one of its own."""
-        world, rank = self._wire.world, self._wire.rank
-        return {each: row * world + rank for each, row in self.local.as_dict().items()}
+    def _checked(self, who: str, table: Any) -> ShardedTable:
+        sharded = _dealt(table)
+        if vars(table)["_exchange"] is not self._exchange or sharded.rows < self.rows:
+            contract = f"{who}: a table must be sharded with the first, {self.rows} rows"
+            raise InputError(sentence(contract, f"another with {sharded.rows}"))
+        return sharded
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         contract = "a vocabulary that ranks share cannot be copied or pickled"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,35 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
     uninterrupted(prepare_growth(module, rows, optimizers, init))
 
 
+class Spare(NamedTuple):
+    """How many rows at the end of a weight are none of the table's, as ranks have equally many.
+
+    Attributes:
+        before: of those that there are.
+        after: of those that there are to be.
+    """
+
+    before: int
+    after: int
+
+
 def prepare_growth(
-    module: Any, rows: int, optimizers: tuple[Any, ...], init: Init | None
+    module: Any,
+    rows: int,
+    optimizers: tuple[Any, ...],
+    init: Init | None,
+    spare: Spare | None = None,
 ) -> Callable[[], None]:
-    """Do all that may raise; what is returned does the rest, and nothing can fail."""
-    weight = weight_of("grow", module)
+    """Do all that may raise; what is returned does the rest, and nothing can fail.
+
+    Args:
+        module: whose weight grows.
+        rows: how many it is to have.
+        optimizers: all that have it.
+        init: fills new rows in place.
+        spare: of the part of a sharded table that is here.
+    """
+    weight = weight_of("grow", module, is_part=spare is not None)
     known = ours("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
@@ -80,14 +104,16 @@ def prepare_growth(
         contract = "grow: a table that grows must not be in shared memory"
         raise InputError(sentence(contract, "one that other processes may have"))
     parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
-    if rows == have:
+    first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
+    if rows == have and first == end:
         return lambda: None
     with speaking("grow"):
-        others = [prepare_to_grow(optimizer, weight, rows) for optimizer in known]
+        others = [prepare_to_grow(optimizer, weight, rows, first) for optimizer in known]
     with torch.no_grad(), without_torch_function():
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
-        (nn.init.normal_ if init is None else init)(new[have:])
-        new[:have] = weight
+        (nn.init.normal_ if init is None else init)(new[first:end])
+        new[:first] = weight[:first]
+        new[end:] = 0
     return partial(_commit, module, weight, new, others)
 
 

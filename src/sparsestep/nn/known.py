@@ -110,11 +110,15 @@ class KnowsIds(nn.Module):
         with other._lock:
             theirs = other._ids.save()
         with self._lock:
-            merged = new_ids(self._options)
-            saved, rows = saving.merged(self._ids.save(), theirs, self._options, self._now)
-            merged.load(saved, self._now)
-            self._ids = merged
+            self._ids, rows = self._merged(theirs)
         return rows
+
+    def _merged(self, theirs: Saved) -> tuple[Ids, Tensor]:
+        """What there is to know with the ids of another vocabulary, and the rows of these."""
+        merged = new_ids(self._options)
+        saved, rows = saving.merged(self._ids.save(), theirs, self._options, self._now)
+        merged.load(saved, self._now)
+        return merged, rows
 
     # Checkpoints and copies
 

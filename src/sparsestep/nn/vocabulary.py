@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -227,19 +228,30 @@ class Vocabulary(KnowsIds):
             >>> table.num_embeddings
             3
         """
-        _check_number("rows", rows, self.rows, _MOST_ROWS)
         with self._lock:
-            options = Options(rows, self._options.shared, self._options.admit, self._options.evict)
-            larger = new_ids(options)
-            larger.load(saving.with_room(self._ids.save(), options), self._now)
-            commits = [
+            commit = self._prepare_to_grow(rows)
+            tables = [
                 prepare_growth(each.table, rows, tuple(each.optimizers), each.init)
                 for each in self._attached
                 if each.table.num_embeddings < rows
             ]
-            for commit in commits:
-                uninterrupted(commit)
+            uninterrupted(lambda: [work() for work in (*tables, commit)])
+
+    def _prepare_to_grow(self, rows: int) -> Callable[[], None]:
+        """Know the same with more rows, but for the tables: all that may raise.
+
+        Returns:
+            The rest, which cannot fail.
+        """
+        _check_number("rows", rows, self.rows, _MOST_ROWS)
+        options = replace(self._options, rows=rows)
+        larger = new_ids(options)
+        larger.load(saving.with_room(self._ids.save(), options), self._now)
+
+        def commit() -> None:
             self._options, self._ids = options, larger
+
+        return commit
 
 
 def flat_ids(ids: Any) -> Tensor:

@@ -16,13 +16,16 @@ from sparsestep.optimizer import state as states
 from sparsestep.optimizer.base import RuleOptimizer
 
 
-def prepare_to_grow(optimizer: RuleOptimizer, param: Tensor, rows: int) -> Callable[[], None]:
+def prepare_to_grow(
+    optimizer: RuleOptimizer, param: Tensor, rows: int, old: int
+) -> Callable[[], None]:
     """Make the state of a parameter for so many rows: all that may raise.
 
     Args:
         optimizer: whose state.
         param: which still has the rows that it has.
         rows: how many there are to be.
+        old: how many of those that it has keep their state.
 
     Returns:
         What is to be called once the parameter has them, and cannot fail.
@@ -40,21 +43,21 @@ def prepare_to_grow(optimizer: RuleOptimizer, param: Tensor, rows: int) -> Calla
     optimizer._catch_up_rows(param, None)
     initial = {spec.name: states.initial(spec, group) for spec in rule.state}
     new = {
-        name: _grown(name, value, rows, initial.get(name, 0.0))
+        name: _grown(name, value, old, rows, initial.get(name, 0.0))
         for name, value in (record or {}).items()
         if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
     }
     return partial(_commit, optimizer, param, record, new, rows)
 
 
-def _grown(name: str, old: Tensor, rows: int, value: float) -> Tensor:
+def _grown(name: str, tensor: Tensor, old: int, rows: int, value: float) -> Tensor:
     """A state tensor with more rows, those that are new as in the beginning."""
-    if old.is_cpu and old.is_shared():
+    if tensor.is_cpu and tensor.is_shared():
         contract = f"the state {name!r} of a parameter that grows must not be in shared memory"
         raise InputError(sentence(contract, "one that other processes may have"))
-    shape = torch.Size([rows, *old.shape[1:]])
-    new = pages.full(shape, states.in_dtype(old.dtype, value), old.dtype, old.device)
-    new[: len(old)] = old.detach()
+    shape, dtype = torch.Size([rows, *tensor.shape[1:]]), tensor.dtype
+    new = pages.full(shape, states.in_dtype(dtype, value), dtype, tensor.device)
+    new[:old] = tensor.detach()[:old]
     return new
 
 
