@@ -19,6 +19,7 @@ from sparsestep.distributed.owners import owner_of
 from tests.distributed.pair import run_ranks
 from tests.distributed.shard_vocabulary_checkpoints import (
     CASES,
+    DIM,
     FEW,
     FULL,
     HALF,
@@ -167,6 +168,19 @@ def test_another_vocabulary_is_refused(tmp_path: Path):
         with pytest.raises(sparsestep.InputError, match=r"'ids' must be that of the checkpoint"):
             sparsestep.distributed.load(tmp_path / "saved", model, optimizer)
         assert known(model, optimizer, 0, 1) == before
+
+
+def test_a_table_whose_rows_would_not_move_is_refused(runs: Any):
+    folder, _ = runs
+    model, optimizer = begin(CASES["per row"], "plain")
+    model["ids"].attach(nn.Embedding(ROWS, DIM))
+    before = known(model, optimizer, 0, 1)
+    with pytest.raises(
+        sparsestep.InputError, match=r"since their rows move\. Got only first\.weight, second"
+    ):
+        sparsestep.distributed.load(folder / "per row-2", model, optimizer)
+    assert known(model, optimizer, 0, 1) == before
+    sparsestep.distributed.load(folder / "per row-1", model, optimizer)  # where they stay
 
 
 def test_a_checkpoint_without_a_vocabulary_is_refused(tmp_path: Path):

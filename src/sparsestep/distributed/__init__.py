@@ -3,7 +3,8 @@
 ``sharding`` divides the tables of a model. A lookup then is an exchange (``exchange``): what a
 rank asks for (``requests``) goes over the ``wire`` to those who have the rows and comes back
 (``lookups``); gradients follow when they are needed (``arrivals``). Each exchange begins with an
-``agreement``. Ids of any value have owners, too (``vocabulary``).
+``agreement``. Ids of any value have owners, too (``vocabulary``). ``checkpoints`` are read by any
+number of ranks; ids that get new owners take their rows along (``moving``).
 """
 
 from __future__ import annotations

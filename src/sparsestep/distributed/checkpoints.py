@@ -26,7 +26,8 @@ def save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
 
     Args:
         path: a folder that all ranks see.
-        model: sharded or not; within ``DistributedDataParallel`` or not.
+        model: sharded or not; within ``DistributedDataParallel`` or not. Its vocabularies are saved
+            with it.
         optimizer: of its parameters.
 
     Example:
@@ -81,6 +82,10 @@ def async_save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> Future
 def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
     """Load what :func:`save` has saved, with any number of ranks; all ranks call it.
 
+    Where a vocabulary is loaded by another number of ranks, ids get new owners, and rows of its
+    tables move with them, values and state. Owners that have too few rows give up the ids that they
+    would evict first.
+
     Args:
         path: the folder.
         model: with the same tables; sharded in whatever way, or not.
@@ -88,7 +93,25 @@ def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
             checkpoint, but for masks.
 
     Raises:
-        InputError: the checkpoint does not fit; nothing was changed.
+        InputError: the checkpoint does not fit, or a vocabulary with ``evict=None`` has too few
+            rows on a rank; nothing was changed.
+
+    Example:
+        >>> import tempfile, torch, sparsestep
+        >>> def new(vocabulary, table):
+        ...     optimizer = sparsestep.Adam(table.parameters())
+        ...     vocabulary.attach(table, optimizer)
+        ...     return nn.ModuleDict({"ids": vocabulary, "table": table}), optimizer
+        >>> model, optimizer = new(sparsestep.nn.Vocabulary(100), nn.Embedding(100, 4))
+        >>> rows = model["ids"](torch.tensor([10**18, -7]))
+        >>> table = nn.Embedding(100, 4)
+        >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+        >>> sharded, other = new(sparsestep.distributed.Vocabulary(table), table)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     save(path, model, optimizer)
+        ...     load(path, sharded, other)
+        >>> sharded["ids"].as_dict()
+        {1000000000000000000: 1, -7: 2}
     """
     what = Contents(model, optimizer)
     about, stored = _about(path), _stored(path)
@@ -116,7 +139,8 @@ def consolidate(path: Path) -> dict[str, Any]:
         path: the folder that :func:`save` wrote.
 
     Returns:
-        ``"model"``, which the model loads as it was before ``shard``, and ``"optimizer"``, which
+        ``"model"``, which the model loads as it was before ``shard``, with an ordinary
+        ``sparsestep.nn.Vocabulary`` where it had one that ranks share; and ``"optimizer"``, which
         this library's optimizers load, and torch's of the same name.
     """
     about, stored = _about(path), _stored(path)

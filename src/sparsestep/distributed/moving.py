@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.owners import owner_of
+from sparsestep.distributed.owning import SEED_BITS
 from sparsestep.distributed.stored import Stored, Wanted, block_of, gathered
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire, joined
@@ -22,8 +23,6 @@ from sparsestep.optimizer.state import in_dtype
 
 FRESH = -1  # instead of a stored row: one that begins anew
 _NO_ROW = -2  # none of the table's: ranks have equally many
-# New values are drawn from seeds that begin here on each rank: no two ranks draw the same.
-SEED_BITS = 40
 
 # Told what stands against it and a number; returns the numbers of all ranks, or raises on all.
 Agree: TypeAlias = Callable[[Exception | None, int], list[int]]

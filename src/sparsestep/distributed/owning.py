@@ -20,6 +20,8 @@ from sparsestep.nn.growing import Spare, prepare_growth
 from sparsestep.nn.ids import Ids, Saved
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 
+# New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
+SEED_BITS = 40
 _NUMBER_BYTES = 8
 _SHARED = -1  # instead of what tells ordinary vocabularies apart
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.owners import owner_of
-from sparsestep.distributed.owning import OwnsIds
+from sparsestep.distributed.owning import SEED_BITS, OwnsIds
 from sparsestep.distributed.table import Table as ShardedTable
 from sparsestep.distributed.wire import joined
 from sparsestep.errors import InputError, sentence
@@ -35,6 +35,9 @@ class Vocabulary(OwnsIds):
     A lookup is something that all ranks do together, like that of a sharded table. A rank without
     data looks up an empty tensor. Owners count the ids of a call in the order of ranks, so the same
     calls give the same rows.
+
+    As a part of a model it is saved and loaded with it, by any number of ranks: see
+    :func:`sparsestep.distributed.save`. ``state_dict()`` has what this rank owns.
 
     Args:
         table: an ``nn.Embedding`` or ``nn.EmbeddingBag`` that ``shard`` has divided by rows. Its
@@ -90,7 +93,7 @@ class Vocabulary(OwnsIds):
         self.local = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
         self._shared = shared * wire.world
         # It is what new values are drawn from: rows of different ranks do not begin alike.
-        self.local._handed_over = wire.rank << 40
+        self.local._handed_over = wire.rank << SEED_BITS
         self.attach(table, *optimizers, init=init)
 
     @outside_graphs
@@ -168,7 +171,7 @@ class Vocabulary(OwnsIds):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         contract = "a vocabulary that ranks share cannot be copied or pickled"
-        remedy = "Save the state_dict() of each rank"
+        remedy = "Make it a part of the model, and use sparsestep.distributed.save"
         raise InputError(sentence(contract, "an attempt to", remedy))
 
 
