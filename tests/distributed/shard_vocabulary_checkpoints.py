@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
+from sparsestep.distributed import wire
 from tests.distributed import pair
 from tests.distributed.shard_behaviour import said
 
@@ -168,6 +169,19 @@ def load_half(
     return found
 
 
+def load_ordinary(folder: Path, rank: int, world: int) -> Found:
+    """Into a vocabulary of which each rank has a copy, beside sharded tables; in many messages."""
+    case = CASES["per row"]
+    model, optimizer = begin(case, "rows")
+    model["ids"] = sparsestep.nn.Vocabulary(ROWS, **case.ids)
+    whole, wire.CHUNK = wire.CHUNK, 24
+    try:
+        sparsestep.distributed.load(folder / "per row-2", model, optimizer)
+    finally:
+        wire.CHUNK = whole
+    return {"ordinary": (model["ids"].as_dict(), looked_up(model))}
+
+
 def save_full(folder: Path, kind: str, rank: int, world: int, mesh: Any = None) -> Found:
     found: Found = {}
     for name, ids in FULL.items():
@@ -204,6 +218,7 @@ def work(rank: int, meeting: str) -> Found:
     dist.barrier()
     found.update(save_half(folder, "rows", rank, 3))
     found.update(load_full(folder, rank, 3))
+    found.update(load_ordinary(folder, rank, 3))
     for saved_by in (1, 2, 3):
         found.update(load_half(folder, "rows", rank, 3, saved_by))
     if rank < 2:

@@ -125,6 +125,15 @@ def test_a_checkpoint_becomes_one_of_an_ordinary_vocabulary(runs: Any, name: str
             assert go_on(model, optimizer, WHOLE, 0, 1)["ids"] == expected
 
 
+def test_rows_follow_an_ordinary_vocabulary_too(runs: Any):
+    """Each rank has a copy of it, and a part of the tables."""
+    _, ranks = runs
+    expected = {each: values[0] for each, values in of_all(ranks, ("per row", "half", 2)).items()}
+    for rows, looked_up in (each["ordinary"] for each in ranks):
+        assert rows == ranks[0]["per row", 2, 1, "half"]["rows"]
+        assert {each: looked_up[each] for each in expected} == expected
+
+
 @pytest.mark.parametrize("name", [name for name in FULL if name != "none"])
 def test_ids_are_given_up_in_the_order_of_eviction(runs: Any, name: str):
     _, ranks = runs

@@ -55,7 +55,9 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        self.model: nn.Module = model
         self._optimizer = optimizer
         self.vocabularies: dict[str, Held] = held_by(self.model)
         sharded = {

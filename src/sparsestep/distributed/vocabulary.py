@@ -80,7 +80,7 @@ class Vocabulary(OwnsIds):
     ) -> None:
         super().__init__()
         sharded = _dealt(table)
-        self.rows = sharded.rows
+        self.rows: int = sharded.rows
         self._exchange = vars(table)["_exchange"]
         self._table = sharded
         self._wire = wire = sharded.wire
@@ -90,7 +90,7 @@ class Vocabulary(OwnsIds):
             contract = f"Vocabulary: shared must be at most the rows of a rank, {fewest}"
             raise InputError(sentence(contract, shared))
         here = len(range(wire.rank, self.rows, wire.world))
-        self.local = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
+        self.local: LocalVocabulary = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
         self._shared = shared * wire.world
         # It is what new values are drawn from: rows of different ranks do not begin alike.
         self.local._handed_over = wire.rank << SEED_BITS
