@@ -182,6 +182,23 @@ def load_ordinary(folder: Path, rank: int, world: int) -> Found:
     return {"ordinary": (model["ids"].as_dict(), looked_up(model))}
 
 
+def load_refused(folder: Path, rank: int, world: int) -> Found:
+    """The optimizer of the last rank has a mask that does not fit."""
+    model, optimizer = begin(CASES["per row"], "rows")
+    before = go_on(model, optimizer, range(1), rank, world)
+    options = [{**group, "params": []} for group in optimizer.param_groups]
+    load = partial(sparsestep.distributed.load, folder / "per row-2", model, optimizer)
+    if rank == world - 1:
+        optimizer.param_groups[0]["mask"] = [torch.ones(2, dtype=torch.bool), None]
+    found: Found = {"said": said(load)}
+    optimizer.param_groups[0].pop("mask", None)
+    after = known(model, optimizer, rank, world)
+    same = [{**group, "params": []} for group in optimizer.param_groups] == options
+    found["unchanged"] = before == after and same
+    found["next"] = said(load)
+    return {"refused": found}
+
+
 def save_full(folder: Path, kind: str, rank: int, world: int, mesh: Any = None) -> Found:
     found: Found = {}
     for name, ids in FULL.items():
@@ -219,6 +236,7 @@ def work(rank: int, meeting: str) -> Found:
     found.update(save_half(folder, "rows", rank, 3))
     found.update(load_full(folder, rank, 3))
     found.update(load_ordinary(folder, rank, 3))
+    found.update(load_refused(folder, rank, 3))
     for saved_by in (1, 2, 3):
         found.update(load_half(folder, "rows", rank, 3, saved_by))
     if rank < 2:

@@ -159,8 +159,19 @@ def test_without_eviction_all_ranks_refuse_and_nothing_was_changed(runs: Any):
     )
     for each in said:
         assert each.startswith(("load: a rank must", "rank "))
-        assert each.startswith("load:") or "which loads the ids of 'first', rejected" in each
+        assert each.startswith("load:") or "which loads a checkpoint of 'first', rejected" in each
     assert all(each["full", "none", "unchanged"] for each in ranks)
+
+
+def test_what_the_optimizer_of_one_rank_refuses_no_rank_loads(runs: Any):
+    _, ranks = runs
+    *others, last = (each["refused"] for each in ranks)
+    assert "mask" in last["said"]
+    for each in others:
+        assert each["said"].startswith("rank 2, which loads a checkpoint of 'first', rejected")
+    for each in (*others, last):
+        assert each["unchanged"]
+        assert each["next"] == ""
 
 
 def saved_by_one(path: Path, **options: Any) -> None:

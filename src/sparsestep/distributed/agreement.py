@@ -35,7 +35,7 @@ _DOES = {
     Doing.NORM: "clips gradients",
     Doing.BATCH: "asks for a batch",
     Doing.IDS: "looks up ids of {}",
-    Doing.LOAD: "loads the ids of {}",
+    Doing.LOAD: "loads a checkpoint of {}",
     Doing.GROW: "grows {}",
     Doing.MERGE: "merges ids of {} with others",
     Doing.EXPORT: "exports {}",

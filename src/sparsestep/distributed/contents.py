@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.moving import Layout, Move
 from sparsestep.distributed.restoring import Held, Restoring, held_by
@@ -227,14 +228,24 @@ class Contents:
         groups: list[dict[str, Any]],
         restored: list[Restoring],
     ) -> None:
-        """Become what was read. The optimizer first, for it may still refuse."""
+        """Become what was read. The optimizer first, for it may still refuse, on any rank."""
         indices = {name: index for index, name in enumerate(self.params)}
         state: dict[int, dict[str, Any]] = {}
         for key, tensor in read.items():
             kind, name, entry = parted(key)
             if kind == "state":
                 state.setdefault(indices[name], {})[entry] = tensor
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        before, error = self._optimizer.state_dict(), None
+        try:
+            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        except Exception as raised:
+            error = raised
+        try:
+            self._agree(error)
+        except Exception:
+            if error is None:
+                self._optimizer.load_state_dict(before)
+            raise
         with torch.no_grad():
             for name, tensor in own.items():
                 if f"model.{name}" in read:
@@ -242,6 +253,16 @@ class Contents:
         for each in restored:
             assert each.found is not None
             self.vocabularies[each.name].local._become(*each.found)
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise on all ranks that share tables where one refuses."""
+        for module in self.model.modules():
+            table = table_of(module)
+            if table is not None:
+                vars(module)["_exchange"].begin(Doing.LOAD, table, None, error)
+                return
+        if error is not None:
+            raise error
 
 
 def _is_dealt(table: Table) -> bool:
