@@ -14,9 +14,9 @@ namespace sparsestep {
 namespace {
 
 // A code is a float32 number between 2 and the largest value of the row, shortened: the last bits
-// of its exponent and the first four of its mantissa. 2 is where all bits below the exponent's
+// of its exponent and the first three of its mantissa. 2 is where all bits below the exponent's
 // first are zero, so that the code is what is left after a shift.
-constexpr int lost_bits = 19;
+constexpr int lost_bits = 20;
 constexpr int32_t bits_of_two = 0x40000000;
 constexpr int exponent_shift = 23;
 constexpr int32_t sign_bit = INT32_MIN;
@@ -111,8 +111,8 @@ private:
             return;
         }
         // The exponent of the last code: so that the largest value, rounded up, has at most this.
-        constexpr int32_t last = is_signed ? 8 : 16;
-        int32_t exponent = (largest + (1 << (exponent_shift - 3))) >> exponent_shift;
+        constexpr int32_t last = is_signed ? 16 : 32;
+        int32_t exponent = (largest + (1 << (exponent_shift - 2))) >> exponent_shift;
         exponent = exponent > last ? exponent : last + 1;  // else the scale is no normal number
         codes.scale[row] = bits_as<float>((exponent - last) << exponent_shift);
         const float inverse = bits_as<float>((254 + last - exponent) << exponent_shift);

@@ -185,8 +185,8 @@ def test_checkpoints_go_from_float32_to_int8_and_back(cls, options):
             found = again.state[param][name]
             assert found.dtype is torch.float32
             largest = value.abs().amax(1, keepdim=True)
-            # Half of a sixteenth is lost, and what is small beside the largest of its row.
-            assert ((found - value).abs() <= value.abs() / 32 + largest / 3000).all()
+            # Half of an eighth is lost, and what is small beside the largest of its row.
+            assert ((found - value).abs() <= value.abs() / 16 + largest / 250_000).all()
             assert (found * value >= 0).all()
 
 

@@ -83,18 +83,18 @@ _STARTS, _APART, _TILE = 64, 16, 512
 
 
 def chances(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
-    """Nineteen random bits, in int64, for each element of rows, from fewer: see ``int8.h``.
+    """Twenty random bits, in int64, for each element of rows, from fewer: see ``int8.h``.
 
     Example:
-        >>> found = chances(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**19
+        >>> found = chances(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**20
         >>> round(found.mean().item(), 1), round(found.std().item(), 1)
         (0.5, 0.3)
     """
-    table = random_bits(0, 0, torch.arange(_STARTS * _APART + _TILE, device=rows.device)) >> 13
+    table = random_bits(0, 0, torch.arange(_STARTS * _APART + _TILE, device=rows.device)) >> 12
     tiles = -(-block // _TILE)
     columns = torch.arange(block, device=rows.device)
     own = random_bits(seed, tensor, rows[:, None] * tiles + columns // _TILE)
-    return table[own % _STARTS * _APART + columns % _TILE] ^ (own >> 13)
+    return table[own % _STARTS * _APART + columns % _TILE] ^ (own >> 12)
 
 
 def rounded(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
