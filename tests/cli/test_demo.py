@@ -123,7 +123,7 @@ def test_an_earlier_picture_survives_until_there_is_a_new_one(
         file.unlink()
     out = tmp_path / "a.png"
     out.write_bytes(b"earlier")
-    with pytest.raises(SystemExit, match="there is no Python source to learn from in"):
+    with pytest.raises(SystemExit, match="no Python source to learn from in"):
         main([*TINY, str(out)])
     assert out.read_bytes() == b"earlier"
 
@@ -136,7 +136,7 @@ def test_a_picture_that_cannot_be_written_in_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(picture, "draw", fail)
-    with pytest.raises(SystemExit, match=r"could not be written: .*No space left on device"):
+    with pytest.raises(SystemExit, match=r"cannot write the picture: .*No space left on device"):
         main([*TINY, str(tmp_path / "a.png")])
 
 

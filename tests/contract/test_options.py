@@ -80,7 +80,7 @@ def test_a_misspelt_option_is_refused_with_the_right_name(optimizer: type[RuleOp
     for key, name in MISSPELT.items():
         group = {"params": [table()], key: None}
         with pytest.raises(
-            InputError, match=f"must spell this option '{name}'. Got '{key}'. Rename"
+            InputError, match=f"this option is spelled '{name}'. Got '{key}'. Rename"
         ):
             optimizer([group])
         with pytest.raises(InputError, match=f"^{optimizer.__name__}: .* '{name}'"):
@@ -146,7 +146,7 @@ def test_values_that_ask_for_nothing_are_accepted(optimizer: type[RuleOptimizer]
             assert same_bits(train(with_key, param), train(optimizer([other]), other)), name
         asking = {"bias_correction": "per_row", "decoupled_weight_decay": not value}
         for value in (asking.get(name, 0.5), torch.tensor(0.0), [0]):
-            with pytest.raises(InputError, match=f"may set .*Got {name}"):
+            with pytest.raises(InputError, match=f"may only set .*Got {name}"):
                 optimizer([{"params": [table()], name: value}])
 
 

@@ -74,11 +74,11 @@ def test_what_is_done_in_place_is_done_to_the_value_alone():
 
 
 REFUSED: dict[str, Callable[[Any, Any], Any]] = {
-    "decides by values": lambda p, g: p - g if g > 0 else p,
-    "asks for shape": lambda p, g: p - g / g.shape[1],
+    "branches on values": lambda p, g: p - g if g > 0 else p,
+    "uses .shape": lambda p, g: p - g / g.shape[1],
     "rand_like": lambda p, g: p - torch.rand_like(g),
-    "a Tensor of its own": lambda p, g: p - g * torch.ones(2, 2),
-    "mean of something else": lambda p, g: p - g.mean(),
+    "a Tensor that is not an argument": lambda p, g: p - g * torch.ones(2, 2),
+    "a mean other than over rows": lambda p, g: p - g.mean(),
     "of order 1": lambda p, g: p - torch.linalg.vector_norm(g, 1, dim=1, keepdim=True),
     "lerp with a weight": lambda p, g: p.lerp(g, p),
     "add with out": lambda p, g: torch.add(p, g, out=p),

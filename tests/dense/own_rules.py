@@ -192,6 +192,6 @@ UNDERIVED: list[tuple[Any, str]] = [
     (grows, r"mean becomes 1.5 \* mean"),
     (along_two, r"param becomes param - 0.09 \* first - 0.05 \* second"),
     (drifts, "param becomes param - 0.1"),
-    (looks, "sum of something else than rows"),
+    (looks, "takes a sum other than over rows"),
     (compiled, "compile leaves nothing to record"),
 ]

@@ -25,7 +25,7 @@ def test_two_optimizers_of_one_table_are_said():
         other.step()
 
     step(0)
-    with pytest.warns(sparsestep.StaleWarning, match="by another optimizer or by hand"):
+    with pytest.warns(sparsestep.StaleWarning, match="by another optimizer or by your own code"):
         step(1)
     for t in range(2, 6):  # once
         step(t)
@@ -42,7 +42,7 @@ def test_a_table_that_was_written_while_rows_were_behind_is_said(how: str):
             weight /= weight.norm(dim=1, keepdim=True)
         else:
             weight.data = functional.normalize(weight.data)
-    with pytest.warns(sparsestep.StaleWarning, match=r"optimizer.catch_up\(\) before"):
+    with pytest.warns(sparsestep.StaleWarning, match=r"optimizer.catch_up\(\) first"):
         train(model, opt, range(5, 6))
 
 

@@ -183,12 +183,12 @@ def test_what_cannot_be_tracked_is_refused():
     model, opt = made(OneTable, True)
     masked = sparsestep.AdamW(model.parameters())
     with pytest.raises(
-        InputError, match=r"AdamW: only under semantics='dense'.*Got semantics='mas"
+        InputError, match=r"AdamW: track needs semantics='dense'.*Got semantics='mas"
     ):
         masked.track(model)
-    with pytest.raises(InputError, match=r"parameters of this optimizer. Got OneTable with none"):
+    with pytest.raises(InputError, match=r"parameters of this optimizer. Got a OneTable with none"):
         opt.track(copy.deepcopy(model))
-    with pytest.raises(InputError, match=r"must be a model, an nn.Module. Got Parameter"):
+    with pytest.raises(InputError, match=r"track needs a model, an nn.Module. Got Parameter"):
         opt.track(model.table.weight)
     assert not model.table._forward_pre_hooks
     assert "train" not in vars(model.table)

@@ -138,7 +138,7 @@ def test_more_than_the_core_has_room_for():
         return (values[0] - values[1], *values[2:])
 
     state = tuple(State(f"s{i}") for i in range(9))
-    with pytest.raises(RecordError, match="more state"):
+    with pytest.raises(RecordError, match="too much state"):
         lowered(record(Rule("mine", many, state), 1, {}))
 
     def long(param: Any, grad: Any) -> Any:
@@ -146,7 +146,7 @@ def test_more_than_the_core_has_room_for():
             param = param * grad + number
         return param
 
-    with pytest.raises(RecordError, match="longer"):
+    with pytest.raises(RecordError, match="too long"):
         lowered(record(Rule("mine", long), 1, {}))
 
 

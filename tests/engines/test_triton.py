@@ -238,7 +238,7 @@ def test_a_formula_has_to_be_one_that_can_be_recorded():
     optimizer = by_hand([param], engine="triton")
     param.grad = torch.ones(4, 3)
     with pytest.raises(
-        InputError, match=r"can be recorded. Got rule 'by_hand': it decides by values"
+        InputError, match=r"can be recorded. Got rule 'by_hand': it branches on values"
     ):
         optimizer.step()
 

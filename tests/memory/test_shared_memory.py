@@ -57,7 +57,9 @@ def test_large_state_is_shared_with_another_process():
 
 
 def test_what_cannot_be_shared_is_said():
-    with pytest.raises(InputError, match=r"^SGD: with dampening .* Call step\(\) first"):
+    with pytest.raises(
+        InputError, match=r"^SGD: share_memory: with dampening.* Call step\(\) first"
+    ):
         sparsestep.SGD([table()], momentum=0.9, dampening=0.5).share_memory()
-    with pytest.raises(InputError, match="semantics must be masked"):
+    with pytest.raises(InputError, match="share_memory needs semantics='masked'"):
         sparsestep.Adam([table()], semantics="dense").share_memory()

@@ -161,7 +161,7 @@ def test_a_warning_that_is_an_error_changes_nothing():
     ("model", "only", "message"),
     [
         (nn.Linear(2, 2), None, "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"),
-        (nn.Embedding(2, 2), [], "only=[] chooses none of the model's tables"),
+        (nn.Embedding(2, 2), [], "only=[] selects none of the model's tables"),
     ],
 )
 def test_nothing_to_fuse_is_said(model: nn.Module, only: Any, message: str):

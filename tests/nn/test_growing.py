@@ -190,7 +190,7 @@ def test_what_cannot_grow_is_refused_and_stays_as_it_is():
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((table, 3, optimizer), r"at least the 4 that there are\. Got 3"),
         ((table, 5.0, optimizer), r"rows must be a whole number.* Got 5\.0"),
-        ((table, 5, optimizer, masked), "must have no mask"),
+        ((table, 5, optimizer, masked), "a parameter with a mask cannot grow"),
         ((table, 5, torch.optim.Adam(table.parameters())), "must be sparsestep's"),
         ((shared, 5), "must not be in shared memory"),
         ((torch.nn.Linear(2, 2), 5), r"must be an nn\.Embedding .*Got a Linear"),

@@ -123,7 +123,7 @@ def test_it_begins_without_gradients(optimizer: type[RuleOptimizer]):
     model, opt = pair(optimizer)[0]
     loss_of(model, 0).backward()
     message = (
-        f"^{optimizer.__name__}: step_in_backward must start without gradients: .* Call zero_grad"
+        f"^{optimizer.__name__}: step_in_backward must start without gradients, .* Call zero_grad"
     )
     with pytest.raises(InputError, match=message):
         opt.step_in_backward()
@@ -154,6 +154,6 @@ def test_parameters_of_others_are_refused(optimizer: type[RuleOptimizer]):
 @pytest.mark.parametrize("backwards", [0, -1, 1.5, None])
 def test_how_many_backwards_is_a_whole_number(backwards: Any):
     opt = pair(sparsestep.Adam)[0][1]
-    message = r"^Adam: backwards must be a whole number, at least 1\. Got"
+    message = r"^Adam: backwards must be an integer, at least 1\. Got"
     with pytest.raises(InputError, match=message):
         opt.step_in_backward(backwards=backwards)

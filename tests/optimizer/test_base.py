@@ -89,7 +89,9 @@ def test_bad_options_of_a_group(options: dict):
 def test_options_that_it_does_not_have_are_refused(option: str):
     with pytest.raises(TypeError):
         sparsestep.SparseAdam([torch.zeros(2)], **{option: True})
-    with pytest.raises(InputError, match=f"may set lr, betas, eps, maximize, mask.*Got {option}"):
+    with pytest.raises(
+        InputError, match=f"may only set lr, betas, eps, maximize, mask.*Got {option}"
+    ):
         sparsestep.SparseAdam([{"params": [torch.zeros(2)], option: True}])
 
 

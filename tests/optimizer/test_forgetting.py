@@ -157,8 +157,8 @@ def test_functional_optimizers_forget_as_well():
     [
         (torch.tensor([6]), r"rows to forget must be in \[0, 6\)\. Got 6\.$"),
         (torch.tensor([0, -1]), r"rows to forget must be in \[0, 6\)\. Got -1\.$"),
-        (torch.tensor([0.0]), r"rows must be a tensor of integers\. Got torch\.float32\.$"),
-        ([0], r"rows must be a tensor of integers\. Got list\.$"),
+        (torch.tensor([0.0]), r"rows must be an integer tensor\. Got torch\.float32\.$"),
+        ([0], r"rows must be an integer tensor\. Got list\.$"),
     ],
 )
 def test_what_is_no_row_is_refused(rows: Any, message: str):

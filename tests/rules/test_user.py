@@ -197,7 +197,7 @@ def test_what_cannot_be_recorded_is_called_and_said_once():
     def only_forward(param, grad, *, lr):
         return param - lr * grad if grad.sum() > 0 else param
 
-    reason = "where it takes the sum of something else than rows"
+    reason = "where it takes a sum other than over rows"
     with pytest.warns(SlowWarning, match=f"'only_forward', .*{reason}") as said:
         ours = trained(only_forward, lr=0.1)
     assert len(said) == 1
@@ -216,7 +216,7 @@ def test_a_compiled_formula_is_not_recorded():
     param = table_of()
     opt = made([param], lr=0.1, engine="native")
     param.grad = rows_of(0)
-    with pytest.raises(InputError, match=r"with compile\. Drop compile"):
+    with pytest.raises(InputError, match=r"with compile\. Leave out compile"):
         opt.step()
 
 

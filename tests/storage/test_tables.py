@@ -151,20 +151,22 @@ def test_a_file_is_opened_again(tmp_path: Path):
 )
 def test_a_file_of_another_form_is_refused(shape, dtype, tmp_path: Path):
     mapped(tmp_path / "table", (ROWS, DIM))
-    with pytest.raises(sparsestep.InputError, match=r"shape and dtype that it was made with\. Got"):
+    with pytest.raises(
+        sparsestep.InputError, match=r"shape and dtype that it was created with\. Got"
+    ):
         mapped(tmp_path / "table", shape, dtype)
 
 
 def test_another_file_is_left_alone(tmp_path: Path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(sparsestep.InputError, match=r"must be a file that mapped\(\) has made"):
+    with pytest.raises(sparsestep.InputError, match=r"must be a file that mapped\(\) has created"):
         mapped(tmp_path / "notes", (ROWS, DIM))
     assert (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, -1), (2.5,), ("3",)])
 def test_shapes_that_no_file_has(shape, tmp_path: Path):
-    with pytest.raises(sparsestep.InputError, match="shape must have whole numbers"):
+    with pytest.raises(sparsestep.InputError, match="shape must be integers, all at least 1"):
         mapped(tmp_path / "table", shape)
     assert os.listdir(tmp_path) == []
 
@@ -261,7 +263,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
         return 28 if descriptor == state else reserve(of, rows, descriptor, known)
 
     monkeypatch.setattr(sparsestep.memory.file_pages, "reserve", full)
-    with pytest.raises(OSError, match=r"Errno 28. the disk must have room .* Nothing was changed"):
+    with pytest.raises(OSError, match=r"Errno 28. the disk must have room .* Nothing has changed"):
         train(model, opt, 1)
     assert all(map(same_bits, [model.weight.detach(), *state_of(opt)], before))
     monkeypatch.setattr(sparsestep.memory.file_pages, "reserve", reserve)

@@ -45,7 +45,7 @@ _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 
 _EXAMPLES = """\
 Examples:
-  sparsestep demo               see the difference to torch's SparseAdam
+  sparsestep demo               compare with torch's SparseAdam
   sparsestep bench              time a step on this machine
   sparsestep info               what to paste into a bug report
   sparsestep plan --tables user=1000000x64 --ranks 8   do the tables fit?

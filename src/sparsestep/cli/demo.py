@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         known = identifiers.vocabulary(files, options.words)
         near = skipgram.pairs(files, known)
     if near.shape[1] == 0:
-        raise SystemExit(f"sparsestep: there is no Python source to learn from in {root}.")
+        raise SystemExit(f"sparsestep: no Python source to learn from in {root}.")
     screen.say(
         f"The standard library of Python {platform.python_version()}: {len(files):,} files, "
         f"{sum(map(len, files)):,} identifiers.\n"
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         picture.draw(options.out, theirs, ours, len(known.words))
     except OSError as error:
-        raise SystemExit(f"sparsestep: the picture could not be written: {error}.") from None
+        raise SystemExit(f"sparsestep: cannot write the picture: {error}.") from None
     screen.say(f"The loss over time: {options.out}")
     screen.compare(theirs, ours)
     if budget.interrupted:

@@ -77,7 +77,7 @@ class Screen(Streams):
 
     def show_neighbours(self, vectors: Tensor, known: Vocabulary) -> None:
         """Print the nearest neighbours of some familiar words."""
-        table = Table(title="What stands in similar places", title_justify="left", box=None)
+        table = Table(title="Words used in similar contexts", title_justify="left", box=None)
         table.add_column("word", style="bold")
         table.add_column("nearest neighbours")
         for word in FAMILIAR:

@@ -219,7 +219,9 @@ def motion_of(rule: Rule, step: int, hyper: Hyper) -> Motion:
         raise InputError(refusal(rule.name, str(error))) from None
     steps = _Steps(rule, like)
     if not steps.fits(step, hyper):
-        raise InputError(refusal(rule.name, f"step {step} does something else than the next"))
+        raise InputError(
+            refusal(rule.name, f"step {step} has a different update from the next one")
+        )
     decays = dict(like.decays)
     if like.buffer:
         decays.setdefault(like.buffer, 1.0)

@@ -159,13 +159,13 @@ def check_keys(
         >>> check_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
         Traceback (most recent call last):
         ...
-        sparsestep.errors.InputError: a param group must spell this option 'weight_decay'. Got \
+        sparsestep.errors.InputError: in a param group, this option is spelled 'weight_decay'. Got \
 'weigth_decay'. Rename the key, even if it is your own.
     """
     unknown = [name for name in neutral if name in group and name not in known]
     alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
     if alien:
-        contract = f"a param group may set {', '.join(dict.fromkeys(known))}"
+        contract = f"a param group may only set {', '.join(dict.fromkeys(known))}"
         raise InputError(sentence(contract, ", ".join(alien)))
     for key in group:
         if not isinstance(key, str) or key in known or key in _NO_OPTIONS or key in neutral:
@@ -176,7 +176,7 @@ def check_keys(
             raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
         nearest = _nearest(key, {*known, *neutral, *WHOLE})
         if nearest is not None:
-            contract = f"a param group must spell this option {nearest!r}"
+            contract = f"in a param group, this option is spelled {nearest!r}"
             remedy = "Rename the key, even if it is your own"
             raise InputError(sentence(contract, repr(key), remedy))
 

@@ -39,7 +39,7 @@ def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool =
     try:
         program.results = _results(rule, recorder, step, hyper)
         if recorder.is_kept():
-            raise RecordError("it keeps values for itself")
+            raise RecordError("it keeps a value after it returns")
     finally:
         recorder.made.clear()
     return program
@@ -124,13 +124,13 @@ class StandIn:
         return make("where", condition, self, other)
 
     def __getattr__(self, name: str) -> Any:
-        raise RecordError(f"it asks for {name}")
+        raise RecordError(f"it uses .{name}")
 
     def __bool__(self) -> bool:
-        raise RecordError("it decides by values")
+        raise RecordError("it branches on values")
 
     def __repr__(self) -> str:
-        raise RecordError("it shows values")
+        raise RecordError("it prints or formats values")
 
     def __hash__(self) -> int:
         return id(self)
@@ -154,7 +154,7 @@ def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
     made = _COMPOSED[name](*args, **kwargs) if name in _COMPOSED else _plain(name, args, kwargs)
     if is_in_place:
         if args[0].is_per_row and not made.is_per_row:
-            raise RecordError("it makes a column wider in place")
+            raise RecordError("it broadcasts a column in place")
         args[0].place = made.place
         return args[0]  # type: ignore[no-any-return]
     return made
@@ -194,7 +194,7 @@ def _number(arg: Any) -> float:
         return float(arg)
     if isinstance(arg, bool | int | float):
         return float(arg)
-    raise RecordError(f"it uses a {type(arg).__name__} of its own")
+    raise RecordError(f"it uses a {type(arg).__name__} that is not an argument")
 
 
 def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> StandIn:
@@ -202,7 +202,7 @@ def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> 
     if isinstance(dim, tuple | list) and len(dim) == 1:
         (dim,) = dim
     if dim not in (1, -1) or not keepdim or row.is_per_row:
-        raise RecordError(f"it takes the {name} of something else than rows, kept as a column")
+        raise RecordError(f"it takes a {name} other than over rows, with dim=1 and keepdim=True")
     return row.like(row.program.add(name, (Value(row.place),), per_row=True))
 
 

@@ -215,19 +215,19 @@ class RowClock:
             return
         warn_once(
             StaleWarning,
-            "a parameter was written while rows of it were behind (semantics='dense'), by another "
-            "optimizer or by hand; what was read for it was not what dense training would have. "
-            "Call optimizer.catch_up() before, or optimizer.track(model, guard=True) once.",
+            "a parameter was modified while some of its rows were behind (semantics='dense'), by "
+            "another optimizer or by your own code, so the new values come from outdated ones. "
+            "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
 
     def _say_what_is_slow(self) -> None:
         if self.read_by is not None:
             warn_once(
                 SlowWarning,
-                f"{self.read_by} was called, which holds a table of {self.rows} rows, so all of "
-                "them were brought up to date (semantics='dense'); but only some got a gradient. "
-                "If it reads only those, give it a method rows_read that yields the weight and the "
-                "ids that a call reads.",
+                f"{self.read_by} holds a table of {self.rows} rows, so calling it brought all of "
+                "them up to date (semantics='dense'), but only some got a gradient. If it reads "
+                "only those, give it a method rows_read that yields the weight and the ids that a "
+                "call reads.",
             )
 
     def written(self, param: Tensor) -> None:
@@ -243,7 +243,7 @@ class RowClock:
                 f"a parameter with rows that are behind must keep its shape, {self.rows} rows"
             )
             got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
-            raise InputError(sentence(contract, got, "Make a new optimizer for it"))
+            raise InputError(sentence(contract, got, "Create a new optimizer for it"))
 
     def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
         """Make every row current, of those that may move at all; forget the past.

@@ -43,7 +43,7 @@ class PendingCatchUps:
         if sum(pending.prepare(self._clocks, self._engine) for pending in self._pending):
             warn_once(
                 StaleWarning,
-                "rows got a gradient that were read before they were brought up to date "
+                "some rows that got a gradient were read before they were brought up to date "
                 "(semantics='dense'). Call optimizer.track(model) once, or "
                 "optimizer.catch_up(param, rows) before each lookup.",
             )

@@ -40,8 +40,8 @@ def warn_of_another(name: str, params: Iterable[Tensor]) -> None:
     if other is not None:
         warn(
             StaleWarning,
-            f"sparsestep: {name} has semantics='masked', but its parameters are those of {other} "
-            "with semantics='dense', which tracks the model. Was it made anew from the options of "
-            "the other? Then pass semantics='dense' and call its track(model); otherwise call "
-            "remove() of what track() has returned.",
+            f"sparsestep: {name} has semantics='masked', but its parameters also belong to {other} "
+            "with semantics='dense', which tracks the model. If your framework created it from the "
+            "options of the other, pass semantics='dense' and call its track(model). Otherwise "
+            "call remove() on the handle that track() returned.",
         )

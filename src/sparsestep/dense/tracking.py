@@ -184,16 +184,17 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
 def _check(optimizer: Owner, model: Any, known: set[int]) -> None:
     who = type(optimizer).__name__
     if not isinstance(model, nn.Module):
-        contract = f"{who}: what is tracked must be a model, an nn.Module"
+        contract = f"{who}: track needs a model, an nn.Module"
         raise InputError(sentence(contract, type(model).__name__))
     if optimizer.semantics != "dense":
-        contract = f"{who}: only under semantics='dense' are there rows to bring up to date"
-        remedy = "Leave out track(), or make the optimizer with semantics='dense'"
+        contract = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
+        remedy = "Remove the call, or create the optimizer with semantics='dense'"
         raise InputError(sentence(contract, f"semantics={optimizer.semantics!r}", remedy))
     if not any(id(param) in known for param in model.parameters()):
-        contract = f"{who}: a model that is tracked must have parameters of this optimizer"
-        remedy = "Was the model copied or converted after the optimizer was made?"
-        raise InputError(f"{sentence(contract, f'{type(model).__name__} with none')} {remedy}")
+        contract = f"{who}: track needs a model with parameters of this optimizer"
+        remedy = "Was the model copied or converted after you created the optimizer?"
+        got = f"a {type(model).__name__} with none of them"
+        raise InputError(f"{sentence(contract, got)} {remedy}")
 
 
 def _untracked() -> Tracking:

@@ -124,10 +124,8 @@ def agree(
     for rank, refuses in enumerate(lines["refuses"]):
         if refuses:
             what = _says(lines, rank, names)
-            contract = (
-                f"rank {rank}, which {what}, rejected its input; see the message of that rank"
-            )
-            raise InputError(f"{contract}. Nothing was changed on any rank.")
+            contract = f"rank {rank}, which {what}, rejected its input; see that rank's message"
+            raise InputError(f"{contract}. Nothing has changed on any rank.")
     for rank in range(wire.world):
         if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
             contract = "all ranks must call sharded tables in the same order"

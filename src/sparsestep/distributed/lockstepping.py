@@ -78,7 +78,7 @@ def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
                 "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
             )
             raise InputError(
-                sentence(contract, "one that did", "Allocate new tensors for every batch")
+                sentence(contract, "a modified batch", "Allocate new tensors for every batch")
             )
         return 0 if batch is None else loop.recipe(batch)
 
@@ -126,7 +126,7 @@ def _in_step(
             raise error
         if _ERROR in everybody:
             rank = everybody.index(_ERROR)
-            contract = f"lockstep: rank {rank} has no next batch; see the message of that rank"
+            contract = f"lockstep: rank {rank} has no next batch; see that rank's message"
             raise InputError(f"{contract}. All ranks stop here.")
         if _BATCH not in everybody:
             return

@@ -12,7 +12,7 @@ from sparsestep.distributed import ahead
 from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.requests import Request, request
 from sparsestep.distributed.table import Table
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.compiling import outside_graphs
 
@@ -41,7 +41,7 @@ class _Sharded:
     def __reduce_ex__(self, protocol: Any) -> Any:
         contract = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
         remedy = "Copy the model before shard, or use sparsestep.distributed.save"
-        raise InputError(sentence(contract, "an attempt to", remedy))
+        raise InputError(f"{contract}. {remedy}.")
 
 
 class _ShardedTable(_Sharded):

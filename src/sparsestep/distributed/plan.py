@@ -39,7 +39,7 @@ class Placement:
     item: int
     kind: Kind = "tables"
     owner: int = 0
-    why: str = "asked for"
+    why: str = "your plan"
 
     @property
     def size(self) -> int:
@@ -124,7 +124,7 @@ class Plan:
         >>> plan = sparsestep.distributed.shard(model, plan={"user": "rows"})
         >>> print(plan.for_batch(4096))
         table             rows  dim  kind    where   bytes/rank  wire/step  why
-        tables.user     100000   16  rows    dealt       6.4 MB        0 B  asked for
+        tables.user     100000   16  rows    dealt       6.4 MB        0 B  your plan
         tables.country     200    8  tables  rank 0      6.4 kB        0 B  there is one rank
     """
 

@@ -121,8 +121,8 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
         return made
     if mesh.ndim != 1:
         contract = "shard: mesh must have one dim"
-        remedy = "Choose one: mesh['name']"
-        raise InputError(sentence(contract, f"{mesh.ndim} of shape {tuple(mesh.shape)}", remedy))
+        remedy = "Select one of them: mesh['name']"
+        raise InputError(sentence(contract, f"a mesh of shape {tuple(mesh.shape)}", remedy))
     return mesh.get_group()
 
 
@@ -134,10 +134,10 @@ def _tables(model: nn.Module) -> dict[str, Any]:
         if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     }
     if not found:
-        contract = "shard: a model must have an nn.Embedding or nn.EmbeddingBag"
-        raise InputError(sentence(contract, f"{type(model).__name__} with none"))
+        contract = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
+        raise InputError(sentence(contract, f"a {type(model).__name__} without one"))
     for name, each in found.items():
-        reason = "it is sharded already" if hasattr(each, "_exchange") else why_not(each)
+        reason = "it is already sharded" if hasattr(each, "_exchange") else why_not(each)
         if reason is not None:
             contract = f"shard: {name!r} must be an ordinary table"
             raise InputError(sentence(contract, f"a {type(each).__name__}: {reason}"))
@@ -156,7 +156,7 @@ def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
         if how not in ("mean", "sum") or len(matching) != 1:
-            contract = "shard: reduce must be one of mean, sum, for all tables or by name"
+            contract = "shard: reduce must be mean or sum, for all tables or by table name"
             raise InputError(sentence(contract, f"{how!r} for {name!r}"))
         found[matching[0]] = how
     return found
@@ -176,8 +176,9 @@ def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
             continue
         for param in own_parameters(module).values():
             if param is not None and id(param) in known:
-                contract = f"shard: the weight of {known[id(param)].name!r} must be its own"
-                raise InputError(sentence(contract, f"one that {name!r} has, too"))
+                table_name = known[id(param)].name
+                contract = f"shard: only tables may use the weight of {table_name!r}"
+                raise InputError(sentence(contract, f"{name!r}, which uses it, too"))
 
 
 def _make_rows(tables: Sequence[Table], modules: Sequence[Any]) -> None:

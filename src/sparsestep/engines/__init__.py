@@ -80,7 +80,7 @@ class SparseEngines:
 
     def _why_reference(self, update: ParamUpdate) -> str:
         if self._engine == "reference":
-            return "engine='reference' was asked for."
+            return "you set engine='reference'."
         if core.core is None:
             return _NO_CORE
         return _why_not_native(update, self._native)
@@ -134,7 +134,7 @@ _uncompiled_run = disable_compiler(run)
 
 _NO_CORE = (
     "sparsestep was installed without its C++ core (SPARSESTEP_PURE). Install a wheel, or build it "
-    "with a C++ compiler and without SPARSESTEP_PURE; `sparsestep info` says whether it is there."
+    "with a C++ compiler and without SPARSESTEP_PURE; `sparsestep info` shows whether it is found."
 )
 
 
@@ -146,7 +146,7 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
         return sentence(contract, f"rule {rule.name!r}, where {why}", _remedy(why))
     if not rule.is_native and rule.recorded is None:
         contract = "the native engine needs a rule that it can record"
-        return sentence(contract, f"rule {rule.name!r} with compile", "Drop compile")
+        return sentence(contract, f"rule {rule.name!r} with compile", "Leave out compile")
     return sentence(
         "the native engine needs CPU tensors whose rows are evenly spaced",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
@@ -155,9 +155,9 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
 
 
 def _remedy(why: str) -> str:
-    if "decides by" in why:
+    if "branches on" in why:
         return "Use torch.where instead of if"
-    return "docs/write-your-own-rule.md has the list; engine='reference' calls it as it is"
+    return "docs/write-your-own-rule.md lists them; engine='reference' runs any formula"
 
 
 def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:

@@ -141,7 +141,7 @@ class _Lowering:
             or self._next_row_register > MAX_ROW_REGISTERS
             or max(reductions) > MAX_REDUCTIONS
         ):
-            raise RecordError("it is longer, or has more state, than the core has room for")
+            raise RecordError("it is too long, or has too much state, for the core")
 
     # What depends on what
 

@@ -112,7 +112,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
     if tensor.is_cpu and not address(tensor) and tensor.numel():
         contract = f"{name} must be a tensor with values in memory"
         kind = type(tensor).__name__
-        raise InputError(sentence(contract, f"a {kind} without", "Pass an ordinary tensor"))
+        raise InputError(sentence(contract, f"a {kind} without values", "Pass an ordinary tensor"))
 
 
 def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:

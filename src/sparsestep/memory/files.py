@@ -85,7 +85,7 @@ class MappedFile(mmap.mmap):
         error = file_pages.reserve(self.rows, rows, self.descriptor, self.reserved)
         if error:
             contract = "the disk must have room for the rows that are about to be written"
-            remedy = "Nothing was changed: make room, and go on"
+            remedy = "Nothing has changed: free some space, then continue"
             raise OSError(error, sentence(contract, os.strerror(error), remedy), self.path)
 
     def prefetch(self, rows: Tensor) -> None:
@@ -190,12 +190,13 @@ def _check(path: str, descriptor: int, shape: torch.Size, dtype: torch.dtype) ->
         about = None
     whole = os.fstat(descriptor).st_size
     if about is None:
-        contract = f"{path} must be a file that mapped() has made, or not be there"
+        contract = f"{path} must be a file that mapped() has created, or not exist yet"
         raise InputError(sentence(contract, f"another of {whole:,} bytes", "Choose another path"))
     wanted = {"shape": list(shape), "dtype": _name(dtype)}
     if about != wanted or whole != _size(shape, dtype):
-        contract = f"{path} must be opened with the shape and dtype that it was made with"
-        got = f"{tuple(shape)} and {_name(dtype)} for {tuple(about['shape'])} and {about['dtype']}"
+        contract = f"{path} must be opened with the shape and dtype that it was created with"
+        was = f"{tuple(about['shape'])} and {about['dtype']}"
+        got = f"{tuple(shape)} and {_name(dtype)} instead of {was}"
         raise InputError(sentence(contract, got))
 
 

@@ -115,8 +115,8 @@ def check_writable(name: str, tensor: Tensor) -> None:
         every element of the parameter must have memory of its own
     """
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        contract = f"{name} must not be an inference tensor, outside torch.inference_mode()"
-        raise InputError(sentence(contract, "one", "Use a clone of it"))
+        contract = f"outside torch.inference_mode(), {name} must not be an inference tensor"
+        raise InputError(sentence(contract, "an inference tensor", "Use a clone of it"))
     if tensor.layout is not torch.strided:
         raise InputError(sentence(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
     if tensor.is_meta:
@@ -126,7 +126,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
         raise InputError(sentence(contract, "such a view", "Use a clone of it"))
     if tensor.numel() and not _has_memory(tensor):
         contract = f"{name} must own memory for all of its elements"
-        got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without it"
+        got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without"
         raise InputError(sentence(contract, got))
     if not tensor.is_contiguous() and has_internal_overlap(tensor):
         raise InputError(

@@ -72,7 +72,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     elif not selected:
         why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
         if found:
-            why = f"only={only!r} chooses none of the model's tables"
+            why = f"only={only!r} selects none of the model's tables"
         warn(UserWarning, f"fuse: nothing to do: {why}.")
     for name, table in selected.items():
         if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag):

@@ -98,7 +98,7 @@ def _flat(table: torch.nn.EmbeddingBag, ids: Tensor, factors: Tensor | None) -> 
     """A nested tensor, whose rows are bags, as torch takes it: ids, offsets, factors, ends."""
     if factors is not None:
         if not factors.is_nested:
-            contract = "where the ids are nested, per_sample_weights must be nested"
+            contract = "with nested ids, per_sample_weights must be nested, too"
             raise refusal(table, contract, "an ordinary tensor")
         factors = factors.values().reshape(-1)
     return ids.values().reshape(-1), ids.offsets(), factors, True  # type: ignore[attr-defined]

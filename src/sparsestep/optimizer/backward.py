@@ -22,7 +22,7 @@ class StepInBackward:
         self, optimizer: StateKeeper, params: Iterable[Tensor] | None, backwards: int
     ) -> None:
         if not isinstance(backwards, int) or backwards < 1:
-            raise InputError(sentence("backwards must be a whole number, at least 1", backwards))
+            raise InputError(sentence("backwards must be an integer, at least 1", backwards))
         places = {
             id(param): (group_index, index)
             for group_index, group in enumerate(optimizer.param_groups)
@@ -41,7 +41,7 @@ class StepInBackward:
                 raise InputError(sentence(contract, "the weight of a sharded table", remedy))
             if param.grad is not None:
                 contract = (
-                    "step_in_backward must start without gradients: backward would add to them"
+                    "step_in_backward must start without gradients, or backward would add to them"
                 )
                 raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
         self._optimizer = optimizer

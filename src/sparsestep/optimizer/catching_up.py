@@ -46,9 +46,9 @@ class CatchesUp(StateKeeper):
         known = list(self._all_params())
         if param is not None:
             if not any(param is each for each in known):
-                contract = "a parameter to bring up to date must belong to this optimizer"
+                contract = "catch_up needs a parameter of this optimizer"
                 shape = getattr(param, "shape", None)
-                got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+                got = type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"
                 raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
             known = [param]
         for each in known:
@@ -141,7 +141,7 @@ def row_numbers(name: str, rows: Tensor, count: int) -> Tensor:
     """
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(sentence("rows must be a tensor of integers", got))
+        raise InputError(sentence("rows must be an integer tensor", got))
     rows = rows.reshape(-1).long()
     if rows.numel():
         low, high = rows.aminmax()

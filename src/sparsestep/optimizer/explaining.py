@@ -96,7 +96,7 @@ class Explains(Forgets):
             >>> print(optimizer.explain())
             parameter  shape       engine     state      rows behind
             weight     1,000 x 16  reference  125.0 KiB  0
-            weight: engine='reference' was asked for.
+            weight: you set engine='reference'.
         """
         found = []
         for group_index, group in enumerate(self.param_groups):

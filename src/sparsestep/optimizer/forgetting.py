@@ -57,7 +57,7 @@ class Forgets(CatchesUp):
         group = self._group_of(param)
         memory = parameters.memory_of(param)
         if parameters.is_distributed(param):
-            contract = "a parameter whose rows are forgotten must not be shared by processes"
+            contract = "forget does not support parameters that are sharded across processes"
             raise InputError(sentence(contract, "a DTensor"))
         rows = row_numbers("rows to forget", rows, memory.shape[0] if memory.dim() else 1)
         record, rule = self.state.get(param), self._stored_rule_for(group)
@@ -79,9 +79,9 @@ class Forgets(CatchesUp):
             if any(param is each for each in group["params"]):
                 found: dict[str, Any] = group
                 return found
-        contract = "a parameter whose rows are forgotten must be one of this optimizer's"
+        contract = "the parameter must be one of this optimizer's"
         shape = getattr(param, "shape", None)
-        got = type(param).__name__ if shape is None else f"another, {tuple(shape)}"
+        got = type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"
         raise InputError(sentence(contract, got))
 
     def _reset(

@@ -34,9 +34,9 @@ def prepare_to_grow(
     if group.get("mask") is not None:
         listed = masks.listed(group["mask"], group["params"])
         if any(m is not None and p is param for m, p in zip(listed, group["params"], strict=True)):
-            contract = "a parameter that grows must have no mask, which says nothing of new rows"
-            remedy = "Take the mask out of its group, and put a larger one there afterwards"
-            raise InputError(sentence(contract, "one", remedy))
+            contract = "a parameter with a mask cannot grow: the mask does not cover the new rows"
+            remedy = "Remove it from the param group, and set a larger one afterwards"
+            raise InputError(sentence(contract, "a mask", remedy))
     record, rule = optimizer.state.get(param), optimizer._stored_rule_for(group)
     if record and all(record.get(spec.name) is not None for spec in rule.state):
         states.checked(rule, parameters.memory_of(param), record)

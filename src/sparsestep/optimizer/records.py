@@ -180,19 +180,15 @@ class StateKeeper(Declaration):
         """
         with speaking(type(self).__name__):
             if self.semantics == "dense":
-                contract = (
-                    "processes cannot share rows that are not up to date: semantics must be masked"
-                )
-                raise InputError(sentence(contract, "'dense'"))
+                contract = "share_memory needs semantics='masked': processes cannot catch up rows"
+                raise InputError(sentence(contract, "semantics='dense'"))
             self.materialize_state()
             for group in self.param_groups:
                 if self._stored_rule_for(group).state and not all(
                     map(self.state.get, group["params"])
                 ):
-                    contract = (
-                        "with dampening the first step must create the state before it is shared"
-                    )
-                    raise InputError(sentence(contract, "none yet", "Call step() first"))
+                    contract = "share_memory: with dampening, the state must already exist"
+                    raise InputError(sentence(contract, "no state yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())
         for tensor in tensors:
             if (

@@ -163,8 +163,8 @@ def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
         contract = "the state 'step' must be a number or a one-element tensor"
         raise InputError(sentence(contract, f"{count.dtype} of shape {tuple(count.shape)}"))
     if count.is_inference() and not torch.is_inference_mode_enabled():
-        contract = "the state 'step' must not be an inference tensor, outside inference mode"
-        raise InputError(sentence(contract, "one", "Use a clone of it"))
+        contract = "outside torch.inference_mode(), 'step' must not be an inference tensor"
+        raise InputError(sentence(contract, "an inference tensor", "Use a clone of it"))
 
 
 def loaded(

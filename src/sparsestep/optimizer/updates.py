@@ -89,7 +89,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     rule = settings.rule
     if selection is not None and parameters.is_distributed(update.owner):
         contract = "a DTensor parameter cannot have a mask"
-        raise InputError(sentence(contract, "one", "Put it into a group without a mask"))
+        raise InputError(sentence(contract, "a mask", "Put it into a group without one"))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
         raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):

@@ -81,7 +81,7 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
     """
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(sentence("rows to prefetch must be integers, in a tensor", got))
+        raise InputError(sentence("rows to prefetch must be an integer tensor", got))
     rows = rows.detach().reshape(-1)
     if rows.numel():
         low, high = (int(bound) for bound in rows.aminmax())
@@ -103,7 +103,7 @@ class Prefetching(Generic[Batch]):
         ahead: int,
     ) -> None:
         if not isinstance(ahead, int) or ahead < 1:
-            raise InputError(sentence("ahead must be a whole number, at least 1", ahead))
+            raise InputError(sentence("ahead must be an integer, at least 1", ahead))
         self._batches = batches
         self._rows = dict(rows)
         self._ahead = ahead

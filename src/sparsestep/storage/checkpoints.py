@@ -100,8 +100,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     folder = Path(os.path.abspath(path))
     manifest = journal.read_manifest(folder)
     if manifest is None:
-        contract = f"{folder} must be a folder that save() has written to"
-        raise InputError(sentence(contract, "no checkpoint there"))
+        contract = f"{folder} must be a folder with a checkpoint of save()"
+        raise InputError(sentence(contract, "a folder without one"))
     what = _Contents(model, optimizer)
     what.check(manifest)
     journal.check(folder, manifest)
@@ -262,7 +262,7 @@ class _Contents:
         own = {name: (list(f.shape), str(f.dtype)) for name, f in self.files.items()}
         there = {t.name: (t.shape, f"torch.{t.dtype}") for t in manifest.tables}
         if own != there:
-            contract = "load: model and optimizer must have the tables in files of the checkpoint"
+            contract = "load: model and optimizer must have the same tables in files as they had"
             raise InputError(sentence(contract, f"{own} instead of {there}"))
 
     def take(self, rest: dict[str, Any]) -> None:
@@ -273,8 +273,8 @@ class _Contents:
             if getattr(own[name], "shape", None) != getattr(there[name], "shape", None):
                 other.add(name)
         if other:
-            contract = "load: the model must have the parameters and buffers of the checkpoint"
-            raise InputError(sentence(contract, f"others, or of another shape: {sorted(other)}"))
+            contract = "load: the model must have the checkpoint's parameters, buffers and shapes"
+            raise InputError(sentence(contract, f"differences in {', '.join(sorted(other))}"))
         for table in self._tables.values():
             for name, file in table.files.items():
                 kind, _, entry = name.partition(".")
@@ -315,5 +315,5 @@ def _check_extra(extra: Any) -> None:
         torch.save(extra, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception:
-        contract = "extra must be numbers, text and tensors, and lists and dicts of these"
+        contract = "extra must hold only numbers, strings, tensors, and lists and dicts of these"
         raise InputError(sentence(contract, type(extra).__name__)) from None

@@ -55,9 +55,11 @@ def _reserve(file: int, begin: int, size: int) -> None:
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
             return
-        contract = "the disk must have room for what is about to be copied"
+        contract = "the disk must have room for the copy"
         reason = os.strerror(error.errno or errno.EIO)
-        raise OSError(error.errno, sentence(contract, reason, "Make room, and try again")) from None
+        raise OSError(
+            error.errno, sentence(contract, reason, "Free some space, then try again")
+        ) from None
 
 
 def _copy(source: int, target: int, begin: int, size: int) -> int:

@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         journals = [_written(each) for each in found["journals"]]
         return Manifest(found["number"], tables, journals, _written(found["rest"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        contract = f"{folder / _MANIFEST} must be what save() has written, in version {_VERSION}"
+        contract = f"{folder / _MANIFEST} must be written by save(), in format version {_VERSION}"
         raise InputError(sentence(contract, "something else")) from None
 
 
@@ -221,13 +221,14 @@ def check(folder: Path, manifest: Manifest) -> None:
         path = folder / each.file
         size = path.stat().st_size if path.exists() else -1
         if size != each.bytes or _crc_of(path) != each.crc:
-            contract = f"{path} must be as it was when the checkpoint was written"
-            got = "no such file" if size < 0 else "other bytes"
-            raise InputError(sentence(contract, got, "The disk, or another program, changed it"))
+            contract = f"{path} must be unchanged since the checkpoint was written"
+            got = "no such file" if size < 0 else "different bytes"
+            remedy = "The disk or another program has changed it: use an earlier checkpoint"
+            raise InputError(sentence(contract, got, remedy))
     for table in manifest.tables:
         if not (folder / table.base).exists():
             contract = "a checkpoint must have all its files"
-            raise InputError(sentence(contract, f"none of the name {table.base}"))
+            raise InputError(sentence(contract, f"no file {table.base}"))
 
 
 def replay(folder: Path, manifest: Manifest, files: dict[int, MappedFile]) -> None:

@@ -104,7 +104,7 @@ def mapped(
         raise InputError(sentence("dtype must be a torch.dtype", repr(dtype)))
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-        contract = "shape must have whole numbers, all at least 1: a file holds something"
+        contract = "shape must be integers, all at least 1: a file cannot be empty"
         raise InputError(sentence(contract, tuple(sizes)))
     tensor = open_file(path, torch.Size(sizes), dtype).tensor()
     tensor.prefetch = _Prefetch(tensor)  # type: ignore[attr-defined]

@@ -211,7 +211,7 @@ def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(workload, "available_memory", lambda: free)
     result = harness.measure(made, "peers", [TorchSparseAdam, Reference], seconds=0.001)
     assert [timing.contestant for timing in result.timings] == [TorchSparseAdam.name]
-    assert result.unavailable == [Refusal(Reference.name, "needs 0.0 GB, and 0.0 GB are left")]
+    assert result.unavailable == [Refusal(Reference.name, "needs 0.0 GB, but only 0.0 GB are free")]
 
 
 def test_available_memory(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class DglSparseAdam(_Peer):
         case = workload.case
         # It keeps its tables there, and a process that writes past the end is killed.
         if _SHARED_MEMORY.exists() and case.table_bytes > shutil.disk_usage(_SHARED_MEMORY).free:
-            raise Unavailable(f"there is too little room in {_SHARED_MEMORY}")
+            raise Unavailable(f"too little space in {_SHARED_MEMORY}")
         self._embeddings = [
             embeddings.NodeEmbedding(
                 case.rows,

@@ -126,7 +126,7 @@ class Workload:
         needed = copies * self.case.table_bytes
         if needed > self._free:
             free = max(0.0, self._free)
-            raise Unavailable(f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are left")
+            raise Unavailable(f"needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
         self._free -= needed
 
     def params(self) -> list[Parameter]:
