@@ -1,4 +1,4 @@
-"""How a message is phrased: who, what must hold, what came instead, what to do; and said once."""
+"""How messages are phrased: who, what is required, what it got, what to do. Warnings come once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class InputError(ValueError, RuntimeError):
-    """Something was passed in that cannot be worked with; nothing was changed.
+    """The input is invalid; nothing has changed.
 
-    It is both a ``ValueError`` and a ``RuntimeError``, because torch raises the one from
-    constructors and the other from steps, and code that catches either keeps working.
+    It is both a ``ValueError`` and a ``RuntimeError``: torch raises the former from constructors
+    and the latter from steps, and code that catches either keeps working.
 
     Example:
         >>> import torch, sparsestep
@@ -28,9 +28,9 @@ class InputError(ValueError, RuntimeError):
 
 
 class SlowWarning(UserWarning):
-    """A slower way was taken than the fast one that is usually there. Said once for each reason.
+    """Something works, but not in the fast way. You get it once for each reason.
 
-    The message ends with a remedy.
+    The message gives the reason and ends with a remedy.
 
     Example:
         >>> import warnings, sparsestep
@@ -39,7 +39,9 @@ class SlowWarning(UserWarning):
 
 
 class StaleWarning(UserWarning):
-    """Rows were read before they were brought up to date. Said once for each reason.
+    """Rows were read or written before they were brought up to date. Once for each reason.
+
+    Only with ``semantics="dense"``: the results are then not those of dense training.
 
     Example:
         >>> import warnings, sparsestep
@@ -48,7 +50,7 @@ class StaleWarning(UserWarning):
 
 
 def sentence(contract: str, got: object, remedy: str = "") -> str:
-    """Phrase a refusal.
+    """Phrase an error message.
 
     Example:
         >>> sentence("betas[0] must be in [0, 1)", 1.2)
@@ -62,10 +64,10 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
 
 @contextmanager
 def usable(what: str) -> Iterator[None]:
-    """Refuse what is not even of a kind that could be worked with.
+    """Turn errors about a wrong type into an ``InputError``.
 
-    Options are checked and used as what they should be. Where that alone raises, they were
-    something else: text where a number was meant, a table where one element was.
+    Options are checked and used as if they had the right type. If that alone raises, they had
+    another: a string instead of a number, a table instead of one element.
 
     Example:
         >>> try:
@@ -103,9 +105,9 @@ _said: set[tuple[type[Warning], str]] = set()
 
 
 def warn_once(category: type[Warning], reason: str) -> None:
-    """Say something once, and point at the user's line, whoever of us and torch lies between.
+    """Warn once per reason, at the user's line, whatever code of ours or torch's lies in between.
 
-    Another reason is another warning. Where a filter makes it an error it is raised every time.
+    If a filter turns the warning into an error, it is raised every time.
 
     Example:
         >>> with warnings.catch_warnings(record=True) as said:
@@ -122,7 +124,7 @@ def warn_once(category: type[Warning], reason: str) -> None:
 
 
 def warn(category: type[Warning], message: str) -> None:
-    """Say something, and point at the user's line."""
+    """Warn, at the user's line."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

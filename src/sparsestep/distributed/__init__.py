@@ -38,19 +38,17 @@ __all__ = [
 
 
 def register() -> None:
-    """Make the optimizers known to ``torch.distributed``, which then takes them like torch's own.
+    """Register the optimizers with ``torch.distributed``, which can then use them like its own.
 
-    - ``torch.distributed.optim.utils.as_functional_optim`` makes the functional optimizer of the
+    - ``torch.distributed.optim.utils.as_functional_optim`` creates the functional optimizer of the
       same name.
-    - ``torch.distributed.optim.DistributedOptimizer`` trains parameters of other processes over
+    - ``torch.distributed.optim.DistributedOptimizer`` trains parameters in other processes over
       RPC, with gradients of any layout. Call this first, in the process that creates it.
     - ``DistributedDataParallel._register_fused_optim`` updates parameters while the gradients of
-      others are being reduced; sparse gradients too, which it passes over with torch's optimizers.
+      others are being reduced. With torch's optimizers, it skips sparse gradients.
 
-    Torch's own optimizers stay as they are. Ordinary use, as within ``DistributedDataParallel`` or
-    ``ZeroRedundancyOptimizer``, does not need this.
-
-    May be called more than once.
+    Torch's own optimizers are not affected. You do not need this for ``DistributedDataParallel`` or
+    ``ZeroRedundancyOptimizer``. You may call it more than once.
 
     Raises:
         InputError: torch was built without ``torch.distributed``.

@@ -21,37 +21,37 @@ _NOTHING, _EXAMPLE, _BATCH, _ERROR = 0, 1, 2, 3
 
 
 def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
-    """The batches of a loader, and empty ones until every rank has come to the end.
+    """Iterate over a loader, with empty batches until every rank has reached its end.
 
-    Lookups in sharded tables are things that all ranks do together. So a rank whose data ends goes
-    on with empty batches: every tensor of its last batch cut to length 0 along the first dim, in
-    lists, tuples, dicts and dataclasses; other things stay as they are. A batch that has a method
-    ``empty`` is asked for one instead, for example where offsets must keep their last. A rank
-    that never had a batch gets its empty ones from another.
+    All ranks look up sharded tables together. So a rank that runs out of data continues with empty
+    batches: its last batch with every tensor cut to length 0 along the first dim, also in lists,
+    tuples, dicts and dataclasses. Anything else stays as it is. If a batch has a method ``empty``,
+    that is called instead, for example if offsets must keep their last value. A rank that never had
+    a batch gets its empty ones from another rank.
 
-    The loss of an empty batch may be NaN, as a mean of nothing is; its gradient is zero. Under
-    ``reduce="mean"`` such a rank counts like any other, as in ``DistributedDataParallel``.
+    The loss of an empty batch may be NaN, like any mean over nothing, but its gradient is zero.
+    With ``reduce="mean"``, such a rank counts like any other, as in ``DistributedDataParallel``.
 
-    Each step costs one exchange of two numbers. All ranks have to go on to the end: whoever leaves
-    the loop early leaves the others waiting. Where a loader raises, all ranks do.
+    Each step costs one exchange of two numbers. Every rank has to run the loop to its end: if one
+    leaves early, the others wait. If the loader of one rank raises, all ranks raise.
 
-    With ``prefetch=1`` the loader is one batch ahead, and while a batch computes, the ids of the
-    next one are sent to the ranks that have the rows. That needs tables that are given tensors of
-    the batch as they are, ``model.user(batch["user"])`` and not ``model.user(batch["ids"][:, 0])``;
-    others are sent when they are looked up, as without it. It begins with the third batch: the
-    first shows which tensors are meant.
+    With ``prefetch=1``, the loader is one batch ahead, and the ids of the next batch are sent to
+    their owners while you train. For that, pass the batch's own tensors to the tables:
+    ``model.user(batch["user"])``, not ``model.user(batch["ids"][:, 0])``. Other ids are sent when
+    they are looked up, as without prefetching. It starts with the third batch, because it learns
+    from the first one which tensors are looked up.
 
     Args:
         loader: batches, or anything else to iterate over.
-        prefetch: how many batches' ids are sent ahead, 0 or 1.
+        prefetch: how many batches in advance ids are sent, 0 or 1.
 
     Returns:
-        An iterator, with the same number of batches on every rank.
+        An iterator with the same number of batches on every rank.
 
     Raises:
-        InputError: ``prefetch`` is another number, or there is nothing to make an empty batch of,
-            or the loader of another rank raises, or with ``prefetch`` it writes to a batch that it
-            has given already.
+        InputError: ``prefetch`` is neither 0 nor 1; no rank has a batch to make an empty one from;
+            the loader of another rank raises; or, with ``prefetch=1``, the loader modifies a batch
+            that it has already yielded.
 
     Example:
         >>> import torch

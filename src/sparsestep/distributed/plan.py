@@ -21,16 +21,20 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a table goes.
+    """Where a table is.
 
     Attributes:
-        name: of the table.
-        rows: how many it has.
-        dim: how long a row is.
-        item: how many bytes an element has.
+        name: the name of the table.
+        rows: its number of rows.
+        dim: the length of a row.
+        item: the number of bytes of an element.
         kind: ``"tables"``, ``"rows"`` or ``"copy"``.
-        owner: the rank that has it, for ``"tables"``.
-        why: how that was chosen.
+        owner: the rank that holds it, for ``"tables"``.
+        why: why it is there.
+
+    Example:
+        >>> Placement("user", rows=1000, dim=16, item=4, kind="copy").size
+        64000
     """
 
     name: str
@@ -47,7 +51,7 @@ class Placement:
         return self.rows * self.dim * self.item
 
     def rows_on(self, rank: int, world: int) -> int:
-        """How many rows a rank has.
+        """The number of rows on a rank.
 
         Example:
             >>> table = Placement("user", rows=10, dim=4, item=4, kind="rows")
@@ -61,12 +65,12 @@ class Placement:
         return len(range(rank, self.rows, world))
 
     def bytes_per_step(self, world: int, batch: int, length: float = 1.0) -> int:
-        """What a rank sends others in a step on average, where no id of its batch comes twice.
+        """The bytes that a rank sends in a step, on average, if all ids of its batch differ.
 
         Args:
-            world: how many ranks.
-            batch: how many bags each rank looks up.
-            length: how many ids a bag has, each as many as the others.
+            world: the number of ranks.
+            batch: the number of bags that each rank looks up.
+            length: the number of ids of every bag.
 
         Example:
             >>> table = Placement("user", rows=1000, dim=16, item=4, kind="tables")
@@ -87,13 +91,13 @@ class Placement:
         return round(away * (4 * ids + lengths + 2 * bags * row))
 
     def bytes_sent_by(self, rank: int, world: int, batch: int, length: float = 1.0) -> int:
-        """The same for one rank: who has a whole table sends rows to all others.
+        """The bytes that one rank sends in a step; the owner of a whole table sends the most.
 
         Args:
-            rank: which one.
-            world: how many there are.
-            batch: how many bags each looks up.
-            length: how many ids a bag has.
+            rank: the rank.
+            world: the number of ranks.
+            batch: the number of bags that each rank looks up.
+            length: the number of ids of a bag.
 
         Example:
             >>> table = Placement("user", rows=1000, dim=16, item=4, kind="tables", owner=1)
@@ -109,13 +113,13 @@ class Placement:
 
 
 class Plan:
-    """Which table goes where. Printed, it is a table.
+    """Where each table is; print it for an overview.
 
     Attributes:
         placements: one for each table.
-        world: how many ranks.
-        batch: how many bags each rank looks up in a step, for the bytes on the wire.
-        lengths: how many ids a bag has, by table; one where nothing is said.
+        world: the number of ranks.
+        batch: the number of bags that each rank looks up in a step, to compute the bytes sent.
+        lengths: the number of ids of a bag, by table name; 1 by default.
 
     Example:
         >>> import torch, sparsestep
@@ -146,24 +150,24 @@ class Plan:
         return self.placements[_found(name, [each.name for each in self.placements], "plan")]
 
     def for_batch(self, batch: int, lengths: Mapping[str, float] | None = None) -> Plan:
-        """The same plan, with bytes on the wire for other batches.
+        """The same plan, with the bytes that are sent for other batches.
 
         Args:
-            batch: how many bags each rank looks up in a step.
-            lengths: how many ids a bag has, by table.
+            batch: the number of bags that each rank looks up in a step.
+            lengths: the number of ids of a bag, by table name.
         """
         names = [each.name for each in self.placements]
         known = {names[_found(k, names, "for_batch")]: v for k, v in (lengths or {}).items()}
         return Plan(self.placements, self.world, batch, known, self._tables)
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a tensor with a row for each row of a table that belongs to this rank.
+        """Select this rank's part of a tensor that has one entry per row of a table.
 
-        A mask for the optimizer, for example, or rows to begin with.
+        For example a mask for the optimizer, or initial values.
 
         Args:
-            name: of the table.
-            tensor: a row for each row of the whole table.
+            name: the name of the table.
+            tensor: a tensor with one entry per row of the whole table.
 
         Example:
             >>> import torch, sparsestep
@@ -180,11 +184,11 @@ class Plan:
         return part_here(table, tensor)
 
     def bytes_on(self, rank: int) -> int:
-        """Bytes of all tables that a rank has."""
+        """The bytes of all tables on a rank."""
         return sum(p.rows_on(rank, self.world) * p.dim * p.item for p in self.placements)
 
     def bytes_sent_by(self, rank: int) -> int:
-        """What a rank sends others in a step."""
+        """The bytes that a rank sends in a step."""
         of = (rank, self.world, self.batch)
         return sum(p.bytes_sent_by(*of, self.lengths.get(p.name, 1.0)) for p in self.placements)
 

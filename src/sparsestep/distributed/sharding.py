@@ -32,44 +32,44 @@ def shard(
     reduce: Reduce | Mapping[str, Reduce] = "mean",
     order: Order = "fast",
 ) -> Plan:
-    """Divide the tables of a model among the ranks of a process group.
+    """Shard the tables of a model across the ranks of a process group.
 
     All ranks call it with the same model and the same arguments. Every ``nn.Embedding``,
     ``nn.EmbeddingBag`` and ``sparsestep.nn.EmbeddingBagCollection`` stays the same object and keeps
-    its weight, of which only the part remains that belongs to this rank. Its lookups ask the
-    ranks that have the rows; its gradient is exchanged when it is needed, in ``optimizer.step()``
-    and in ``sparsestep.clip_grad_norm_``, and is compact. Every optimizer of this library updates
-    the part that is here. ``DistributedDataParallel`` leaves sharded tables alone.
+    its weight, which then holds only this rank's part. A lookup requests rows from the ranks that
+    own them. The gradient is compact, and is exchanged when it is needed: in ``optimizer.step()``
+    and in ``sparsestep.clip_grad_norm_``. Every optimizer of this library updates the local part.
+    ``DistributedDataParallel`` ignores sharded tables.
 
-    Lookups, clipping and steps are then things that all ranks do together, in the same order. A
-    loss may leave a table out on some ranks. A rank that has no data takes part with empty batches;
-    see :func:`lockstep`.
+    From then on, all ranks do lookups, clipping and steps together, in the same order. A loss may
+    leave out a table on some ranks. A rank without data takes part with empty batches; see
+    :func:`lockstep`.
 
     Args:
-        model: it may be a single table. Tables on the device ``meta`` have their rows made here, on
-            each rank its own, so that no rank has to hold a whole one first.
-        mesh: the ranks, of one dim; all by default. Without a process group, this process alone.
-        plan: what becomes of the tables: ``"tables"``, each whole on one rank; ``"rows"``, row
-            ``i`` on rank ``i % world``; ``"copy"``, whole on every rank. By name, as
-            ``model.named_modules()`` has it or the last word of that; for those that are not
-            named, and with ``"auto"``, it is chosen by size.
+        model: the model; may be a single table. For tables on the device ``meta``, each rank
+            creates only its own rows, so that no rank ever holds a whole table.
+        mesh: a one-dimensional mesh of ranks; all ranks by default. Without a process group, this
+            process alone.
+        plan: ``"tables"``, each table whole on one rank; ``"rows"``, row ``i`` on rank
+            ``i % world``; ``"copy"``, whole on every rank; or a dict of these by table name, as in
+            ``model.named_modules()``, or its last part. With ``"auto"``, and for tables that the
+            dict does not name, it is chosen by size.
         reduce: whether the gradient of a table is the mean over ranks, as in
             ``DistributedDataParallel``, or the sum; for all tables, or by name.
-        order: ``"global"`` sums the gradient of a row in the order of ranks and samples, so that
-            it has the bits of one process with all batches one after the other; ``"fast"`` sums on
-            each rank first and sends less, and is equal to the last place.
+        order: ``"global"`` sums the gradient of a row in the order of ranks and samples, which
+            gives the bits of a single process with all batches one after the other. ``"fast"``
+            sums on each rank first and sends less; the last digit may differ.
 
     Returns:
-        The plan; printed, it says where each table went and why.
+        The plan. Print it to see where each table is, and why.
 
     Raises:
-        InputError: a table cannot be sharded, or a name is none of the model's; nothing was
-            changed.
+        InputError: a table cannot be sharded, or there is no table of a name; nothing has changed.
 
     Example:
         >>> import torch, sparsestep
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16), torch.nn.Linear(16, 1))
-        >>> plan = shard(model, plan="rows")  # here of one process
+        >>> plan = shard(model, plan="rows")  # here with a single process
         >>> plan["0"].kind
         'rows'
         >>> optimizer = sparsestep.Adam(model.parameters())

@@ -67,7 +67,7 @@ class ParamUpdate:
         record: what the optimizer keeps for it; ``None`` before the first step.
         state: the rule's state tensors; ``None`` before there are any.
         written: the parameter and its state as real numbers, which engines write in place.
-        step: the number of this update, from 1.
+        step: the number of this update, counted from 1.
         seed: of this update's stochastic rounding.
         engine: the name of the one that has claimed it.
         reason: why that is not the native one.

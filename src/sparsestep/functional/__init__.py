@@ -1,9 +1,10 @@
-"""One function per rule: param, gradient, state tensors, options. In place, and nothing hidden.
+"""One function per rule: parameter, gradient, state tensors, options. Everything is in place.
 
 The gradient may have any layout: strided, COO, CSR, CSC, BSR, BSC, a ``MaskedTensor`` or a
-``Touched``. State tensors come in torch's order and under torch's names and are written in place;
-``step`` is the number of the update, from 1. Everything is checked before anything is written.
-Autograd is not involved, so the functions may be called inside anybody's ``torch.no_grad`` code.
+``Touched``. State tensors have torch's names and order, and are updated in place; ``step`` is the
+number of the update, counted from 1. Every function checks its arguments before it writes anything,
+and raises an ``InputError`` if one is invalid. Autograd is not involved: you may call the functions
+with or without ``torch.no_grad()``.
 """
 
 from sparsestep.optimizer.applying import apply_

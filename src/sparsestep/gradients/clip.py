@@ -41,26 +41,26 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their norm, as of one vector, is at most ``max_norm``.
+    """Scale all gradients so that their total norm is at most ``max_norm``.
 
-    This is ``torch.nn.utils.clip_grad_norm_``, which it calls where all gradients are dense, and it
-    takes sparse COO gradients and masked tensors as well. Their stored values are scaled; indices,
-    order and duplicates stay. The work is proportional to the number of stored values. The
-    gradients of ``sparsestep.nn`` stay compact: their rows are summed a chunk at a time.
+    Like ``torch.nn.utils.clip_grad_norm_``, which it calls if all gradients are dense, but it also
+    takes sparse COO gradients and masked tensors. Their stored values are scaled; indices, order
+    and duplicates stay. The work is proportional to the number of stored values. The gradients of
+    ``sparsestep.nn`` stay compact: their rows are summed a chunk at a time.
 
     Args:
-        parameters: whose gradients are clipped; those without one are skipped.
-        max_norm: what the norm may be at most.
-        norm_type: any order that ``torch.linalg.vector_norm`` has, also ``inf`` and ``-inf``.
-        error_if_nonfinite: raise if the norm is infinite or NaN, and change nothing.
-        foreach: whether to use torch's kernels for lists of tensors; ``None`` does.
+        parameters: the parameters; those without a gradient are skipped.
+        max_norm: the largest total norm.
+        norm_type: any order of ``torch.linalg.vector_norm``, including ``inf`` and ``-inf``.
+        error_if_nonfinite: if the norm is infinite or NaN, raise an error and change nothing.
+        foreach: whether to use torch's kernels for lists of tensors; ``None`` means yes.
 
     Returns:
         The norm before clipping.
 
     Raises:
-        InputError: a gradient is neither strided nor COO nor a MaskedTensor, or names a place that
-            there is not; nothing was changed.
+        InputError: a gradient is neither strided nor COO nor a MaskedTensor, or has an out-of-range
+            index; nothing has changed.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2, sparse=True)
@@ -103,19 +103,19 @@ def clip_grad_value_(
 ) -> None:
     """Clamp every element of every gradient to ``[-clip_value, clip_value]``.
 
-    This is ``torch.nn.utils.clip_grad_value_``, which it calls for the dense gradients, and it
-    takes sparse COO gradients and masked tensors as well. The clamped elements are sums of
-    duplicates, so a gradient that has duplicates is coalesced; others keep their indices and order.
-    The gradients of ``sparsestep.nn`` get a row for each row of the table that was looked up.
+    Like ``torch.nn.utils.clip_grad_value_``, which it calls for dense gradients, but it also takes
+    sparse COO gradients and masked tensors. Duplicates are summed before they are clamped, so a
+    gradient with duplicates is coalesced; others keep their indices and order. The gradients of
+    ``sparsestep.nn`` get one row for each row that was looked up.
 
     Args:
-        parameters: whose gradients are clipped; those without one are skipped.
-        clip_value: what an element may be at most.
-        foreach: whether torch is to use its kernels for lists of tensors on the dense gradients.
+        parameters: the parameters; those without a gradient are skipped.
+        clip_value: the largest absolute value of an element.
+        foreach: whether to use torch's kernels for lists of tensors on the dense gradients.
 
     Raises:
         InputError: a gradient is neither strided nor COO nor a MaskedTensor, or is sparse and
-            complex, or has an out-of-range index; nothing was changed.
+            complex, or has an out-of-range index; nothing has changed.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2, sparse=True)

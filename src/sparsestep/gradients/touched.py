@@ -36,18 +36,17 @@ class Touched(NamedTuple):
         [0.0, -0.5, 0.0, -1.0, 0.0]
 
     Attributes:
-        positions: int64, contiguous, ``n`` elements (``[n]`` or, as COO has it, ``[1, n]``): a
-            slot for each entry. A slot may come several times: its values are summed. ``None``
-            when every slot comes once, in order; then ``values`` has the parameter's shape.
+        positions: int64 or int32, ``[n]`` (or ``[1, n]``, as in COO): the slot of each entry. The
+            values of repeated slots are summed. ``None`` means every slot once, in order; then
+            ``values`` has the parameter's shape.
         values: ``[n, ...]``, a block for each entry.
-        slots: how many slots the parameter has. Zero, with a block of zero, if they are its rows.
-        block: how many elements a slot has.
-        source: int64, contiguous, ``[n]``: the row of ``values`` that each entry takes, where that
-            is not the entry's own number. So a part of a gradient is chosen without copying it.
-        scale: contiguous, ``[n]``, real, of the precision of ``values``: what each entry's row is
-            multiplied with before it is summed. The products are rounded to that precision.
-        held: bool, contiguous, ``[rows of values, block]``: which elements of a slot are touched,
-            where that is not all of them. Only for rules that need rows and are given less.
+        slots: the number of slots of the parameter. Zero, with a block of zero: its rows.
+        block: the number of elements of a slot.
+        source: int64 or int32, ``[n]``: the row of ``values`` that each entry uses; by default,
+            entry ``i`` uses row ``i``. Selects a part of a gradient without copying it.
+        scale: ``[n]``, real: a factor for the row of each entry, applied before summing. The
+            products are rounded to the precision of ``values``.
+        held: internal; must be ``None``.
     """
 
     positions: Tensor | None

@@ -17,33 +17,32 @@ Mode: TypeAlias = Literal["sum", "mean", "max"]
 class EmbeddingBag(torch.nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` whose gradient has one row for each bag, not for each id.
 
-    It has the arguments and results of torch's. Ids and offsets are checked before anything is
-    read or changed, and a message says which one is wrong and where. The gradient of the weight is
-    always sparse, whatever ``sparse`` says, in every mode: the optimizers of this library use the
-    ids and the gradient of the output; other code that reads its values gets an ordinary COO
-    gradient.
+    It has the arguments and results of torch's module. Ids and offsets are checked before anything
+    is read or changed, and an error names the wrong one and its position. The gradient of the
+    weight is sparse in every mode. The optimizers of this library use the ids and the gradient of
+    the output directly; other code that reads the gradient's values gets an ordinary COO tensor.
 
-    With ``mode="max"`` the gradient has single elements, the largest ones of each bag; so these are
-    what an optimizer with ``semantics="masked"`` updates.
+    With ``mode="max"``, the gradient holds single elements, the maximum of each bag, so an
+    optimizer with ``semantics="masked"`` updates only these.
 
-    ``scale_grad_by_freq`` divides the gradient of an id by how often that id comes in the call.
-    (Torch 2.13 on the CPU divides by the count of another id where counts differ.)
+    ``scale_grad_by_freq`` divides the gradient of an id by the number of times that it occurs in
+    the call. (Torch 2.13 on the CPU divides by the count of another id if counts differ.)
 
     Args:
-        num_embeddings: how many rows.
-        embedding_dim: how long a row is.
-        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+        num_embeddings: number of rows.
+        embedding_dim: length of a row.
+        max_norm: the largest norm of a row; longer rows are rescaled when they are looked up.
         norm_type: the order of that norm.
-        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
-        mode: how the rows of a bag become one: ``"sum"``, ``"mean"`` or ``"max"``.
-        sparse: for torch's sake; the gradient is sparse in any case.
-        include_last_offset: whether offsets also say where the last bag ends.
-        padding_idx: an id that does not count; its row gets no gradient and begins with zeros.
-        device: where the weight is.
-        dtype: that of the weight.
+        scale_grad_by_freq: divide the gradient of an id by its number of occurrences in the call.
+        mode: how the rows of a bag are combined: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: has no effect; the gradient is always sparse.
+        include_last_offset: whether the last offset is the end of the last bag.
+        padding_idx: an id that is ignored; its row gets no gradient and starts as zeros.
+        device: the device of the weight.
+        dtype: the dtype of the weight.
 
     Attributes:
-        name: what messages call the table.
+        name: the name of the table in error messages.
 
     Example:
         >>> import sparsestep
@@ -95,7 +94,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
             A row for each bag; zeros for an empty one.
 
         Raises:
-            InputError: an id is no row of the table, or the bags are not well-formed; nothing was
+            InputError: an id is no row of the table, or the bags are not well-formed; nothing has
                 changed.
         """
         if is_for_torch(self.weight):

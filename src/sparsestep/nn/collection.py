@@ -24,30 +24,29 @@ Outputs = list[Tensor] | dict[str, Tensor]
 class EmbeddingBagCollection(torch.nn.Module):
     """Tables of different sizes that are looked up together.
 
-    Each table is an ``EmbeddingBag``, the features of a recommender being the usual case. One call
-    looks all of them up; all ids are checked before the first row is read, and a message says which
-    table is meant. The step of an optimizer updates all tables at once, as it always does.
+    Each table is an ``EmbeddingBag``, typically one per feature of a recommender. One call looks up
+    all of them. All ids are checked before the first row is read, and an error names the table.
 
-    The tables are in ``tables``, so that the state dict has ``tables.0.weight`` or, with names,
-    ``tables.country.weight``. They can be used alone as well. The collection does not call their
-    ``forward``, so hooks on a single table do not see its calls.
+    The tables are in ``tables``, so the state dict has the keys ``tables.0.weight`` or, with names,
+    ``tables.country.weight``. You can also use them one by one. The collection does not call their
+    ``forward``, so hooks on a single table do not run.
 
     Args:
         tables: for each table ``(num_embeddings, embedding_dim)``, or a ``torch.nn.EmbeddingBag``
-            whose weight and options are kept; in a list, or in a dict with the tables' names.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``. This and all that follow are for tables that are
-            made from sizes, and mean what they mean for ``EmbeddingBag``.
-        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+            whose weight and options are used; in a list, or in a dict with the tables' names.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``. This and the following arguments apply to tables
+            that are given by size, and mean the same as for ``EmbeddingBag``.
+        max_norm: the largest norm of a row; longer rows are rescaled when they are looked up.
         norm_type: the order of that norm.
-        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
-        sparse: for torch's sake; the gradient is sparse in any case.
-        include_last_offset: whether offsets also say where the last bag ends.
-        padding_idx: an id that does not count; its row gets no gradient and begins with zeros.
-        device: where the weights are.
-        dtype: that of the weights.
+        scale_grad_by_freq: divide the gradient of an id by its number of occurrences in the call.
+        sparse: has no effect; the gradient is always sparse.
+        include_last_offset: whether the last offset is the end of the last bag.
+        padding_idx: an id that is ignored; its row gets no gradient and starts as zeros.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
 
     Example:
-        Two features with one id each, and a list of items that was bought:
+        Two features with one id each, and a list of bought items:
 
         >>> import sparsestep
         >>> model = EmbeddingBagCollection(
@@ -60,7 +59,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         ...         "device": torch.tensor([[2], [2], [0]]),
         ...         "bought": torch.tensor([812, 77, 9_031]),
         ...     },
-        ...     offsets={"bought": torch.tensor([0, 2, 2])},  # the second has bought nothing
+        ...     offsets={"bought": torch.tensor([0, 2, 2])},  # the second bag is empty
         ... )
         >>> {name: tuple(rows.shape) for name, rows in found.items()}
         {'country': (3, 8), 'device': (3, 4), 'bought': (3, 16)}
@@ -124,16 +123,16 @@ class EmbeddingBagCollection(torch.nn.Module):
             inputs: ids for each table, 2-D with a bag in each row or 1-D with offsets, in a list or
                 a dict like the tables; or one tensor for all tables, ``[batch, tables]`` with one
                 id or ``[batch, tables, k]`` with a bag of ``k`` ids for each.
-            offsets: for tables whose ids are 1-D: where each bag begins. Like ``inputs`` a list,
-                with ``None`` for the others, or a dict; or a tensor ``[tables, batch]``.
-            per_sample_weights: a factor for each id, for tables of mode ``"sum"``: a list or a dict
-                as for ``offsets``; for ``inputs`` in one tensor, a tensor of that shape.
+            offsets: for tables with 1-D ids, the start of each bag: a list with ``None`` for the
+                other tables, a dict, or a tensor ``[tables, batch]``.
+            per_sample_weights: a factor for each id, for tables with mode ``"sum"``: a list or a
+                dict as for ``offsets``; if ``inputs`` is one tensor, a tensor of the same shape.
 
         Returns:
             A row for each bag of each table: a list, or a dict if the tables have names.
 
         Raises:
-            InputError: something is wrong with the ids or offsets of a table; nothing was changed.
+            InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
         split = self._split(inputs, offsets, per_sample_weights)
         if is_for_torch(*(table.weight for table, *_ in split)):
@@ -145,9 +144,9 @@ class EmbeddingBagCollection(torch.nn.Module):
     def rows_read(
         self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
     ) -> Iterator[tuple[Tensor, Any]]:
-        """Which rows a call with these arguments reads: a weight and ids for each table.
+        """The rows that a call with these arguments reads: a weight and ids for each table.
 
-        ``optimizer.track(model)`` asks this of any module that has it.
+        ``optimizer.track(model)`` calls this method on every module that has it.
 
         Example:
             >>> model = EmbeddingBagCollection([(200, 8), (50, 4)])

@@ -20,24 +20,24 @@ from sparsestep.nn.processes import write_out_for_ddp
 class Embedding(torch.nn.Embedding):
     """``torch.nn.Embedding`` whose gradient is never larger than that of its output.
 
-    It has the arguments and results of torch's. Ids are checked before anything is read or
-    changed, and a message says which id is wrong and where. The gradient of the weight is always
-    sparse, whatever ``sparse`` says: the optimizers of this library use the ids and the gradient of
-    the output; other code that reads its values gets an ordinary COO gradient.
+    It has the arguments and results of torch's module. Ids are checked before anything is read or
+    changed, and an error names the out-of-range id and its position. The gradient of the weight is
+    always sparse. The optimizers of this library use the ids and the gradient of the output
+    directly; other code that reads the gradient's values gets an ordinary COO tensor.
 
     Args:
         num_embeddings: number of rows.
         embedding_dim: length of a row.
-        padding_idx: a row that gets no gradient and begins with zeros.
-        max_norm: what the norm of a row may be at most; longer ones are shortened when read.
+        padding_idx: a row that gets no gradient and starts as zeros.
+        max_norm: the largest norm of a row; longer rows are rescaled when they are looked up.
         norm_type: the order of that norm.
-        scale_grad_by_freq: divide the gradient of an id by how often it comes in the call.
-        sparse: for torch's sake; the gradient is sparse in any case.
-        device: where the weight is.
-        dtype: that of the weight.
+        scale_grad_by_freq: divide the gradient of an id by its number of occurrences in the call.
+        sparse: has no effect; the gradient is always sparse.
+        device: the device of the weight.
+        dtype: the dtype of the weight.
 
     Attributes:
-        name: what messages call the table.
+        name: the name of the table in error messages.
 
     Example:
         >>> import sparsestep
@@ -89,7 +89,7 @@ class Embedding(torch.nn.Embedding):
             A row for each id: the shape of the ids, then that of a row.
 
         Raises:
-            InputError: an id is no row of the table; nothing was changed.
+            InputError: an id is out of range; nothing has changed.
         """
         weight = self.weight
         if is_for_torch(weight):

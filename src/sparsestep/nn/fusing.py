@@ -28,26 +28,26 @@ _log = logging.getLogger("sparsestep")
 
 
 def fuse(model: Model, *, only: Only = None) -> Model:
-    """Make every ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` of a model one of ours.
+    """Convert the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model to ours, in place.
 
-    The modules stay the same objects and keep their weights, hooks and options. So optimizers that
-    were made before go on working, and so does whatever else refers to them. A subclass of torch's
-    modules stays what it is, too, and all its methods are kept.
+    The modules stay the same objects and keep their weights, hooks and options, so existing
+    optimizers and references keep working. A subclass of torch's modules keeps its class and its
+    methods, too.
 
-    What has a ``forward`` of its own, or a weight that is computed from others, is left alone, and
-    a warning says which modules these are; those that ``only`` leaves out are not mentioned. What
-    was fused is logged (``logging.getLogger("sparsestep")``, level INFO).
+    A module with its own ``forward``, or with a weight that is computed from others, is not
+    converted; a warning lists these modules, except for those that ``only`` leaves out. Converted
+    modules are logged (``logging.getLogger("sparsestep")``, level INFO).
 
     Args:
-        model: the model, which may be a single embedding.
-        only: which modules: the name of one, as ``model.named_modules()`` has it, or several names,
-            each with all that is below it; or a function of name and module that says so.
+        model: the model; may be a single embedding.
+        only: the modules to convert: a name as in ``model.named_modules()`` or several names, each
+            with everything below it; or a function of name and module that returns a bool.
 
     Returns:
         The same model.
 
     Raises:
-        InputError: a name in ``only`` is no module of the model; nothing was changed.
+        InputError: a name in ``only`` is not a module of the model; nothing has changed.
 
     Example:
         >>> import sparsestep
@@ -58,7 +58,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         torch.Size([1, 16])
         >>> optimizer.step()
 
-        Large tables alone:
+        Large tables only:
 
         >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
     """

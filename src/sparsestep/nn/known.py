@@ -94,7 +94,7 @@ class KnowsIds(nn.Module):
             ``table.weight.data[rows] = other_table.weight.data[: len(rows)]`` merges tables.
 
         Raises:
-            InputError: there are too few free rows; nothing was changed.
+            InputError: there are too few free rows; nothing has changed.
 
         Example:
             >>> import torch, sparsestep

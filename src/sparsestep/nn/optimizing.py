@@ -23,25 +23,25 @@ def optimizer_for(
     *args: Options.args,
     **options: Options.kwargs,
 ) -> Made:
-    """Make an optimizer of a model whose embeddings are then trained at the cost of a batch.
+    """Create an optimizer that trains a model's embeddings at a cost proportional to the batch.
 
-    The numbers and the checkpoints are those of dense training: the embeddings are fused
-    (:func:`fuse`), the optimizer has ``semantics="dense"``, and it tracks the model, so that rows
-    catch up with the steps that they missed before they are read.
+    Results and checkpoints are those of dense training. It does three things: it converts the
+    embeddings (:func:`fuse`), gives the optimizer ``semantics="dense"``, and tracks the model, so
+    that rows catch up with the steps that they missed before they are read.
 
-    For param groups, or for a part of the tables, do these three things by hand.
+    If you want param groups, or only some of the tables, do these three things yourself.
 
     Args:
-        model: its embeddings may be torch's; they are changed in place, once the optimizer is made.
-        optimizer: a class of this library; it gets the parameters of the model.
-        *args: what the class takes after the parameters.
-        **options: the options of the class. With ``semantics="masked"`` nothing is tracked.
+        model: the model. Its embeddings are converted in place.
+        optimizer: an optimizer class of this library; it gets all parameters of the model.
+        *args: positional arguments of the class after the parameters.
+        **options: options of the class. With ``semantics="masked"``, nothing is tracked.
 
     Returns:
         The optimizer.
 
     Raises:
-        InputError: what was given is no class of this library, or an option is wrong; nothing was
+        InputError: the class is not one of this library, or an option is invalid; nothing has
             changed.
 
     Example:

@@ -13,20 +13,20 @@ from sparsestep.errors import InputError, sentence
 
 
 def hash_strings(strings: Iterable[str]) -> Tensor:
-    """An id for each string, the same in every process and on every machine.
+    """Hash strings to ids, the same in every process and on every machine.
 
-    It is the first 64 bits of BLAKE2b (digest size 8) of the string in UTF-8, as a little-endian
-    signed number. Among 100 million different strings, two have the same id with a chance of one
-    in 3,700.
+    An id is the BLAKE2b hash (digest size 8) of the string in UTF-8, as a little-endian signed
+    64-bit integer. Among 100 million different strings, the chance that two share an id is one in
+    3,700.
 
     Args:
-        strings: what to hash.
+        strings: the strings.
 
     Returns:
-        int64, one for each string.
+        An int64 tensor with an id for each string.
 
     Raises:
-        InputError: one of them is no string.
+        InputError: something else than a list of strings was passed.
 
     Example:
         >>> import sparsestep
@@ -35,7 +35,7 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
     """
     if isinstance(strings, str):
         contract = "hash_strings: strings must be a list of str"
-        raise InputError(sentence(contract, f"a single one, {strings!r}"))
+        raise InputError(sentence(contract, f"a single string, {strings!r}"))
     found = []
     each: Any
     for place, each in enumerate(strings):

@@ -40,7 +40,26 @@ def apply_(
     engine: options.Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """Run any rule once over one parameter; the functions of this package are short for this."""
+    """Run any rule once over one parameter; the other functions of this module call it.
+
+    Args:
+        who: what error messages call the caller.
+        rule: the rule.
+        param: the parameter.
+        grad: its gradient, in any layout.
+        state: the state tensors, in the rule's order.
+        step: the number of this update, counted from 1.
+        hyper: the options of the rule's formula.
+        maximize: maximize the objective instead of minimizing it.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Raises:
+        InputError: an argument is invalid; nothing has changed.
+    """
     if torch.compiler.is_compiling():
         run = graphs.apply_in_graph if graphs.can_be_in_graph(grad) else _uncompiled
         kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)

@@ -158,10 +158,13 @@ class RuleOptimizer(Explains):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient: all of them, or raise and none.
+        """Update all parameters that have a gradient, or raise and update none.
 
         Args:
-            closure: reevaluates the model and returns the loss, which is then returned.
+            closure: a function that evaluates the model again and returns the loss.
+
+        Returns:
+            The loss, if you pass a closure.
         """
         if torch.compiler.is_compiling():  # the step stays outside graphs
             result: float | None = _uncompiled_step(self, closure)
@@ -231,19 +234,21 @@ class RuleOptimizer(Explains):
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
     ) -> StepInBackward:
-        """Update each parameter the moment its gradient is complete, and free the gradient.
+        """Update each parameter as soon as its gradient is complete, and free the gradient.
 
-        So there is never more than one gradient in memory. ``step()`` then finds nothing left to do
-        and may stay in the loop.
+        So there is never more than one gradient in memory. You may leave ``step()`` in the loop; it
+        has nothing left to do.
 
         Args:
-            params: which parameters; by default all of this optimizer's but for sharded tables,
+            params: the parameters; by default all of this optimizer's except for sharded tables,
                 whose gradients are exchanged in ``step()``.
-            backwards: how many backward calls make a step. Accumulating gradients over several
-                without saying so is refused.
+            backwards: the number of backward calls per step, if you accumulate gradients.
 
         Returns:
-            A handle; its ``remove()`` undoes it.
+            A handle; call its ``remove()`` to undo it.
+
+        Raises:
+            InputError: a parameter is not one of this optimizer's, or already has a gradient.
 
         Example:
             >>> import sparsestep

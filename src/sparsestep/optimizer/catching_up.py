@@ -21,12 +21,16 @@ class CatchesUp(StateKeeper):
     """An optimizer as far as rows go that are behind."""
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Bring rows up to date that ``semantics="dense"`` has left behind.
+        """Bring rows up to date that are behind under ``semantics="dense"``.
+
+        With ``semantics="masked"`` no row is ever behind, and this does nothing.
 
         Args:
-            param: whose rows; all parameters' by default. Under ``semantics="masked"`` no row is
-                ever behind, and there is nothing to do.
-            rows: which ones, integers of any shape, with repetitions; all by default.
+            param: one parameter of this optimizer; all parameters by default.
+            rows: an integer tensor of row numbers, of any shape; all rows by default.
+
+        Raises:
+            InputError: the parameter is not one of this optimizer's, or a row is out of range.
 
         Example:
             >>> import sparsestep
@@ -87,19 +91,22 @@ class CatchesUp(StateKeeper):
     def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
         """Bring rows up to date before a model reads them.
 
-        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules whose weights this optimizer has bring
-        up to date what they look up, as do modules that say what they read by a method
-        ``rows_read`` (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module that
-        holds such a weight reads all of it. Everything is current after ``eval()``, and in what
-        ``state_dict()``, pickles and copies of the model hold.
+        Each ``nn.Embedding`` and ``nn.EmbeddingBag`` of the model then brings the rows of a lookup
+        up to date first. So does a module with a method ``rows_read``, which yields what a call
+        reads (``sparsestep.nn.EmbeddingBagCollection`` has one). For any other module that holds a
+        table, all rows are brought up to date. Everything is current after ``eval()``, and in the
+        model's ``state_dict()``, pickles and copies.
 
         Args:
-            model: it must have parameters of this optimizer, whose semantics must be ``"dense"``.
+            model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
             guard: bring rows up to date for every torch operation that reads the tables, inside the
                 model or not. Costs a Python call per operation.
 
         Returns:
-            A handle; its ``remove()`` undoes it.
+            A handle; call its ``remove()`` to stop tracking.
+
+        Raises:
+            InputError: the semantics are ``"masked"``, or the model has none of the parameters.
 
         Example:
             >>> import sparsestep
@@ -110,10 +117,10 @@ class CatchesUp(StateKeeper):
         return Tracking(self, model, guard=guard)
 
     def state_dict(self) -> StateDict:
-        """As torch's: everything is current, so it is an ordinary checkpoint of the dense class.
+        """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
 
-        Where a mask by rows is set, ``torch.save`` writes the state of the rows that have moved,
-        as sparse tensors, if that takes less than half the room. In memory it has all rows.
+        With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
+        tensors, if that takes less than half the space. In memory it has all rows.
         """
         self.catch_up()
         found = super().state_dict()

@@ -82,7 +82,7 @@ class Explains(Forgets):
     """An optimizer as far as it can tell what it did."""
 
     def explain(self) -> Explanation:
-        """Say for each parameter which engine ran its latest update, and what its state costs.
+        """Show for each parameter which engine ran its latest update, and the size of its state.
 
         Returns:
             A table to print; iterate over it for the figures.

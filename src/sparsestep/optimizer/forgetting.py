@@ -26,18 +26,18 @@ class Forgets(CatchesUp):
     def forget(self, param: Tensor, rows: Tensor) -> None:
         """Reset the state of rows to what it is before the first step.
 
-        That is moments and sums, the row's own count (``bias_correction="per_row"``), and with
-        ``semantics="dense"`` what the row has missed: it is brought up to date, then counts as one
-        that never had a gradient. The parameter itself stays as it is, as does the number of its
-        steps. Before the first step there is nothing to forget.
+        This resets moments and sums, and the row's own count (``bias_correction="per_row"``). With
+        ``semantics="dense"``, the row is brought up to date first, and then counts as one that
+        never had a gradient. The parameter itself and its number of steps do not change. Before the
+        first step, this does nothing.
 
         Args:
-            param: whose rows; one of this optimizer's parameters.
-            rows: row numbers, a tensor of any shape, possibly with duplicates.
+            param: one of this optimizer's parameters.
+            rows: an integer tensor of row numbers, of any shape; may have duplicates.
 
         Raises:
-            InputError: rows are none of the parameter's, or the state does not fit it; nothing was
-                changed.
+            InputError: a row is out of range, or the state does not match the parameter; nothing
+                has changed.
 
         Example:
             >>> import sparsestep

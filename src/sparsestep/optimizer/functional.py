@@ -87,7 +87,7 @@ class FunctionalOptimizer:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options as they were given."""
+        """The options that were passed to the constructor."""
         return self._optimizer.defaults
 
     @property
@@ -96,10 +96,13 @@ class FunctionalOptimizer:
         return self._optimizer.state
 
     def step(self, gradients: Sequence[Gradient | None]) -> None:
-        """Update every parameter whose gradient is not ``None``: all of them, or raise and none.
+        """Update all parameters whose gradient is not ``None``, or raise and update none.
 
         Args:
-            gradients: one for each parameter, in any layout.
+            gradients: one for each parameter, in any layout, or ``None``.
+
+        Raises:
+            InputError: a gradient is invalid, or there are more or fewer of them than parameters.
         """
         if torch.compiler.is_compiling():
             _uncompiled_step(self, gradients)
@@ -123,7 +126,15 @@ class FunctionalOptimizer:
                 self._update(index, gradients[index])
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
-        """Update one parameter, which is taken on if it is new."""
+        """Update one parameter. A new parameter is added.
+
+        Args:
+            param: the parameter.
+            grad: its gradient, in any layout, or ``None``.
+
+        Raises:
+            InputError: the gradient is invalid; nothing has changed.
+        """
         if torch.compiler.is_compiling():
             _uncompiled_step_param(self, param, grad)
             return
@@ -199,18 +210,18 @@ class FunctionalOptimizer:
             yield
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Bring rows up to date that ``semantics="dense"`` has left behind."""
+        """Bring rows up to date that are behind under ``semantics="dense"``."""
         targets = self.param_group["params"] if param is None else [param]
         with self._alone_with(targets):
             self._optimizer.catch_up(param, rows)
 
     def forget(self, param: Tensor, rows: Tensor) -> None:
-        """Have rows begin anew, as ``forget`` of the optimizer of the same name does."""
+        """Reset the state of rows, like ``forget`` of the optimizer of the same name."""
         with self._alone_with([param]):
             self._optimizer.forget(param, rows)
 
     def state_dict(self) -> StateDict:
-        """The state as the optimizer of the same name has it."""
+        """The state dict of the optimizer of the same name."""
         with self._adding, self._alone_with(self.param_group["params"]):
             return self._optimizer.state_dict()
 

@@ -108,10 +108,10 @@ class StateKeeper(Declaration):
         return record
 
     def materialize_state(self) -> None:
-        """Make the state of every parameter that has none yet, as a first step would find it.
+        """Create the state of every parameter that has none yet, as before a first step.
 
-        Useful where a checkpoint is to be loaded into tensors that exist already. SGD's momentum
-        with dampening is left out: it takes a missing buffer for a first step, as torch does.
+        Use it if a framework loads checkpoints into existing tensors. It skips SGD's momentum with
+        dampening, where a missing buffer means a first step, as in torch.
 
         Example:
             >>> import sparsestep
@@ -167,8 +167,11 @@ class StateKeeper(Declaration):
     def share_memory(self) -> None:
         """Move the state to shared memory, for processes that train one model together.
 
-        What is missing is made first. A step count that is a plain number, SparseAdam's, remains
-        each process's own.
+        Missing state is created first. SparseAdam's step count is a plain number, so each process
+        keeps its own.
+
+        Raises:
+            InputError: the semantics are ``"dense"``, or state with dampening does not exist yet.
 
         Example:
             >>> import sparsestep

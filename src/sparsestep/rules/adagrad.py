@@ -46,19 +46,19 @@ class Adagrad(RuleOptimizer, Optimizer):
         s &\leftarrow s + g^2 \\
         p &\leftarrow p - \frac{lr}{1 + (t - 1) \eta} \cdot \frac{g}{\sqrt{s} + \epsilon}
 
-    For a dense gradient torch's own kernel computes the step, and the numbers are torch's, bit for
-    bit. Unlike torch's class it takes weight decay with sparse gradients too. Decoupled, it shrinks
-    by :math:`lr \lambda`, whatever :math:`\eta` is.
+    Dense gradients run in torch's own kernel, so the results are torch's bit for bit. Unlike
+    torch's class, it supports weight decay with sparse gradients. Decoupled weight decay shrinks
+    the parameter by :math:`lr \lambda`, whatever :math:`\eta` is.
 
-    The state is torch's: ``step`` and ``sum``, made with the optimizer; checkpoints go back and
-    forth.
+    The state is torch's: ``step`` and ``sum``, created with the optimizer. Checkpoints load in both
+    directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
         lr_decay: :math:`\eta`.
         weight_decay: :math:`\lambda`.
-        initial_accumulator_value: what ``sum`` starts with.
+        initial_accumulator_value: the initial value of ``sum``.
         eps: added to the square root.
         foreach: for torch's kernel.
         maximize: maximize the objective instead of minimizing it.
@@ -67,10 +67,10 @@ class Adagrad(RuleOptimizer, Optimizer):
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -177,17 +177,25 @@ def adagrad_(
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
-        sum: the sum of the gradients' squares.
-        step: the number of this update, from 1.
+        sum: the sum of the squared gradients.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
-        lr_decay: how fast the learning rate falls with the number of the update.
+        lr_decay: how fast the learning rate falls with ``step``.
         eps: added to the square root.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, total = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.adagrad_(weight, grad, total, step=1, lr=0.5)
+        >>> weight[:, 0].tolist(), total[:, 0].tolist()
+        ([0.0, -0.5], [0.0, 1.0])
     """
     hyper = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
     apply_(
@@ -202,7 +210,20 @@ def adagrad_(
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.Adagrad` with gradients passed by hand."""
+    """:class:`sparsestep.Adagrad` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Adagrad`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalAdagrad([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = Adagrad
     positional: ClassVar[tuple[str, ...]] = (

@@ -187,13 +187,13 @@ class Adam(Family, Optimizer):
         p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    A dense gradient has every entry: then torch's own kernel computes the step, and the numbers
-    are torch's, bit for bit (for a half-precision parameter with ``state_dtype`` set to its dtype:
-    by default its state is float32). Entries that are not in a sparse gradient are unchanged,
-    moments included. With ``amsgrad`` the largest :math:`v` so far divides.
+    Dense gradients run in torch's own kernel, so the results are torch's bit for bit. (For a
+    half-precision parameter, set ``state_dtype`` to its dtype: by default the state is float32.)
+    Entries that are missing from a sparse gradient stay unchanged, and so do their moments. With
+    ``amsgrad``, the largest :math:`v` so far is used in the denominator.
 
     The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
-    ``max_exp_avg_sq``; checkpoints load in both directions.
+    ``max_exp_avg_sq``. Checkpoints load in both directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -211,10 +211,10 @@ class Adam(Family, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         One optimizer for a table with sparse gradients and a layer with dense ones.
@@ -250,24 +250,24 @@ def adam_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.Adam`; of AMSGrad, where ``max_exp_avg_sq`` is given.
+    """One step of :class:`sparsestep.Adam`, or of AMSGrad if you pass ``max_exp_avg_sq``.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        exp_avg_sq: that of its square.
-        max_exp_avg_sq: the largest of these so far, for AMSGrad.
-        step: the number of this update, from 1.
+        exp_avg_sq: the running average of its square.
+        max_exp_avg_sq: the largest ``exp_avg_sq`` so far, for AMSGrad.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep
@@ -292,7 +292,20 @@ def adam_(
 
 
 class FunctionalAdam(FunctionalOptimizer):
-    """:class:`sparsestep.Adam` with gradients passed by hand."""
+    """:class:`sparsestep.Adam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Adam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = Adam
     positional: ClassVar[tuple[str, ...]] = (

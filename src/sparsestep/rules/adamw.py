@@ -29,7 +29,7 @@ class AdamW(Family, Optimizer):
         p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    State, checkpoints and torch's kernel for dense gradients are those of :class:`Adam`.
+    State, checkpoints and the treatment of dense gradients are the same as for :class:`Adam`.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -47,10 +47,10 @@ class AdamW(Family, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         Only the rows of three new tokens are trained; all others stay bit-for-bit unchanged.
@@ -142,17 +142,25 @@ def adamw_(
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        exp_avg_sq: that of its square.
-        max_exp_avg_sq: the largest of these so far, for AMSGrad.
-        step: the number of this update, from 1.
+        exp_avg_sq: the running average of its square.
+        max_exp_avg_sq: the largest ``exp_avg_sq`` so far, for AMSGrad.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
-        weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
+        weight_decay: decoupled; the parameter is multiplied by ``1 - lr * weight_decay``.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.ones(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.adamw_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0]
+        tensor([1.0000, 0.4950])
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
@@ -169,7 +177,20 @@ def adamw_(
 
 
 class FunctionalAdamW(FunctionalAdam):
-    """:class:`sparsestep.AdamW` with gradients passed by hand."""
+    """:class:`sparsestep.AdamW` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.AdamW`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalAdamW([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = AdamW
 

@@ -62,7 +62,7 @@ RULE = Rule("ftrl", update, _STATE, is_native=True, motion=_MOTION)
 
 
 class Ftrl(RuleOptimizer, Optimizer):
-    r"""FTRL-Proximal with L1 and L2 regularisation.
+    r"""FTRL-Proximal with L1 and L2 regularization.
 
     For every entry of the gradient, with :math:`g` the sum of its duplicates:
 
@@ -76,8 +76,8 @@ class Ftrl(RuleOptimizer, Optimizer):
                 & \text{otherwise}
         \end{cases}
 
-    The parameter is a function of :math:`z` and :math:`n` alone: what it was initialised with is
-    soon forgotten, so start it at zero, as the paper does. With L1 most weights are exactly zero.
+    The parameter is a function of :math:`z` and :math:`n` alone, so its initial value is soon
+    forgotten. Start at zero, as the paper does. With L1, most weights are exactly zero.
 
     The state is ``step``, ``linear`` (:math:`z`) and ``sum`` (:math:`n`).
 
@@ -87,14 +87,14 @@ class Ftrl(RuleOptimizer, Optimizer):
         beta: the paper's :math:`\beta`.
         l1: :math:`\lambda_1`.
         l2: :math:`\lambda_2`.
-        initial_accumulator_value: what ``sum`` starts with.
+        initial_accumulator_value: the initial value of ``sum``.
         maximize: maximize the objective instead of minimizing it.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -177,17 +177,25 @@ def ftrl_(
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
-        linear: what the paper calls :math:`z`.
-        sum: the sum of the gradients' squares.
-        step: the number of this update, for which the formula does not ask.
+        linear: the paper's :math:`z`.
+        sum: the sum of the squared gradients.
+        step: the number of this update; the formula does not use it.
         lr: the paper's :math:`\alpha`, a number or a one-element tensor.
         beta: the paper's :math:`\beta`.
-        l1: the strength of L1 regularisation.
-        l2: the strength of L2 regularisation.
+        l1: the strength of L1 regularization.
+        l2: the strength of L2 regularization.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, linear, total = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.ftrl_(weight, grad, linear, total, lr=0.5, l1=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -0.125]
     """
     hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
     state = [linear, sum]
@@ -201,7 +209,20 @@ def ftrl_(
 
 
 class FunctionalFtrl(FunctionalOptimizer):
-    """:class:`sparsestep.Ftrl` with gradients passed by hand."""
+    """:class:`sparsestep.Ftrl` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Ftrl`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalFtrl([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = Ftrl
     positional: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2")

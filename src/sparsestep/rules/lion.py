@@ -51,17 +51,17 @@ class Lion(RuleOptimizer, Optimizer):
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor; three to ten times smaller than for
-            AdamW.
-        betas: how much of the average goes into the step, and how slowly the average forgets.
+        lr: learning rate, a number or a one-element tensor. Use one that is three to ten times
+            smaller than for AdamW.
+        betas: the weight of the running average in the step, and its decay rate.
         weight_decay: :math:`\lambda`.
         maximize: maximize the objective instead of minimizing it.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -130,20 +130,28 @@ def lion_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.Lion`, whose weight decay is decoupled.
+    """One step of :class:`sparsestep.Lion`. Weight decay is decoupled.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        step: the number of this update, for which the formula does not ask.
+        step: the number of this update; the formula does not use it.
         lr: learning rate, a number or a one-element tensor.
-        betas: how much of the average goes into the step, and how slowly it forgets.
-        weight_decay: how fast the parameter shrinks: by ``lr * weight_decay``.
+        betas: the weight of the running average in the step, and its decay rate.
+        weight_decay: decoupled; the parameter is multiplied by ``1 - lr * weight_decay``.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.lion_(weight, grad, mean, lr=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -0.5]
     """
     hyper = {"lr": lr, "betas": betas}
     apply_(
@@ -158,7 +166,20 @@ def lion_(
 
 
 class FunctionalLion(FunctionalOptimizer):
-    """:class:`sparsestep.Lion` with gradients passed by hand."""
+    """:class:`sparsestep.Lion` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Lion`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalLion([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = Lion
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")

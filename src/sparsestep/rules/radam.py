@@ -88,8 +88,8 @@ class RAdam(RuleOptimizer, Optimizer):
             1 & \text{else}
             \end{cases}
 
-    where :math:`\rho_t` says of how many gradients :math:`v` is an average, and :math:`r_t` makes
-    up for the variance of such an average:
+    where :math:`\rho_t` measures how many gradients :math:`v` averages, and :math:`r_t` corrects
+    the variance of that average:
 
     .. math::
         \rho_\infty &= \frac{2}{1 - \beta_2} - 1 \qquad
@@ -97,12 +97,12 @@ class RAdam(RuleOptimizer, Optimizer):
         r_t &= \sqrt{\frac{(\rho_t - 4)(\rho_t - 2) \rho_\infty}
             {(\rho_\infty - 4)(\rho_\infty - 2) \rho_t}}
 
-    So the first steps (five, with the usual betas) are momentum alone: a warm-up that needs no
-    schedule. :math:`t` is the parameter's number of steps; a row that is first seen late has no
-    warm-up of its own. Of the semantics it has ``"masked"``; ``"dense"`` is refused. For a dense
-    gradient torch's own kernel computes the step, and the numbers are torch's, bit for bit.
+    So the first steps (five, with the usual betas) use momentum alone: a warm-up that needs no
+    schedule. :math:`t` counts the steps of the parameter, so a row that appears late has no warm-up
+    of its own. ``semantics="dense"`` is not supported. Dense gradients run in torch's own kernel,
+    so the results are torch's bit for bit.
 
-    The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``; checkpoints load in both
+    The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``. Checkpoints load in both
     directions.
 
     Args:
@@ -118,10 +118,10 @@ class RAdam(RuleOptimizer, Optimizer):
         differentiable: for torch's kernel; dense gradients only.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         The first step goes by the gradient, not by its sign as Adam's does.
@@ -232,17 +232,17 @@ def radam_(
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        exp_avg_sq: that of its square.
-        step: the number of this update, from 1.
+        exp_avg_sq: the running average of its square.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the running averages.
         eps: added to the square root before bias correction.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep
@@ -266,7 +266,20 @@ def radam_(
 
 
 class FunctionalRAdam(FunctionalOptimizer):
-    """:class:`sparsestep.RAdam` with gradients passed by hand."""
+    """:class:`sparsestep.RAdam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = RAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -116,29 +116,17 @@ def _motion(*states: State) -> Motion:
     )
 
 
+def _rule(name: str, formula: Callable[..., tuple[Tensor, ...]], *states: State) -> Rule:
+    return Rule(name, formula, states, is_native=True, motion=_motion(*states))
+
+
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): Rule("rmsprop", update, (_SQUARE,), is_native=True, motion=_motion(_SQUARE)),
-    (False, True): Rule(
-        "rmsprop_momentum",
-        update_with_momentum,
-        (_SQUARE, _BUFFER),
-        is_native=True,
-        motion=_motion(_SQUARE, _BUFFER),
-    ),
-    (True, False): Rule(
-        "rmsprop_centered",
-        update_centered,
-        (_SQUARE, _MEAN),
-        is_native=True,
-        motion=_motion(_SQUARE, _MEAN),
-    ),
-    (True, True): Rule(
-        "rmsprop_centered_momentum",
-        update_centered_with_momentum,
-        (_SQUARE, _BUFFER, _MEAN),
-        is_native=True,
-        motion=_motion(_SQUARE, _BUFFER, _MEAN),
+    (False, False): _rule("rmsprop", update, _SQUARE),
+    (False, True): _rule("rmsprop_momentum", update_with_momentum, _SQUARE, _BUFFER),
+    (True, False): _rule("rmsprop_centered", update_centered, _SQUARE, _MEAN),
+    (True, True): _rule(
+        "rmsprop_centered_momentum", update_centered_with_momentum, _SQUARE, _BUFFER, _MEAN
     ),
 }
 
@@ -153,12 +141,12 @@ class RMSprop(RuleOptimizer, Optimizer):
         v &\leftarrow \alpha v + (1 - \alpha) g^2 \\
         p &\leftarrow p - lr \cdot \frac{g}{\sqrt{v} + \epsilon}
 
-    Centered, the square of the gradient's running average is subtracted from :math:`v` under the
-    root. With momentum the quotient is summed up in a buffer first. For a dense gradient torch's
-    own kernel computes the step, and the numbers are torch's, bit for bit.
+    With ``centered``, the squared running average of the gradient is subtracted from :math:`v`.
+    With momentum, the quotient goes through a buffer first. Dense gradients run in torch's own
+    kernel, so the results are torch's bit for bit.
 
-    The state is torch's: ``step``, ``square_avg`` and, where they are needed, ``momentum_buffer``
-    and ``grad_avg``; checkpoints load in both directions.
+    The state is torch's: ``step``, ``square_avg`` and, if needed, ``momentum_buffer`` and
+    ``grad_avg``. Checkpoints load in both directions.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -175,10 +163,10 @@ class RMSprop(RuleOptimizer, Optimizer):
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -287,25 +275,33 @@ def rmsprop_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.RMSprop`; centered where ``grad_avg`` is given.
+    """One step of :class:`sparsestep.RMSprop`; centered if you pass ``grad_avg``.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
         square_avg: the running average of the gradient's square.
-        momentum_buffer: the buffer, where there is momentum.
-        grad_avg: that of the gradient, for the centered form.
-        step: the number of this update, for which the formula does not ask.
+        momentum_buffer: the momentum buffer, if you use momentum.
+        grad_avg: the running average of the gradient, for the centered form.
+        step: the number of this update; the formula does not use it.
         lr: learning rate, a number or a one-element tensor.
         alpha: decay rate of the running averages.
         eps: added to the square root.
         momentum: the momentum factor.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, square = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.rmsprop_(weight, grad, square, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -5.0]
     """
     hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
     rule = RULES[grad_avg is not None, momentum_buffer is not None]
@@ -327,7 +323,20 @@ def rmsprop_(
 
 
 class FunctionalRMSprop(FunctionalOptimizer):
-    """:class:`sparsestep.RMSprop` with gradients passed by hand."""
+    """:class:`sparsestep.RMSprop` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RMSprop`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRMSprop([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = RMSprop
     positional: ClassVar[tuple[str, ...]] = (

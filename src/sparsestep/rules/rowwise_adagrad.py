@@ -41,28 +41,28 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         s &\leftarrow s + \frac{1}{D} \sum_j g_j^2 \\
         p &\leftarrow p - lr \cdot \frac{g}{\sqrt{s} + \epsilon}
 
-    This is what FBGEMM calls exact row-wise Adagrad. A row is a slice along the first dim; of a
-    one-dimensional parameter, an element. A complex row counts as twice as many real numbers.
+    FBGEMM calls this exact row-wise Adagrad. A row is a slice along the first dim, or a single
+    element of a one-dimensional parameter. A complex row counts as twice as many real numbers.
 
-    The state is ``step`` and ``sum``, which has the length of the first dim.
+    The state is ``step`` and ``sum``, which has one value per row.
 
-    It is row-wise for every parameter, dense layers included: a ``Linear`` gets one sum for each
-    output. Where layers are to have a sum per element, as in DLRM, give them an :class:`Adagrad`.
+    It is row-wise for every parameter, including dense layers: a ``Linear`` gets one sum per
+    output. If your layers need one sum per element, as in DLRM, train them with :class:`Adagrad`.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: :math:`\lambda`.
-        initial_accumulator_value: what ``sum`` starts with.
-        eps: added to the square root. FBGEMM's default is 1e-8; this is torch's Adagrad's.
+        initial_accumulator_value: the initial value of ``sum``.
+        eps: added to the square root. The default is that of torch's Adagrad; FBGEMM's is 1e-8.
         maximize: maximize the objective instead of minimizing it.
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -140,21 +140,29 @@ def rowwise_adagrad_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has the length of the first dim.
+    """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has one value per row.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
-        sum: the sum of the squares' means over a row; one number for each row.
-        step: the number of this update, for which the formula does not ask.
+        sum: the sum of the mean squared gradients of a row; one number per row.
+        step: the number of this update; the formula does not use it.
         lr: learning rate, a number or a one-element tensor.
         eps: added to the square root.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, total = torch.zeros(2, 2), torch.zeros(2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 7.0]]))
+        >>> sparsestep.functional.rowwise_adagrad_(weight, grad, total, lr=0.5)
+        >>> weight[1], total
+        (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
     """
     hyper = {"lr": lr, "eps": eps}
     apply_(
@@ -169,7 +177,20 @@ def rowwise_adagrad_(
 
 
 class FunctionalRowwiseAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdagrad` with gradients passed by hand."""
+    """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RowwiseAdagrad`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRowwiseAdagrad([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdagrad
     positional: ClassVar[tuple[str, ...]] = (

@@ -63,11 +63,11 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    This is what FBGEMM calls partial row-wise Adam; there, weight decay is decoupled
-    (``decoupled_weight_decay=True``). A row is a slice along the first dim; of a one-dimensional
-    parameter, an element.
+    FBGEMM calls this partial row-wise Adam; its weight decay is decoupled
+    (``decoupled_weight_decay=True``). A row is a slice along the first dim, or a single element of
+    a one-dimensional parameter.
 
-    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has the length of the first dim.
+    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -80,10 +80,10 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -168,23 +168,31 @@ def rowwise_adam_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has the first dim's length.
+    """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has one value per row.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        exp_avg_sq: that of its square's mean over a row; one number for each row.
-        step: the number of this update, from 1.
+        exp_avg_sq: the running average of its mean square over a row; one number per row.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the running averages.
         eps: added to the square root after bias correction.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.rowwise_adam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -0.5]
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     state = [exp_avg, exp_avg_sq]
@@ -200,7 +208,20 @@ def rowwise_adam_(
 
 
 class FunctionalRowwiseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdam` with gradients passed by hand."""
+    """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RowwiseAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRowwiseAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")

@@ -76,14 +76,14 @@ class SGD(RuleOptimizer, Optimizer):
         p &\leftarrow p - lr \cdot b \quad \text{or, with Nesterov's momentum,} \quad
             p \leftarrow p - lr (g + \mu b)
 
-    At a parameter's first step :math:`b = g`; a row that is first touched later starts from
-    :math:`b = (1 - \tau) g`. Without momentum :math:`b` is :math:`g` itself and
-    nothing is kept. For a dense gradient torch's own kernel computes the step, and the numbers are
-    torch's, bit for bit. Entries that are not in a sparse gradient are unchanged, their
-    momentum included; torch's class would move them by it.
+    In a parameter's first step, :math:`b = g`; a row that is first touched later starts with
+    :math:`b = (1 - \tau) g`. Without momentum, :math:`b` is :math:`g` itself, and there is no
+    state. Dense gradients run in torch's own kernel, so the results are torch's bit for bit.
+    Entries that are missing from a sparse gradient stay unchanged, and so does their momentum;
+    torch's class would move them.
 
-    The state is torch's: ``momentum_buffer``; checkpoints load in both directions. Stochastic
-    rounding needs a ``step`` too.
+    The state is torch's: ``momentum_buffer``. Checkpoints load in both directions. Stochastic
+    rounding adds a ``step``.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -99,10 +99,10 @@ class SGD(RuleOptimizer, Optimizer):
         decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -212,25 +212,33 @@ def sgd_(
     engine: Engine = "auto",
     seed: int | None = None,
 ) -> None:
-    """One step of :class:`sparsestep.SGD`; with momentum, where ``momentum_buffer`` is given.
+    """One step of :class:`sparsestep.SGD`; with momentum if you pass ``momentum_buffer``.
 
-    ``step=1`` says that it is the buffer's first: it then takes the gradient undampened.
+    With ``step=1``, the buffer is new and takes the whole gradient, without dampening.
 
     Args:
         param: the parameter.
         grad: its gradient, in any layout.
-        momentum_buffer: the buffer, where there is momentum.
-        step: the number of this update; 1 where the buffer is new.
+        momentum_buffer: the momentum buffer, if you use momentum.
+        step: the number of this update; 1 if the buffer is new.
         lr: learning rate, a number or a one-element tensor.
         momentum: the momentum factor.
-        dampening: how much of the gradient does not go into the buffer.
+        dampening: the part of the gradient that does not go into the buffer.
         nesterov: look ahead by the momentum.
-        weight_decay: how strongly the parameter is drawn to zero.
+        weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1, 1]), torch.ones(2, 2))
+        >>> sparsestep.functional.sgd_(weight, grad, lr=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -1.0]
     """
     with usable("sgd_: the options must have the right types: numbers, True or False"):
         needs_more = bool(nesterov and (momentum <= 0 or dampening != 0))
@@ -256,10 +264,21 @@ def sgd_(
 
 
 class FunctionalSGD(FunctionalOptimizer):
-    """:class:`sparsestep.SGD` with gradients passed by hand.
+    """:class:`sparsestep.SGD` for gradients that you pass yourself.
 
-    Its ``lr`` is 1e-3 by default, as that of ``torch.optim.SGD``; torch's functional class has
-    1e-2.
+    The default ``lr`` is 1e-3, as for ``torch.optim.SGD``; torch's functional class has 1e-2.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.SGD`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
     """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = SGD

@@ -69,13 +69,13 @@ class SparseAdam(RuleOptimizer, Optimizer):
         p &\leftarrow p - \frac{lr \sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} + \epsilon}
 
-    Entries that are not in the gradient stay unchanged, moments included. A stored zero counts as
-    an entry. :math:`t` is the parameter's number of steps. The state is torch's: ``step``,
-    ``exp_avg``, ``exp_avg_sq``; checkpoints load in both directions. For float16 and bfloat16
-    parameters the moments are float32.
+    Entries that are missing from the gradient stay unchanged, and so do their moments. A stored
+    zero counts as an entry. :math:`t` is the number of steps of the parameter. The state is
+    torch's: ``step``, ``exp_avg``, ``exp_avg_sq``. Checkpoints load in both directions. For float16
+    and bfloat16 parameters, the moments are float32.
 
-    Unlike torch's class it takes dense gradients too (every entry is touched), accepts ``lr=0``,
-    and changes nothing when it raises.
+    Unlike torch's class, it accepts dense gradients (which touch every entry) and ``lr=0``, and a
+    step that raises has changed nothing.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
@@ -86,10 +86,10 @@ class SparseAdam(RuleOptimizer, Optimizer):
         bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
         semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -168,15 +168,15 @@ def sparse_adam_(
         param: the parameter.
         grad: its gradient, in any layout.
         exp_avg: the running average of the gradient.
-        exp_avg_sq: that of its square.
-        step: the number of this update, from 1.
+        exp_avg_sq: the running average of its square.
+        step: the number of this update, counted from 1.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the running averages.
         eps: added to the square root before bias correction.
         maximize: maximize the objective instead of minimizing it.
-        mask: which rows or elements may move at all; a bool tensor.
+        mask: a bool tensor that selects the rows or elements to update.
         engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: round half-precision tensors at random, with this seed; another one for each step.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep
@@ -204,7 +204,20 @@ def sparse_adam_(
 
 
 class FunctionalSparseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.SparseAdam` with gradients passed by hand."""
+    """:class:`sparsestep.SparseAdam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.SparseAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalSparseAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = SparseAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "maximize")

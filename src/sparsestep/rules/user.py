@@ -20,20 +20,20 @@ Formula = Callable[..., Any]
 
 
 class UserOptimizer(RuleOptimizer):
-    """What :func:`rule` makes: an optimizer whose options are those of a formula.
+    """What :func:`rule` returns: an optimizer class with the options of a formula.
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``. What the formula does is recorded and
-            run by the core; where it cannot be recorded, ``"auto"`` calls it, and says so once.
-        semantics: ``"masked"`` or ``"dense"``. What the formula does without a gradient is derived,
-            and refused where that has no closed form.
-        mask: bools, which rows or elements are trained; a list if there are several parameters.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``. The formula is recorded and run by the
+            core. If it cannot be recorded, ``"auto"`` falls back to calling it, and warns once.
+        semantics: ``"masked"`` or ``"dense"``. What the formula does without a gradient is derived
+            from it; if that has no closed form, ``"dense"`` raises an error.
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
         stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: its seed; by default that of ``torch.manual_seed``.
-        **options: the formula's own; unless it has them itself, also ``maximize``, ``weight_decay``
-            and, where there is an ``lr``, ``decoupled_weight_decay``.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+        **options: the options of the formula and, unless the formula has them itself, ``maximize``,
+            ``weight_decay`` and, if there is an ``lr``, ``decoupled_weight_decay``.
     """
 
     _rule: ClassVar[Rule]
@@ -111,20 +111,22 @@ def rule(
     """Turn an update formula into an optimizer class that runs on every layout.
 
     The function gets the touched values of the parameter, their gradient (duplicates summed) and
-    the state, and returns the new parameter and state. Its keyword-only arguments are the
-    optimizer's options; ``step``, where it asks for it, is the number of the parameter's update.
-    Values come as ``[slots, block]``, and are copies that it may change. What it returns is checked
-    before anything is written.
+    the state, and returns the new parameter and state. Its keyword-only arguments become the
+    optimizer's options; an argument named ``step`` gets the number of the parameter's update.
+    Values are passed as ``[slots, block]`` matrices; they are copies that the function may modify.
+    What it returns is checked before anything is written.
 
     Args:
         function: the formula ``(param, grad, *state, *row_state, **options)``.
-        state: what is kept for each element: names, in the function's order, and first values.
-        row_state: what is kept for each row. The function then sees whole rows, and these as a
-            column beside them.
+        state: state per element: names, in the function's order, and initial values.
+        row_state: state per row. The function then sees whole rows, with this state as a column.
         compile: pass the function through ``torch.compile``, with these options if it is a mapping.
 
     Returns:
         The optimizer class, or a decorator.
+
+    Raises:
+        InputError: the signature does not match ``state`` and ``row_state``, or a name is reserved.
 
     Example:
         >>> import sparsestep

@@ -63,14 +63,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def prefetch(table: Tensor, rows: Tensor) -> None:
-    """Have rows of a table read from the disk ahead of time, with their optimizer state.
+    """Read rows of a table from the disk ahead of time, with their optimizer state.
 
-    It returns at once; the disk works meanwhile. Rows that are in memory already cost little.
+    It returns at once, and the disk works in the background. Rows that are already in memory cost
+    little.
 
     Args:
-        table: what :func:`mapped` returned, or a parameter made from it. Any other tensor lies in
-            memory, and nothing is done.
-        rows: integers of any shape, with repetitions.
+        table: a tensor from :func:`mapped`, or a parameter made from it. Has no effect on other
+            tensors, which are in memory anyway.
+        rows: an integer tensor of any shape; may have duplicates.
+
+    Raises:
+        InputError: ``rows`` is not an integer tensor, or a row is out of range.
 
     Example:
         >>> import tempfile, sparsestep
@@ -94,7 +98,12 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
 
 
 class Prefetching(Generic[Batch]):
-    """What :func:`prefetching` returns: the batches, each of them announced ahead of time."""
+    """What :func:`prefetching` returns: an iterable over the same batches, with their ``len()``.
+
+    Example:
+        >>> len(prefetching([torch.tensor([1]), torch.tensor([2])], {}))
+        2
+    """
 
     def __init__(
         self,
@@ -130,15 +139,18 @@ def prefetching(
     *,
     ahead: int = 1,
 ) -> Prefetching[Batch]:
-    """Go through batches, while the rows of the next ones are read from the disk.
+    """Iterate over batches while the rows of the next ones are read from the disk.
 
     Args:
         batches: a ``DataLoader``, or anything else that yields batches.
-        rows: for each table which of its rows a batch needs.
-        ahead: how many batches before it is needed a batch is read.
+        rows: for each table, a function that returns the rows which a batch needs.
+        ahead: how many batches in advance rows are read.
 
     Returns:
         The same batches, in the same order.
+
+    Raises:
+        InputError: ``ahead`` is less than 1.
 
     Example:
         >>> import tempfile, sparsestep

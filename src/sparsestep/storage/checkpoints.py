@@ -30,22 +30,23 @@ _LEAST_BYTES = 64 << 20
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer, *, extra: Any = None
 ) -> None:
-    """Save a model and its optimizer: of tables in files, the rows written since the last time.
+    """Save a model and its optimizer; of tables in files, only the rows that changed.
 
-    A process may be killed at any moment: the folder then has this checkpoint or the one before,
-    whole. The first one copies the tables, and takes as much room on the disk as they do.
-    Everything that does not lie in files (other parameters, step counts, options) is
-    written each time.
+    The process may be killed at any moment: the folder then holds this checkpoint or the previous
+    one, complete. The first checkpoint copies the tables and takes as much disk space as they do.
+    Later ones write the rows that changed since. Everything that is not in files (other parameters,
+    step counts, options) is written each time.
 
     Args:
-        path: a folder, which is made if need be. Use the same one each time.
-        model: its state dict is saved.
-        optimizer: likewise. Under ``semantics="dense"`` rows are brought up to date first.
-        extra: anything else that belongs to this moment: how far the data is, a random state.
-            Numbers, text and tensors, and lists and dicts of these.
+        path: a folder; created if necessary. Use the same one each time.
+        model: the model, whose state dict is saved.
+        optimizer: the optimizer, likewise. With ``semantics="dense"``, all rows catch up first.
+        extra: anything else you need to resume, such as your position in the data or a random
+            state: numbers, strings, tensors, and lists and dicts of these.
 
     Raises:
-        OSError: the disk is full, for instance. The checkpoint before stands.
+        InputError: ``extra`` holds something else.
+        OSError: for example, the disk is full. The previous checkpoint stays valid.
 
     Example:
         >>> import tempfile, sparsestep
@@ -81,21 +82,30 @@ def save(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer) -> Any:
-    """Load the latest checkpoint that :func:`save` has made in a folder.
+    """Load the latest checkpoint that :func:`save` has written to a folder.
 
-    The files of the tables become what they were, whatever was written to them since.
+    The files of the tables are restored, whatever was written to them since.
 
     Args:
         path: the folder.
-        model: with tables in files where the saved one had them, of the same shapes.
-        optimizer: of its parameters, in the same groups. Its options become those of the
-            checkpoint.
+        model: a model with the same tables in files, of the same shapes, as the saved one.
+        optimizer: an optimizer with the same param groups. It gets the options of the checkpoint.
 
     Returns:
-        What was passed to ``save`` as ``extra``.
+        The ``extra`` that was passed to :func:`save`.
 
     Raises:
-        InputError: there is no checkpoint, or it does not fit; nothing was changed.
+        InputError: there is no checkpoint, it does not match or is damaged; nothing has changed.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = sparsestep.storage.mapped(f"{folder}/items", (1000, 16))
+        ...     items = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        ...     optimizer = sparsestep.Adam(items.parameters())
+        ...     save(f"{folder}/checkpoint", items, optimizer, extra="before the first step")
+        ...     load(f"{folder}/checkpoint", items, optimizer)
+        'before the first step'
     """
     folder = Path(os.path.abspath(path))
     manifest = journal.read_manifest(folder)
@@ -117,16 +127,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 
 @contextmanager
 def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
-    """Announce that you write rows of a table yourself.
+    """Announce that you write rows of a table yourself; a context manager.
 
-    The disk must have room for them, and the next checkpoint must have them. Without it, a full
-    disk would end the process, and the next checkpoint would contain the whole table: that somebody
-    has written it shows, but not where.
+    It reserves disk space for them, and the next checkpoint includes them. Without it, a full disk
+    would end the process, and the next checkpoint would contain the whole table, because it is
+    known that you have written to it, but not where.
 
     Args:
-        table: what :func:`mapped` returned, or a parameter made from it. With any other
-            tensor, nothing is done.
-        rows: which ones, integers; all by default.
+        table: a tensor from :func:`mapped`, or a parameter made from it. Has no effect on other
+            tensors.
+        rows: an integer tensor of row numbers; all rows by default.
+
+    Raises:
+        OSError: the disk is full; nothing has changed.
 
     Example:
         >>> import tempfile, sparsestep

@@ -22,8 +22,8 @@ class _IsMapped(type(Tensor)):  # type: ignore[misc]
 class Mapped(Tensor, metaclass=_IsMapped):
     """What :func:`mapped` returns: an ordinary tensor whose memory is a file.
 
-    It is a kind, not a class: like ``torch.nn.Buffer``, it says of plain tensors what they are, and
-    a parameter made from one is one too. There is nothing to construct.
+    Use it with ``isinstance``; you cannot construct one. Like ``torch.nn.Buffer``, it describes
+    plain tensors. A parameter made from such a tensor is one, too.
 
     Example:
         >>> import tempfile
@@ -35,10 +35,10 @@ class Mapped(Tensor, metaclass=_IsMapped):
     """
 
     def prefetch(self, rows: Tensor) -> None:
-        """Have rows read from the disk ahead of time; see :func:`sparsestep.storage.prefetch`.
+        """Read rows from the disk ahead of time; see :func:`sparsestep.storage.prefetch`.
 
         Args:
-            rows: integers of any shape, with repetitions.
+            rows: an integer tensor of any shape; may have duplicates.
         """
 
 
@@ -65,26 +65,26 @@ class _Prefetch:
 def mapped(
     path: str | os.PathLike[str], shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Mapped:
-    """A tensor in a file, mapped into memory.
+    """Create or open a tensor in a memory-mapped file.
 
-    It may be larger than memory: the operating system reads what is used and writes back what was
-    changed. The file is sparse, so rows that were never written take no room on the disk; they are
-    zero. A file that is there is opened again.
+    It may be larger than memory: the operating system reads the rows in use and writes changes
+    back. The file is sparse: rows that were never written are zero and take no disk space. If the
+    file exists, it is opened.
 
-    The tensor works everywhere as any other does, ``nn.Embedding.from_pretrained``,
-    ``sparsestep.nn.fuse`` and every optimizer included. Optimizers here keep the state of such a
-    parameter in files beside it, ``<path>.exp_avg`` and the like.
+    The tensor works like any other, including in ``nn.Embedding.from_pretrained``,
+    ``sparsestep.nn.fuse`` and every optimizer. The optimizers of this library store the state of
+    such a parameter in files next to it, such as ``<path>.exp_avg``.
 
     Args:
-        path: of the file.
-        shape: of the tensor. A file that is there must have been made with it.
-        dtype: likewise.
+        path: the file.
+        shape: the shape of the tensor. If the file exists, it must have been created with it.
+        dtype: the dtype, likewise.
 
     Returns:
-        A plain tensor, which has a method ``prefetch(rows)`` besides.
+        A plain tensor with an additional method ``prefetch(rows)``.
 
     Raises:
-        InputError: the file is another's, or was made with another shape or dtype.
+        InputError: the file was not created by ``mapped``, or with another shape or dtype.
 
     Example:
         >>> import tempfile, sparsestep
