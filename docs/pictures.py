@@ -31,10 +31,15 @@ LIGHT = "#9dbfdc"
 _SVG: Any = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
 
 
-def framed(title: str, caption: str, *, height: float = 3.4, left: float = 0.08) -> Axes:
-    """Axes on white, without a frame, under the finding and a line that says what it is of."""
+def framed(
+    title: str, caption: str, *, height: float = 3.4, left: float = 0.08, bottom: float = 0.45
+) -> Axes:
+    """Axes on white, without a frame, under the finding and a line that says what it is of.
+
+    Sizes are in inches, but for ``left``; ``bottom`` is the room for the labels of the x axis.
+    """
     figure = Figure(figsize=(8.5, height), facecolor="white")
-    figure.subplots_adjust(left=left, right=0.96, top=1 - 0.75 / height, bottom=0.45 / height)
+    figure.subplots_adjust(left=left, right=0.96, top=1 - 0.75 / height, bottom=bottom / height)
     axes = figure.add_subplot(facecolor="white")
     axes.tick_params(colors=FAINT, length=0, labelsize=9.5)
     for spine in axes.spines.values():
@@ -74,7 +79,9 @@ def draw_ratios(path: Path, report: Report) -> None:
     axes = framed(
         f"A step {least:.0f} to {most:.0f} times as fast as torch.optim.SparseAdam",
         f"rows x columns, lookups; {machine}, torch {report.versions['torch']}, {day}",
+        height=3.1,
         left=0.36,
+        bottom=0.15,
     )
     axes.barh([name for name, _ in found], [ratio for _, ratio in found], color=OURS, height=0.62)
     axes.axvline(1.0, color=TORCH, linewidth=2.4)
@@ -96,10 +103,10 @@ def draw_losses(path: Path) -> None:
     axes = framed("One optimizer learns what two learn", "loss of each batch before its step")
     axes.plot(steps, torchs, color=TORCH, linewidth=6, alpha=0.6)
     axes.plot(steps, ours, color=OURS, linewidth=2)
-    axes.text(steps[1], torchs[1] - 0.03, "two optimizers, torch's", color=TORCH, fontsize=9.5)
-    axes.text(
-        steps[1], torchs[1] - 0.055, "one optimizer, sparsestep.AdamW", color=OURS, fontsize=9.5
-    )
+    labels = [("two optimizers, torch's", TORCH), ("one optimizer, sparsestep.AdamW", OURS)]
+    for row, (words, colour) in enumerate(labels):  # above the end of the curves, which fall
+        place = (0.98, 0.92 - 0.11 * row)
+        axes.text(*place, words, transform=axes.transAxes, ha="right", color=colour, fontsize=9.5)
     axes.set_xlabel("step", color=FAINT)
     axes.spines["bottom"].set_visible(True)
     save(axes, path)
@@ -115,8 +122,9 @@ def draw_formulas(path: Path, found: dict[str, Any]) -> None:
     axes = framed(
         f"Ten lines of your own: {min(ahead):.0f} to {max(ahead):.0f} times as fast as torch",
         f"CPU time of a step, {size}; {machine}, {day}",
-        height=4.0,
+        height=3.7,
         left=0.16,
+        bottom=0.15,
     )
     kinds = (
         ("torch_ms", TORCH, "torch.optim, or a class by hand"),

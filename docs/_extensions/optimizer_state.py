@@ -22,7 +22,7 @@ ADDING_STATE = {
     "centered": (True, "`centered=True`"),
     "bias_correction": ("per_row", '`bias_correction="per_row"`'),
 }
-HEAD = ("name", "shape", "dtype", "initial value", "kept")
+HEAD = ("name", "shape", "dtype", "initial value", "present")
 
 
 def rows(cls: type[RuleOptimizer]) -> Iterator[tuple[str, ...]]:
