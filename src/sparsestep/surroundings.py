@@ -1,4 +1,4 @@
-"""A user's surroundings: autocast, which must not reach into a step, and profilers that watch."""
+"""What may be active around a step: autocast, which must not affect it, and profilers."""
 
 from __future__ import annotations
 

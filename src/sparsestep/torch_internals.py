@@ -1,8 +1,8 @@
-"""Every private name of torch that is used here, what for, and what is done without it.
+"""Every private name of torch that this library uses, with its purpose and its fallback.
 
 The next release of torch may rename any of them. Then this file is what has to change, and its test
 (``tests/test_torch_internals.py``) says which name it is. A name without a fallback is one that
-nothing works without: whoever installs a torch without it is told so at import.
+nothing works without; if torch lacks it, importing sparsestep raises an error.
 """
 
 from __future__ import annotations

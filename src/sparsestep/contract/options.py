@@ -1,7 +1,7 @@
-"""What every optimizer takes beyond torch's arguments, and how a param group is read.
+"""The options of every optimizer beyond torch's arguments, and how a param group is read.
 
-Extras are keys of a param group that are there only where somebody sets them, so that a checkpoint
-has torch's keys and no others.
+Extras are keys of a param group only if they are set, so that a checkpoint has torch's keys and no
+others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The native core, where it is installed, and the instruction set that it uses.
+"""The native core, if it is installed, and the instruction set that it uses.
 
-The extension ``_native`` is built from ``native/``. It knows tensors and numbers; what they mean is
-said above. This package imports nothing but ``errors``, and everything may import it.
+The extension ``_native`` is built from ``native/``. It knows tensors and numbers, but not what they
+mean. This package imports nothing but ``errors``, and everything may import it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dense semantics at sparse cost: what a row missed is done when the row is next needed.
+"""Dense semantics at sparse cost: a row catches up with missed steps when it is next needed.
 
-``clock`` knows how far each row is, ``history`` what the steps since have been, ``reference`` and
-``kernel`` do what was missed; ``tracking``, ``guard`` and ``watching`` see who reads a row. May
+``clock`` knows the step that each row has reached, ``history`` what the steps since did,
+``reference`` and ``kernel`` catch up; ``tracking``, ``guard`` and ``watching`` see reads. May
 import ``engines`` and what lies below; optimizers are passed in.
 """

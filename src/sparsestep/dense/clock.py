@@ -1,10 +1,10 @@
-"""Dense semantics at sparse cost: what a row missed is made up for when it is next needed.
+"""Dense semantics at sparse cost: a row catches up with missed steps when it is next needed.
 
-Under ``semantics="dense"`` an entry without a gradient counts as one whose gradient is zero: its
-momentum goes on moving it, its averages fade, its weight decays. Nothing of that is done when it
-happens. A row remembers the step up to which it is current, and all that it missed since is done at
-once before the row is read or updated: ``history.py`` has the sums that make it possible, the
-rule's motion (``contract/motion.py``) what is done to a row, in torch operations and in the core.
+Under ``semantics="dense"`` a missing entry counts as a gradient of zero: its momentum keeps moving
+it, its averages decay, its weight decays. None of that is done right away. A row remembers the step
+up to which it is current, and catches up with all later steps at once before it is read or updated.
+``history.py`` has the sums that make this possible, and the rule's motion (``contract/motion.py``)
+applies them to a row, in torch operations and in the core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table that nobody can read while its rows are behind: reading it brings them up to date.
+"""A table whose rows are brought up to date by whatever reads it through torch.
 
 A guarded parameter is the same object in the same memory, but torch asks it before each operation
 (``__torch_function__``). What reads rows brings these rows up to date first, what reads anything

@@ -1,4 +1,4 @@
-"""Which optimizer tracks a parameter: another one that is given it, too, has to know."""
+"""Which optimizer tracks a parameter, to warn if another one gets it, too."""
 
 from __future__ import annotations
 

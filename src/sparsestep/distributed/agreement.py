@@ -1,7 +1,7 @@
-"""Every exchange begins with a line of numbers to each rank: what comes, and whether all agree.
+"""Every exchange starts with a line of numbers for each rank: what is coming, and do all agree?
 
-The line always has the same length. So ranks that are at different places of their programs find
-out, instead of taking each other's numbers for their own or waiting for ever.
+The line always has the same length. So ranks that are at different places in the program find out,
+instead of misreading each other's numbers or waiting forever.
 """
 
 from __future__ import annotations

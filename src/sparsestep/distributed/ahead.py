@@ -1,9 +1,8 @@
-"""Ids that are sent ahead: while a batch computes, those of the next one go to their owners.
+"""Prefetching of ids: while a batch computes, those of the next one go to their owners.
 
-A loop sees which tensors of a batch are given to lookups, and does the same with those of the next
-batch, in a thread and by a process group of its own. A lookup that is then given these very
-tensors finds that its ids have been sent. One that is given others sends them as ever, and so do
-all ranks with it.
+A loop records which tensors of a batch are passed to lookups, and sends those of the next batch, in
+a separate thread and process group. A lookup that then gets these tensors finds its ids already
+sent. A lookup that gets others sends them as usual, and so do all ranks with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Updates in DistributedDataParallel while the gradients of other parameters are being reduced.
 
-Torch's own class for it passes over sparse gradients without a word: of a bucket that has one, it
-asks for the dense ones. This one takes it from the bucket's buffer.
+Torch's own class silently skips sparse gradients: it only reads the dense ones of a bucket. This
+one takes a sparse gradient from the bucket's buffer.
 """
 
 from __future__ import annotations

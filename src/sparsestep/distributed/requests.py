@@ -1,8 +1,8 @@
-"""What a rank asks of the owners of a table's rows, and what it makes of the rows that come back.
+"""What a rank requests from the owners of a table's rows, and how it combines their answers.
 
-An owner gets bags of its own row numbers and answers with a row for each. Of ``"tables"`` a bag
-goes to one owner as it is. Of ``"rows"`` each owner gets the part of a bag whose rows it has. Where
-a bag is one id, an id is asked for once however often it comes.
+An owner gets bags of its own row numbers and answers with a row for each. With ``"tables"``, a bag
+goes to one owner as it is. With ``"rows"``, each owner gets the part of a bag whose rows it has. If
+bags have one id, each id is requested once, however often it occurs.
 """
 
 from __future__ import annotations

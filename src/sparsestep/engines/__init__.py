@@ -2,7 +2,8 @@
 
 ``protocol`` says what an engine is and what it is given. ``torch_kernels`` is for dense gradients,
 ``native`` is fast and ``reference`` can do everything; ``auto`` takes them in this order.
-``triton`` is for GPUs, and has to be asked for. An engine knows rules and gradients, no optimizer.
+``triton`` is for GPUs, and has to be selected by name. An engine knows rules and gradients, but no
+optimizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Gradients that are still elsewhere: other processes have them until somebody needs them.
+"""Gradients that are still in other processes, until they are needed.
 
-Whoever reads gradients calls ``arrive`` first. It costs nothing where no parameter is shared with
-other processes. What a parameter's gradient is until then has ``Pending`` parts: autograd adds them
-up and numbers scale them like any others.
+Code that reads gradients calls ``arrive`` first, which costs nothing if no table is sharded. Until
+then, the gradient has ``Pending`` parts, which autograd adds up and numbers scale like any others.
 """
 
 from __future__ import annotations

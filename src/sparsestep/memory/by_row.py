@@ -1,9 +1,8 @@
 """State of which few rows are in use: a file gets these rows, and no others.
 
-Memory that nothing has touched costs nothing (``pages``), but whoever writes a tensor to a file
-writes all of it. State of a parameter whose mask lets few rows move is therefore given away as a
-tensor that is pickled as a sparse one. In memory it is what it was: all rows, and the very same
-memory.
+Memory that nothing has touched costs nothing (``pages``), but saving a tensor to a file writes all
+of it. So if a mask lets only a few rows of a parameter move, its state is returned as a tensor that
+is pickled as a sparse one. In memory it is unchanged: all rows, and the same memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which pages of a file rows are, and what the operating system is asked for them.
+"""Which pages of a file hold which rows, and requests to the operating system to read them.
 
-The core does it; where it is missing, torch operations do, more slowly. A map says for each page
-whether it was asked for before.
+The core does it; without the core, torch operations do, more slowly. A map records which pages were
+requested before.
 """
 
 from __future__ import annotations

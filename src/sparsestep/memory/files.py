@@ -1,10 +1,10 @@
-"""Tensors that lie in files, mapped into memory: parameters, and their state beside them.
+"""Tensors in memory-mapped files: parameters, and their state next to them.
 
-A file begins with a page that says what it holds. It is sparse: what was never written takes no
-room on the disk and reads as zero. Whoever has a tensor of it has ordinary memory; that it is
-a file is known here, by its address.
+A file starts with a page that describes it. It is sparse: rows that were never written take no disk
+space and read as zero. To other code, such a tensor is ordinary memory; this module recognizes it
+by its address.
 
-Before rows of such a tensor are written, ``about_to_write`` is told. It has the disk hold room
+Before you write rows of such a tensor, call ``about_to_write``. It has the disk hold room
 ready for them, because memory of a file that the disk has no room for ends the process when it
 is written; and it marks the rows, so that a checkpoint knows which ones are other than they were.
 """

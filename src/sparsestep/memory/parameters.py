@@ -1,7 +1,7 @@
-"""What a parameter must be for its numbers to be written in place, and where they lie.
+"""Which tensors can be updated in place, and where their memory is.
 
-A step works on plain memory. That of a DTensor is its local part: each process updates its own,
-with state that is sharded likewise. Whatever has no memory of its own is refused.
+A step works on plain memory. For a DTensor, that is its local part: each process updates its own,
+with state that is sharded in the same way. A tensor without memory of its own is rejected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lookups by the core: ids are checked, rows read and pooled in one pass, for all tables at once.
 
-The core does what is usual and right. Whatever is unusual, and whatever is wrong, it declines, and
-the way over torch's own operations has all cases and all messages.
+The core declines anything that is unusual or wrong. Then torch's own operations do the lookup, with
+all special cases and all messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters that lie in files: which rows a step is about to write is said before it does."""
+"""Parameters in files: a step announces the rows that it is about to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that dense semantics has left behind: brought up to date when they are asked for."""
+"""Bringing rows up to date that are behind under dense semantics."""
 
 from __future__ import annotations
 

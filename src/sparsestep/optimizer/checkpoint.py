@@ -1,4 +1,4 @@
-"""A checkpoint is looked at in full before anything is replaced by it."""
+"""Loading a checkpoint: all of it is checked before anything is replaced."""
 
 from __future__ import annotations
 

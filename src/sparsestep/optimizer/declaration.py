@@ -1,4 +1,4 @@
-"""What an optimizer class says about itself: its rule, its options, how it counts."""
+"""What an optimizer class declares: its rule, its options, how it counts steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that begin anew: an id of a vocabulary has given its row to another."""
+"""Resetting the state of rows, for example when a vocabulary gives a row to another id."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Functional optimizers: gradients are passed to ``step``, from any number of threads.
 
-They keep the state, as optimizers do, but never look at ``param.grad``: whoever builds a training
-system holds the gradients. Updates of one parameter are serialised and none is lost; different
-parameters are updated side by side.
+They keep the state, like optimizers, but never read ``param.grad``: you pass the gradients. Updates
+of the same parameter wait for each other, and none is lost; different parameters are updated in
+parallel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rule in a graph of torch.compile: one operation, ``torch.ops.sparsestep.apply_``.
 
-The compiler looks into everything it can, but the core is not for it to see. An operation that says
-what it writes stays whole, and the graph around it too.
+The compiler traces everything it can, but it cannot trace the core. An operation that declares what
+it writes stays whole, and does not break the graph around it.
 """
 
 from __future__ import annotations

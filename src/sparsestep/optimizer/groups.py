@@ -1,7 +1,7 @@
 """How an optimizer reads its param groups.
 
-A user may change any option between two steps, so groups are read in every step; but mostly nothing
-has changed, and then what was read the last time is used again.
+You may change any option between two steps, so groups are compared in every step. Usually nothing
+has changed, and the settings of the last step are used again.
 """
 
 from __future__ import annotations

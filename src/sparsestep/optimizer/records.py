@@ -1,4 +1,4 @@
-"""The state of an optimizer's parameters: made, counted, looked at before it is written."""
+"""The state of an optimizer's parameters: created, counted, checked before it is written."""
 
 from __future__ import annotations
 

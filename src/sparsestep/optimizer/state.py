@@ -1,4 +1,4 @@
-"""The tensors that a rule keeps for a parameter: made, checked, loaded."""
+"""The state tensors of a parameter: created, checked, loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a parameter, its gradient and its state to the update that an engine is given."""
+"""From a parameter, its gradient and its state to the update that an engine gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follow the regularised leader, proximal: the classic of click prediction."""
+"""Follow the regularized leader, proximal: the classic of click prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models with tables in files: what was written since the one before."""
+"""Checkpoints of models with tables in files: only the rows that changed since the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse files are copied as far as there is something in them."""
+"""Copies of sparse files, without their holes."""
 
 from __future__ import annotations
 
