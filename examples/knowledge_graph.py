@@ -37,8 +37,8 @@ def train(make: Callable[[Model], sparsestep.Adam]) -> list[float]:
     known = triples()
     model = ComplEx(triples_factory=known, embedding_dim=16, random_seed=0)
     optimizer = make(model)
-    # PyKEEN would make another optimizer with the same options, which does not track the model.
-    # Going on from state that is there, it keeps this one.
+    # PyKEEN would create another optimizer with the same options, which would not track the
+    # model. If this one already has state, PyKEEN continues with it.
     optimizer.materialize_state()
     loop = SLCWATrainingLoop(model=model, triples_factory=known, optimizer=optimizer)
     losses = loop.train(
