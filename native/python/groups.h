@@ -44,7 +44,7 @@ struct Group {
     double l2, shrink;
     std::vector<double> options;  // of the rule, or the numbers of the program
     bool stochastic;              // whether half precision is rounded at random
-    std::vector<bool> signs;      // for each state that is codes, whether they are signed; else none
+    std::vector<bool> signs;      // for each state that is codes, whether it has a sign; else none
 
     Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
           nb::tuple options, bool stochastic, nb::tuple signs)
