@@ -190,7 +190,7 @@ if not child:
     opt.step()
     # Torch's own threads would be waited for in vain.
     torch.set_num_threads(1)
-    os._exit(0 if bool((table.detach()[:100_000] == -1).all()) else 1)
+    os._exit(0 if bool((table.detach()[:100_000] == -values).all()) else 1)
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status))
 """
