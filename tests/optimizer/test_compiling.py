@@ -84,3 +84,23 @@ def test_it_learns_the_same_and_says_nothing(
     printed = capfd.readouterr()
     assert ([str(each.message) for each in said], printed.out, printed.err) == ([], "", "")
     assert all(map(torch.equal, ours, trained(table, optimizer, "nothing", **options)))
+
+
+@pytest.mark.parametrize("optimizer", [sparsestep.Adagrad, sparsestep.Lion, own])
+def test_an_optimizer_made_in_a_compiled_function(optimizer: Any):
+    """As torch's suite makes one of its own."""
+
+    def made(param: Tensor) -> tuple[Any, Tensor]:
+        opt = optimizer([param], lr=0.1)
+        return opt, param.square().sum()
+
+    torch._dynamo.reset()
+    results = []
+    for make in (torch.compile(made, backend="eager"), made):
+        param = nn.Parameter(torch.ones(3, 2))
+        opt, loss = make(param)
+        loss.backward()
+        opt.step()
+        results.append((param.detach(), opt.defaults, vars(opt).keys()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]

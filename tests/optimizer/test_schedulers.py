@@ -73,6 +73,23 @@ def options_now(opt: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+@each_engine
+def test_options_matter_where_there_is_a_gradient_alone(engine: str):
+    """Torch's suite cycles beta1 up to 22 in an optimizer that has no gradient."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    with running_on(engine) as name:
+        opt = sparsestep.Adam([{"params": [param]} for param in params], engine=name)
+        opt.param_groups[0]["betas"] = (22.0, 0.999)
+        opt.step()
+        params[1].grad = torch.ones(4)
+        opt.step()
+        assert torch.equal(params[0], torch.ones(4))
+        assert (params[1] < 1).all()
+        params[0].grad = torch.ones(4)
+        with pytest.raises(ValueError, match=r"Adam: Invalid beta parameter at index 0: 22\.0"):
+            opt.step()
+
+
 @steps_sequential_schedulers
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("driven", DRIVEN)

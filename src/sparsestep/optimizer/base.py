@@ -60,6 +60,9 @@ class RuleOptimizer(Explains):
         semantics: str = "masked",
         **extras: Any,
     ) -> None:
+        if torch.compiler.is_compiling():
+            _uncompiled_init(self, params, defaults, engine=engine, semantics=semantics, **extras)
+            return
         self._prepare()
         self.engine = engine
         self.semantics = semantics
@@ -332,5 +335,6 @@ class RuleOptimizer(Explains):
 
 # What is to run as it is when torch.compile comes across it. The compiler is not imported before
 # it does.
+_uncompiled_init = disable_compiler(RuleOptimizer.__init__)
 _uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)

@@ -73,17 +73,21 @@ class Plan:
             grads: gradients passed by hand, one for each parameter to update.
         """
         optimizer, params = self._optimizer, group["params"]
+        first = 0 if only is None else only
+        some = params if only is None else params[only : only + 1]
+        if grads is not None:
+            some = some[: len(grads)]  # others may be added meanwhile
         try:
             settings = optimizer._groups.settings_of(optimizer, group_index, group)
             selections = None
             if group.get("mask") is not None:
                 selections = optimizer._groups.selections_of(optimizer, group, settings)
         except InputError as error:
+            given = [param.grad for param in some] if grads is None else grads
+            if all(grad is None for grad in given):
+                self._params_before += len(params)
+                return  # as with torch, options do not matter where there is no gradient
             raise InputError(f"{type(optimizer).__name__}: {error}") from None
-        first = 0 if only is None else only
-        some = params if only is None else params[only : only + 1]
-        if grads is not None:
-            some = some[: len(grads)]  # others may be added meanwhile
         if mapped_files:
             announce(optimizer.state, some, grads, masks.listed(group.get("mask"), params)[first:])
         for index in self._declined(group, settings, selections, first, some, grads):
