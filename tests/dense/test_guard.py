@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 import sparsestep
@@ -63,3 +68,30 @@ def test_two_optimizers_may_guard_one_table(first: int):
     assert not one._clocks[id(model.table.weight)].is_behind
     handles[1 - first].remove()
     assert type(model.table.weight) is nn.Parameter
+
+
+def saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict, by way of a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "again", [saved, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
+)
+def test_a_state_dict_of_guarded_tables_is_saved_and_copied(again):
+    """Its tensors are views of the tables: what is written is current, and an ordinary tensor."""
+    model, opt = made(True)
+    opt.track(model, guard=True)
+    state = model.state_dict()
+    train(model, opt, range(5))
+    found = again(state)
+    weight = model.table.weight
+    assert not opt._clocks[id(weight)].is_behind
+    for name, tensor in found.items():
+        assert type(tensor) is Tensor
+        assert same_bits(tensor, state[name].clone())
+        assert tensor.data_ptr() != state[name].data_ptr()

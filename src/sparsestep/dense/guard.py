@@ -8,6 +8,7 @@ Python with every operation on the parameter, and that an optimizer takes the lo
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -161,7 +162,22 @@ class _Watched:
 
 
 class GuardedView(_Watched, Tensor):
-    """A view of a guarded table."""
+    """A view of a guarded table, as in a state dict. Copies of it are ordinary tensors."""
+
+    def _current(self) -> Tensor:
+        for guard in getattr(self, _NAME):
+            guard.before(None, (), {})
+        with without_torch_function():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._current(), memo)
+        found: Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._current().__reduce_ex__(protocol)
 
 
 class Guarded(_Watched, nn.Parameter):
