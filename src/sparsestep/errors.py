@@ -27,6 +27,10 @@ class InputError(ValueError, RuntimeError):
     """
 
 
+class RangeError(InputError, IndexError):
+    """An id is no row of its table. As with torch's embeddings it is an ``IndexError``, too."""
+
+
 class SlowWarning(UserWarning):
     """Something works, but not in the fast way. You get it once for each reason.
 

@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, RangeError, sentence
 
 _INTEGERS = (torch.int64, torch.int32)
 _FEW = 256
 
 
-def refusal(table: nn.Module, contract: str, got: object, remedy: str = "") -> InputError:
+def refusal(
+    table: nn.Module,
+    contract: str,
+    got: object,
+    remedy: str = "",
+    kind: type[InputError] = InputError,
+) -> InputError:
     """Phrase what a table refuses, with its name and size."""
     weight = table.weight
     assert isinstance(weight, Tensor)
@@ -23,7 +29,7 @@ def refusal(table: nn.Module, contract: str, got: object, remedy: str = "") -> I
     who = (
         f"{type(table).__name__} {name!r} ({size})" if name else f"{type(table).__name__} ({size})"
     )
-    return InputError(f"{who}: {sentence(contract, got, remedy)}")
+    return kind(f"{who}: {sentence(contract, got, remedy)}")
 
 
 def check_ids(table: nn.Module, weight: Tensor, ids: Any) -> None:
@@ -48,7 +54,7 @@ def _bad_id(table: nn.Module, rows: int, ids: Tensor) -> InputError:
     where = position[0] if len(position) == 1 else tuple(position)
     at = f" at position {where}" if position else ""  # a single id has no position
     remedy = "Map unknown ids to a row of their own, or make the table larger"
-    return refusal(table, f"ids must be in [0, {rows})", f"{value}{at}", remedy)
+    return refusal(table, f"ids must be in [0, {rows})", f"{value}{at}", remedy, RangeError)
 
 
 def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> None:
