@@ -6,11 +6,12 @@ import copy
 import io
 import logging
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import sparsestep
 from sparsestep.gradients.compact import Compact
@@ -257,3 +258,48 @@ def test_fuse_keeps_hooks_training_and_optimizers():
     handle.remove()
     model(IDS)
     assert len(seen) == 6
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone."""
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_model_is_fused_before_it_is_wrapped():
+    """DistributedDataParallel looks for sparse gradients once, and fails in backward() later."""
+    model = nn.Sequential(nn.Embedding(9, 2), nn.Embedding(9, 2, sparse=True), nn.Linear(2, 1))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for wrapped, name in ((model, "0"), (ddp, "module.0")):
+        for call in (fuse, lambda m: sparsestep.nn.optimizer_for(m, sparsestep.AdamW)):
+            with pytest.raises(sparsestep.InputError) as error:
+                call(wrapped)
+            assert f"Got '{name}', which is wrapped. Call fuse(model) first" in str(error.value)
+    assert type(model[0]) is type(model[1]) is nn.Embedding
+    fuse(model, only="1")  # what was sparse may be fused at any time
+    assert type(model[1]) is Embedding
+    fuse(nn.Embedding(9, 2))  # another model
+
+    fused = fuse(nn.Sequential(nn.EmbeddingBag(9, 2), nn.Linear(2, 1)))
+    ddp = nn.parallel.DistributedDataParallel(fused)
+    opt = sparsestep.nn.optimizer_for(fused, sparsestep.AdamW, lr=0.1)
+    ddp(torch.tensor([[1, 2]])).sum().backward()
+    opt.step()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tables_that_are_sharded_by_torch_keep_its_gradient():
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    model = nn.Sequential(nn.Embedding(9, 2))
+    mesh = init_device_mesh("cpu", (1,))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh))
+    with pytest.warns(UserWarning, match="0 .its weight is a DTensor, whose gradient is dense"):
+        fuse(model)
+    assert type(model[0]) is nn.Embedding

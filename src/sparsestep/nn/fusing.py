@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import gc
 import logging
 import types
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from sparsestep.errors import InputError, sentence, warn
+from sparsestep.memory.parameters import is_distributed
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
 from sparsestep.torch_internals import own_parameters
@@ -47,7 +49,8 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         The same model.
 
     Raises:
-        InputError: a name in ``only`` is not a module of the model; nothing has changed.
+        InputError: a name in ``only`` is not a module of the model, or a table belongs to a model that
+            ``DistributedDataParallel`` has wrapped already; nothing has changed.
 
     Example:
         >>> import sparsestep
@@ -74,11 +77,38 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         if found:
             why = f"only={only!r} selects none of the model's tables"
         warn(UserWarning, f"fuse: nothing to do: {why}.")
-    for name, table in selected.items():
-        if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag):
-            make_ours(table, name)
-            _log.info("fused %s, %s", name or "the model", table)
+    new = {
+        name: table
+        for name, table in selected.items()
+        if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag)
+    }
+    _check_not_wrapped(new)
+    for name, table in new.items():
+        make_ours(table, name)
+        _log.info("fused %s, %s", name or "the model", table)
     return model
+
+
+def _check_not_wrapped(tables: dict[str, Any]) -> None:
+    """Refuse tables whose gradients ``DistributedDataParallel`` takes for dense ones.
+
+    It looks when it is made, and fails in ``backward()`` when they are not. A module does not know
+    who wraps it, so those who might are looked through.
+    """
+    dense = {id(table.weight): name for name, table in tables.items() if not table.sparse}
+    if not dense or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    for found in gc.get_objects():
+        if not issubclass(type(found), wrapper):
+            continue
+        module = getattr(found, "module", None)  # there is none if it could not be made
+        for param in module.parameters() if module is not None else ():
+            if id(param) in dense:
+                contract = "a model must be fused before DistributedDataParallel wraps it"
+                remedy = "Call fuse(model) first; a model that was fused before stays as it is"
+                got = f"{dense[id(param)] or 'a table'!r}, which is wrapped"
+                raise InputError(f"fuse: {sentence(contract, got, remedy)}")
 
 
 def _tables(model: torch.nn.Module) -> dict[str, Any]:
@@ -125,6 +155,8 @@ def why_not(table: Any) -> str | None:
         return f"{kind.__name__} has a forward of its own"
     if "weight" not in own_parameters(table):
         return "its weight is computed from others"
+    if is_distributed(table.weight):  # torch has no sparse DTensors
+        return "its weight is a DTensor, whose gradient is dense"
     return None
 
 
