@@ -47,11 +47,13 @@ def test_tensor_betas_have_torchs_bits(fused: bool | None):
     assert same_bits(*results)
 
 
-def test_other_options_may_be_tensors_too():
+@pytest.mark.parametrize("optimizer", [sparsestep.SGD, sparsestep.RMSprop])
+def test_other_options_may_be_tensors_too(optimizer: Any):
     param, other = table(), table()
-    opt = sparsestep.SGD([param], lr=torch.tensor(0.5), momentum=torch.tensor(0.5))
-    plain = sparsestep.SGD([other], lr=0.5, momentum=0.5)
+    opt = optimizer([param], lr=torch.tensor(0.5), momentum=torch.tensor(0.5))
+    plain = optimizer([other], lr=0.5, momentum=0.5)
     assert same_bits(train(opt, param), train(plain, other))
+    assert opt.state[param].keys() == plain.state[other].keys()
 
 
 @pytest.mark.parametrize(("name", "value"), [("amsgrad", 1), ("maximize", 0), ("nesterov", 0)])

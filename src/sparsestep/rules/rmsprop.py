@@ -253,7 +253,7 @@ class RMSprop(RuleOptimizer, Optimizer):
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bool(group["centered"]), group["momentum"] > 0]
+        return RULES[bool(group["centered"]), bool(group["momentum"] > 0)]
 
 
 def rmsprop_(
