@@ -44,6 +44,8 @@ def test_rows_are_asked_for(tmp_path: Path, asked):
 def test_what_is_no_row_is_refused(rows, tmp_path: Path, asked):
     with pytest.raises(sparsestep.InputError, match="rows to prefetch must be"):
         mapped(tmp_path / "table", (100, 4)).prefetch(rows)
+    with pytest.raises(sparsestep.InputError, match="prefetch: the table must be a tensor with"):
+        sparsestep.storage.prefetch(3, rows)  # type: ignore[arg-type]
     assert asked == []
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -247,6 +248,22 @@ def test_damage_is_told(damage, tmp_path: Path):
     assert not same(now, before)
 
 
+@pytest.mark.parametrize(
+    "rows", [torch.ones(ROWS).bool(), torch.tensor([-1]), torch.tensor([ROWS]), [3]], ids=str
+)
+def test_what_is_no_row_to_write_is_refused(rows, tmp_path: Path):
+    """A mask would be taken for rows 0 and 1, and the next checkpoint would have no others."""
+    table = mapped(tmp_path / "table", (ROWS, DIM))
+    with pytest.raises(sparsestep.InputError, match=r"^rows "), writing(table, rows):
+        table.fill_(1.0)
+    assert not table.any()
+    with (
+        pytest.raises(sparsestep.InputError, match=r"^writing: the table must be a tensor"),
+        writing([1]),  # type: ignore[arg-type]
+    ):
+        pass
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path):
     run = Run(tmp_path)
     run.train()
@@ -264,6 +281,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
         load(tmp_path / "saved", run.model, sparsestep.RowwiseAdagrad(run.model.parameters()))
     with pytest.raises(sparsestep.InputError, match="extra must hold only"):
         run.save(extra=run)
+    theirs = torch.optim.Adam(run.model.parameters())
+    wrong: list[tuple[Any, Any, str]] = [
+        (run.model, theirs, "the optimizer must be one of sparsestep. Got torch.optim.adam.Adam."),
+        (run.optimizer, run.model, f"the model must be an nn.Module. Got {type(opt).__name__}."),
+    ]
+    for model, optimizer, message in wrong:
+        for call in (save, load):
+            with pytest.raises(sparsestep.InputError) as raised:
+                call(tmp_path / "saved", model, optimizer)
+            assert str(raised.value) == f"{call.__name__}: {message}"
     assert same(now, run.now)
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
     assert manifest["number"] == 1

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
         ...     items = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
         ...     sparsestep.storage.prefetch(items.weight, torch.tensor([3, 997]))
     """
+    check_table("prefetch", table)
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(sentence("rows to prefetch must be an integer tensor", got))
@@ -95,6 +96,14 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
     file = file_of(table)
     if file is not None:
         _reader.ask(file, rows.to("cpu", torch.int64).contiguous())
+
+
+def check_table(who: str, table: Any) -> None:
+    """Refuse what has no rows."""
+    if not isinstance(table, Tensor) or not table.dim():
+        contract = f"{who}: the table must be a tensor with rows"
+        kind = "one without dims" if isinstance(table, Tensor) else f"a {type(table).__name__}"
+        raise InputError(sentence(contract, kind))
 
 
 class Prefetching(Generic[Batch]):

@@ -17,7 +17,9 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.memory import pages
 from sparsestep.memory.files import MappedFile, about_to_write, file_of, written
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.catching_up import row_numbers
 from sparsestep.storage import journal
+from sparsestep.storage.ahead import check_table
 from sparsestep.storage.copies import copy_data
 from sparsestep.storage.journal import Manifest, Table
 from sparsestep.torch_internals import version_of
@@ -62,6 +64,7 @@ def save(
         ...     load(f"{folder}/checkpoint", items, optimizer)
         {'step': 2}
     """
+    _check_kinds("save", model, optimizer)
     _check_extra(extra)
     folder = Path(os.path.abspath(path))
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +110,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         ...     load(f"{folder}/checkpoint", items, optimizer)
         'before the first step'
     """
+    _check_kinds("load", model, optimizer)
     folder = Path(os.path.abspath(path))
     manifest = journal.read_manifest(folder)
     if manifest is None:
@@ -141,6 +145,9 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
     Raises:
         OSError: the disk is full; nothing has changed.
 
+    Raises:
+        InputError: they are no rows of the table.
+
     Example:
         >>> import tempfile, sparsestep
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -149,11 +156,13 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
         ...     with sparsestep.storage.writing(table, rows):
         ...         table[rows] = torch.randn(2, 16)
     """
+    check_table("writing", table)
+    # A mask, or a row counted from the end, would be taken for other rows, which are then saved.
+    flat = None if rows is None else row_numbers("rows to write", rows, len(table))
     file = file_of(table)
     if file is not None:
         beside = (found.tensor() for at in file.beside.values() if (found := at()) is not None)
-        flat = None if rows is None else rows.reshape(-1).to("cpu", torch.int64).contiguous()
-        about_to_write(table, beside, flat)
+        about_to_write(table, beside, None if flat is None else flat.cpu().contiguous())
     yield
     written([table])
 
@@ -319,6 +328,17 @@ def _compact_now_and_then(folder: Path, manifest: Manifest) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise  # with a full disk it is left for later: the checkpoint is there
+
+
+def _check_kinds(who: str, model: Any, optimizer: Any) -> None:
+    """Refuse what is no model or no optimizer of ours, in whatever order they came."""
+    if not isinstance(model, nn.Module):
+        contract = f"{who}: the model must be an nn.Module"
+        raise InputError(sentence(contract, type(model).__name__))
+    if not isinstance(optimizer, RuleOptimizer):
+        contract = f"{who}: the optimizer must be one of sparsestep"
+        kind = type(optimizer)
+        raise InputError(sentence(contract, f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def _check_extra(extra: Any) -> None:
