@@ -183,8 +183,9 @@ def test_without_a_process_group_it_is_one_rank():
         ({"reduce": "max"}, "reduce must be mean or sum"),
         ({"reduce": {"user": "max"}}, "reduce must be mean or sum"),
         ({"order": "any"}, "order must be one of fast, global"),
+        ({"mesh": 2}, "mesh must be a torch.distributed.device_mesh.DeviceMesh. Got a int."),
     ],
-    ids=["kind", "name", "reduce", "reduce of one", "order"],
+    ids=["kind", "name", "reduce", "reduce of one", "order", "mesh"],
 )
 def test_what_shard_refuses(change: dict[str, Any], message: str):
     model = Net()
@@ -205,6 +206,9 @@ def test_shard_refuses_what_it_cannot_divide():
     with refuse as raised:
         sparsestep.distributed.shard(nn.Linear(2, 2))
     assert "must contain an nn.Embedding" in str(raised.value)
+    with refuse as raised:
+        sparsestep.distributed.shard([nn.Embedding(5, 2)])  # type: ignore[arg-type]
+    assert "the first argument must be a model, an nn.Module. Got a list." in str(raised.value)
     with refuse as raised:
         sparsestep.distributed.shard(nn.EmbeddingBag(5, 2, mode="max"), plan="rows")
     assert "Choose 'tables' or 'copy'" in str(raised.value)

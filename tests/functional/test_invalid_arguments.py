@@ -220,6 +220,14 @@ def test_what_else_is_refused():
             "sgd_: the parameter must be a strided tensor. Got torch.sparse_coo",
         ),
         (
+            lambda: F.adagrad_(param, grad, zeros(), step=1 << 63),
+            "adagrad_: step must be the number of this update, counted from 1. Got 92233720",
+        ),
+        (
+            lambda: F.sgd_(param, grad, seed=torch.ones(2)),  # type: ignore[arg-type]
+            "sgd_: the arguments must have the right types: tensors, numbers, True or False",
+        ),
+        (
             lambda: F.sgd_(param[:1].expand(SHAPE), grad),
             "sgd_: every element of a parameter must have memory of its own",
         ),

@@ -171,6 +171,18 @@ def test_nothing_to_fuse_is_said(model: nn.Module, only: Any, message: str):
     assert str(caught[0].message) == f"fuse: nothing to do: {message}."
 
 
+def test_what_is_no_model_and_what_chooses_nothing_is_refused():
+    wrong: list[tuple[Any, Any, str]] = [
+        (None, None, "fuse: the first argument must be a model, an nn.Module. Got NoneType."),
+        ([nn.Embedding(2, 2)], None, "an nn.Module. Got list."),
+        (nn.Embedding(2, 2), 3, "fuse: only must be a name, a list of names, or a function"),
+    ]
+    for model, only, message in wrong:
+        with pytest.raises(sparsestep.InputError) as raised:
+            fuse(model, only=only)
+        assert message in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("only", "fused"),
     [

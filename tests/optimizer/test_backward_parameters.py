@@ -146,6 +146,9 @@ def test_parameters_of_others_are_refused(optimizer: type[RuleOptimizer]):
     )
     with pytest.raises(InputError, match=message):
         opt.step_in_backward([model.sparse.weight, other])
+    for what, got in (("sparse", "a str"), ([1], "a int"), (3, "TypeError: 'int' object")):
+        with pytest.raises(InputError, match=f"step_in_backward needs .* Got {got}"):
+            opt.step_in_backward(what)  # type: ignore[arg-type]
     before = snapshot(opt)
     loss_of(model, 0).backward()
     assert unchanged(opt, before)

@@ -99,6 +99,9 @@ def test_catch_up_before_the_first_step_does_nothing():
     opt = sparsestep.AdamW([param], semantics="dense")
     opt.catch_up()
     opt.catch_up(param, torch.tensor([1]))
+    for bad in ([1], torch.tensor([5]), torch.tensor([True])):
+        with pytest.raises(sparsestep.InputError, match=r"^AdamW: rows "):
+            opt.catch_up(param, bad)  # type: ignore[arg-type]
     assert torch.equal(param, torch.ones(5, 1))
     masked = sparsestep.AdamW([param])
     masked.catch_up()

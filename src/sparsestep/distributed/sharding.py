@@ -119,6 +119,9 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
             return None
         made: ProcessGroup = dist.new_group()
         return made
+    if not hasattr(mesh, "get_group"):
+        contract = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
+        raise InputError(sentence(contract, f"a {type(mesh).__name__}"))
     if mesh.ndim != 1:
         contract = "shard: mesh must have one dim"
         remedy = "Select one of them: mesh['name']"
@@ -128,6 +131,10 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
 
 def _tables(model: nn.Module) -> dict[str, Any]:
     """The tables of a model by name, or an error that says which cannot be sharded."""
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        contract = "shard: the first argument must be a model, an nn.Module"
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
     found = {
         name: each
         for name, each in model.named_modules()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from sparsestep.errors import InputError, sentence, warn
+from sparsestep.errors import InputError, sentence, usable, warn
 from sparsestep.memory.parameters import is_distributed
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
@@ -65,6 +65,10 @@ def fuse(model: Model, *, only: Only = None) -> Model:
 
         >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
     """
+    given: Any = model
+    if not isinstance(given, torch.nn.Module):
+        contract = "fuse: the first argument must be a model, an nn.Module"
+        raise InputError(sentence(contract, type(given).__name__))
     found = _tables(model)
     selected = _select(model, found, only)
     reasons = {name: why_not(table) for name, table in selected.items()}
@@ -123,7 +127,8 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
         return {name: table for name, table in tables.items() if only(name, table)}
     # A module that is there under several names may be called by any of them.
     everything = list(model.named_modules(remove_duplicate=False))
-    names = [only] if isinstance(only, str) else list(only)
+    with usable("fuse: only must be a name, a list of names, or a function of name and module"):
+        names = [only] if isinstance(only, str) else list(only)
     known = {name for name, _ in everything}
     for name in names:
         if name not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def apply_(
             rule.numbers(hyper)  # they must be numbers
             if seed is not None:
                 # What the core takes; both engines look at no more than that.
-                seed &= 0xFFFFFFFFFFFFFFFF
+                seed = index(seed) & 0xFFFFFFFFFFFFFFFF
         _check_param(param)
         owner = param
         param, grad = local(param, grad, by_row=rule.by_row)
@@ -107,12 +108,13 @@ def _checked_step(step: int | Tensor) -> int:
     if isinstance(value, Tensor):
         contract = "step must be the number of this update, counted from 1"
         raise InputError(sentence(contract, f"a tensor of shape {tuple(value.shape)}"))
-    if not value >= 1 or value % 1:
+    if not 1 <= value < _TOO_MANY or value % 1:
         raise InputError(sentence("step must be the number of this update, counted from 1", value))
     return int(value)
 
 
 _ANY_NUMBER = ("dampening", "nesterov")
+_TOO_MANY = 1 << 63  # steps for the core to count
 
 
 def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients.arriving import source_of
 from sparsestep.optimizer.plan import Plan
 from sparsestep.optimizer.records import StateKeeper
@@ -30,11 +30,15 @@ class StepInBackward:
         }
         # The gradient of a sharded table is complete when all ranks need it: in step().
         everything = (each for each in optimizer._all_params() if source_of(each) is None)
-        wanted = list(params if params is not None else everything)
+        with usable("step_in_backward needs a list of parameters"):
+            wanted = list(params if params is not None else everything)
         for param in wanted:
             if id(param) not in places:
                 contract = "step_in_backward needs parameters of this optimizer"
-                raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
+                got = f"a {type(param).__name__}"
+                if isinstance(param, Tensor):
+                    got = f"another, of shape {tuple(param.shape)}"
+                raise InputError(sentence(contract, got))
             if source_of(param) is not None:
                 contract = "step_in_backward needs gradients that are complete after backward"
                 remedy = "Leave it to step()"

@@ -57,11 +57,12 @@ class CatchesUp(StateKeeper):
             known = [param]
         for each in known:
             clock = self._clocks.get(id(each))
+            if rows is not None and (clock is not None or param is not None):
+                memory = parameters.memory_of(each)
+                with speaking(type(self).__name__):
+                    rows = row_numbers("rows to catch up", rows, len(memory) if memory.dim() else 1)
             if clock is None:
                 continue
-            if rows is not None:
-                with speaking(type(self).__name__):
-                    rows = row_numbers("rows to catch up", rows, clock.rows)
             self._catch_up_rows(each, rows)
             clock.announced = True
 
