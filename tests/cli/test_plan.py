@@ -29,11 +29,24 @@ def test_the_owner_of_a_whole_table_sends_rows_to_all(capsys: pytest.CaptureFixt
 def test_a_kind_may_be_chosen(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["plan", "--tables", "user=1000x8:rows", "--ids", "20"]) == 0
     assert "dealt" in capsys.readouterr().out
-    assert cli.main(["plan", "--tables", "user=1000x8:columns"]) == 2
-    assert "plan must be 'auto'" in capsys.readouterr().out
+    for kind in (":columns", ":"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", "--tables", f"user=1000x8{kind}"])
+        said = f"what follows the size must be one of :tables, :rows, :copy. Got '{kind}'"
+        assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("table", ["user", "user=5", "user=0x4", "=5x4", "user=5xtall"])
+def test_tables_have_names_of_their_own(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "--tables", "user=10x8:rows", "user=10x8:copy"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("sparsestep plan: every table must have a name of its own. Got 'us")
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["user", "user=5", "user=0x4", "=5x4", "user=5xtall", "user=²x4", f"user={10**20}x4"],
+)
 def test_what_is_no_table_is_refused(table: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--tables", table])

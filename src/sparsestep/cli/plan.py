@@ -9,12 +9,15 @@ Example:
 from __future__ import annotations
 
 import argparse
+import sys
+from collections import Counter
 
 from sparsestep.cli.options import number, whole_number
-from sparsestep.distributed.plan import Placement, Plan, placed, shown
+from sparsestep.distributed.plan import KINDS, Placement, Plan, placed, shown
 from sparsestep.errors import InputError, sentence
 
 _MOST = 1 << 40
+_TOO_LARGE = 1 << 62  # for a row to have a number
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +77,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan and what it comes to; plain text, so that it works without rich."""
     names = [name for name, _, _, _ in options.tables]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        contract = "every table must have a name of its own"
+        print(f"sparsestep plan: {sentence(contract, f'{twice[0]!r} twice')}", file=sys.stderr)
+        return 2
     tables = [Placement(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
     asked = {name: kind for name, _, _, kind in options.tables if kind}
     try:
         chosen = placed(tables, options.ranks, asked)
     except InputError as error:
-        print(f"sparsestep plan: {error}")
+        print(f"sparsestep plan: {error}", file=sys.stderr)
         return 2
     lengths = dict.fromkeys(names, options.ids)
     plan = Plan(chosen, options.ranks, options.batch, lengths)
@@ -129,7 +137,14 @@ def _table(text: str) -> tuple[str, int, int, str]:
     name, _, rest = text.partition("=")
     size, _, kind = rest.partition(":")
     rows, _, dim = size.partition("x")
-    if name and rows.isdigit() and dim.isdigit() and int(rows) and int(dim):
-        return name, int(rows), int(dim), kind
-    contract = "a table must be NAME=ROWSxDIM, like user=1000000x64"
-    raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+    if not name or not _is_size(rows) or not _is_size(dim):
+        contract = "a table must be NAME=ROWSxDIM, like user=1000000x64"
+        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+    if rest != size and kind not in KINDS:
+        contract = f"what follows the size must be one of {', '.join(f':{k}' for k in KINDS)}"
+        raise argparse.ArgumentTypeError(sentence(contract, repr(f":{kind}")))
+    return name, int(rows), int(dim), kind
+
+
+def _is_size(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < _TOO_LARGE
