@@ -124,3 +124,26 @@ def test_the_state_of_a_complex_parameter_is_complex():
     with pytest.raises(sparsestep.InputError, match=r"'exp_avg' of a torch\.complex64 param"):
         optimizer.step()
     assert bool((param == 1).all())
+
+
+@each_optimizer
+def test_lazy_parameters_get_their_state_with_the_first_step(optimizer: type[RuleOptimizer]):
+    """Torch's Adagrad refuses them, for it makes its state at once."""
+    torch.manual_seed(0)
+    model = torch.nn.LazyLinear(3)
+    opt = optimizer(model.parameters(), lr=0.1)
+    opt.step()
+    opt.materialize_state()
+    assert opt.state_dict()["state"] == {}
+    assert [each.shape for each in opt.explain()] == [(0,), (0,)]
+    with pytest.raises(InputError, match="a lazy parameter must be initialized before its state"):
+        opt.share_memory()
+    model(torch.ones(2, 4)).sum().backward()
+    plain = [torch.nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    other = optimizer(plain, lr=0.1)
+    for param, copied in zip(model.parameters(), plain, strict=True):
+        copied.grad = param.grad
+    opt.step()
+    other.step()
+    assert all(map(same_bits, model.parameters(), plain))
+    assert [each.shape for each in opt.explain()] == [(3, 4), (3,)]

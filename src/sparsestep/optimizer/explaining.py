@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from sparsestep.memory.parameters import memory_of
 from sparsestep.optimizer.forgetting import Forgets
 from sparsestep.optimizer.groups import name_of
 
@@ -113,7 +115,9 @@ class Explains(Forgets):
         clock = self._clocks.get(id(param))
         behind = clock.count_behind() if clock is not None and clock.owner is param else 0
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return ParamExplanation(name, tuple(param.shape), engine, reason, size, behind)
+        # A lazy parameter refuses to tell its shape; so far its memory has no elements.
+        shape = memory_of(param).shape if is_lazy(param) else param.shape
+        return ParamExplanation(name, tuple(shape), engine, reason, size, behind)
 
 
 def _name(group: dict[str, Any], group_index: int, index: int) -> str:

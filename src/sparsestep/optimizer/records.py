@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from sparsestep.contract import options
 from sparsestep.contract.rule import Rule
@@ -129,6 +130,7 @@ class StateKeeper(Declaration):
             for param in group["params"]:
                 if (
                     self.state.get(param)
+                    or is_lazy(param)  # nobody knows its shape yet
                     or not self._begins_with_zeros(group)
                     or not is_wanted(param)
                 ):
@@ -187,6 +189,10 @@ class StateKeeper(Declaration):
                 raise InputError(sentence(contract, "semantics='dense'"))
             self.materialize_state()
             for group in self.param_groups:
+                if any(map(is_lazy, group["params"])):
+                    contract = "a lazy parameter must be initialized before its state is shared"
+                    remedy = "Call the model once first"
+                    raise InputError(sentence(contract, "an uninitialized one", remedy))
                 if self._stored_rule_for(group).state and not all(
                     map(self.state.get, group["params"])
                 ):
