@@ -91,3 +91,12 @@ def test_the_wrong_number_of_gradients(cls: type[FunctionalOptimizer], count: in
     with pytest.raises(ValueError, match=message):
         opt.step([torch.ones(SHAPES[0])] * count)
     assert_same(params, start())
+
+
+@each_functional
+def test_what_is_no_parameter_is_not_taken_on(cls: type[FunctionalOptimizer]):
+    opt = cls(start())
+    message = rf"^{cls.__name__}: a parameter must be a tensor\. Got int\."
+    with pytest.raises(InputError, match=message):
+        opt.step_param(3, torch.ones(SHAPES[0]))  # type: ignore[arg-type]
+    assert len(opt.param_group["params"]) == 3

@@ -192,8 +192,10 @@ class FunctionalOptimizer:
                 raise
             return True
 
-    def _check_new(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _check_new(self, param: Any, group: dict[str, Any]) -> None:
         try:
+            if not isinstance(param, Tensor):
+                raise InputError(sentence("a parameter must be a tensor", type(param).__name__))
             if group.get("mask") is not None:
                 contract = "with a mask, all parameters must be known from the start"
                 raise InputError(sentence(contract, "a new one", "Pass it to the constructor"))
