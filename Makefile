@@ -155,6 +155,7 @@ clean:
 # Python sources are used in place; a new folder of them, or what the native core is built from, makes
 # this run again.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(wildcard src/sparsestep/*/__init__.py)
+	@echo "Setting up $(VENV): torch, the tools and the native core. The first time takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
