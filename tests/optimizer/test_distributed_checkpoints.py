@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _init_optim_state,
     get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
@@ -136,11 +137,14 @@ def test_with_dense_semantics_and_groups_that_keep_nothing(tmp_path: Path):
 # What is asked for
 
 
-def test_state_that_is_asked_for_is_made():
+def test_state_that_a_checkpoint_asks_for_is_made():
     model = Model()
     opt = sparsestep.Adam(model.parameters())
     assert len(opt.state) == 0
     assert opt.state_dict()["state"] == {}, "a plain checkpoint is torch's"
+    assert not opt.state, "others ask whether there was a step, as PyKEEN does"
+    assert len(opt.state) == 0
+    _init_optim_state(opt)
     assert opt.state
     assert not opt.state[model.frozen]
     assert opt.state[model.unused.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -158,9 +162,9 @@ def test_copies_of_the_state_are_plain_and_those_of_the_optimizer_are_not():
         assert len(plain) == 3
         assert plain[model.frozen] == {}
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert other.state
+        _init_optim_state(other)
         assert len(other.state) == 5
     opt.load_state_dict(opt.state_dict())
     assert len(opt.state) == 3
-    assert opt.state
+    _init_optim_state(opt)
     assert len(opt.state) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +20,16 @@ from sparsestep.memory.parameters import memory_of
 _COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
+# Who has what is missing made by asking whether there is any state.
+_CHECKPOINTS = ("torch.distributed.checkpoint.", "sparsestep.")
+
+
 class Records(defaultdict[Tensor, Any]):
-    """An optimizer's state by parameter. Whoever asks whether there is any has it made.
+    """An optimizer's state by parameter. A checkpoint that asks whether there is any has it made.
 
     ``torch.distributed.checkpoint`` asks; where there is none it runs a step of zeros to have some,
-    which would count, and where some parameters have none, what it saves cannot be loaded.
+    which would count, and where some parameters have none, what it saves cannot be loaded. Anybody
+    else, PyKEEN for one, wants to know whether there was a step.
 
     Args:
         records: what there is.
@@ -35,7 +41,8 @@ class Records(defaultdict[Tensor, Any]):
         self._complete = WeakMethod(complete)
 
     def __bool__(self) -> bool:
-        complete = self._complete()
+        asking: str = sys._getframe(1).f_globals.get("__name__", "")
+        complete = self._complete() if asking.startswith(_CHECKPOINTS) else None
         if complete is not None:
             complete()
         return len(self) > 0
