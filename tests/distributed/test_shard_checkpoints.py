@@ -116,3 +116,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path):
     other = nn.Embedding(5, 2)
     unknown: list[Tensor] = [nn.Parameter(torch.zeros(3))]
     assert "must be those of the model" in refused(other, sparsestep.Adam(unknown))
+    assert "must be one of sparsestep" in refused(other, torch.optim.Adam(other.parameters()))
+    for function in (sparsestep.distributed.save, sparsestep.distributed.async_save):
+        with pytest.raises(sparsestep.InputError, match=r"must be an nn\.Module\. Got Adam"):
+            function(tmp_path / "swapped", sparsestep.Adam(other.parameters()), other)

@@ -193,6 +193,7 @@ def test_what_cannot_grow_is_refused_and_stays_as_it_is():
         ((table, 5, optimizer, masked), "a parameter with a mask cannot grow"),
         ((table, 5, torch.optim.Adam(table.parameters())), "must be sparsestep's"),
         ((shared, 5), "must not be in shared memory"),
+        ((table, 2**62, optimizer), "rows must be as many as memory can hold"),
         ((torch.nn.Linear(2, 2), 5), r"must be an nn\.Embedding .*Got a Linear"),
         ((torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(4, 2)), 5), "computed"),
     ]
@@ -207,4 +208,6 @@ def test_what_cannot_grow_is_refused_and_stays_as_it_is():
     optimizer.zero_grad()
     with pytest.raises(ZeroDivisionError):
         grow(table, 5, optimizer, init=lambda rows: 1 // 0)
+    with pytest.raises(InputError, match=r"^grow: init must be a function .* Got a int"):
+        grow(table, 5, optimizer, init=5)
     assert unchanged(optimizer, before)

@@ -149,6 +149,16 @@ def test_what_cannot_be_a_rule_is_refused_when_it_is_decorated(bad: str):
         sparsestep.rule(**options)(function)
 
 
+def test_a_group_that_is_no_dict_is_refused_as_torch_does():
+    @sparsestep.rule
+    def plain(param, grad, *, lr):
+        return (param - lr * grad,)
+
+    optimizer = plain([torch.zeros(2, requires_grad=True)], lr=0.5)
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        optimizer.add_param_group("params")
+
+
 def test_param_and_grad_may_have_any_name():
     @sparsestep.rule(state={"v": 0.0})
     def terse(w, g, v, /, *, lr):

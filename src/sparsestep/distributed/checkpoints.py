@@ -14,6 +14,7 @@ from sparsestep.distributed.stored import Stored
 from sparsestep.distributed.wire import Wire
 from sparsestep.distributed.writing import Path, read, write, write_in_background
 from sparsestep.nn.ids import Options
+from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 
 
@@ -44,6 +45,7 @@ def save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> nn.EmbeddingBag(10, 4).load_state_dict(found["model"])
         <All keys matched successfully>
     """
+    check_model_and_optimizer("save", model, optimizer)
     what = Contents(model, optimizer)
     write(what.entries(), path, **what.processes())
 
@@ -75,6 +77,7 @@ def async_save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> Future
         ...     saving.result()
         ...     load(path, model, optimizer)
     """
+    check_model_and_optimizer("async_save", model, optimizer)
     what = Contents(model, optimizer)
     return write_in_background(what.entries(copy=True), path, **what.processes())
 
@@ -113,6 +116,7 @@ def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> sharded["ids"].as_dict()
         {1000000000000000000: 1, -7: 2}
     """
+    check_model_and_optimizer("load", model, optimizer)
     what = Contents(model, optimizer)
     about, stored = _about(path), _stored(path)
     own, layouts = what.own(), about.layouts()

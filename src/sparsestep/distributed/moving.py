@@ -20,6 +20,7 @@ from sparsestep.distributed.wire import Wire, joined
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.ids import Options, Saved
 from sparsestep.optimizer.state import in_dtype
+from sparsestep.surroundings import stack
 
 FRESH = -1  # instead of a stored row: one that begins anew
 _NO_ROW = -2  # none of the table's: ranks have equally many
@@ -126,7 +127,7 @@ def _entries(wire: Wire, layout: Layout, part: Part, now: int) -> Tensor:
     in_use = (row >= layout.shared) & (row < used[lane])
     ids, counts, seen = part.rows[in_use].unbind(1)
     seen = now - (times[lane[in_use]] - seen)  # as long ago as it was for its rank
-    entries = torch.stack([ids, counts, seen, numbers[in_use]], 1)
+    entries = stack([ids, counts, seen, numbers[in_use]]).t().contiguous()
     return joined(wire.deal(entries, owner_of(ids, wire.world)).pieces)
 
 
@@ -157,7 +158,7 @@ def _candidates(wire: Wire, layout: Layout, part: Part) -> Tensor:
     is_one = before >= 0
     ids, counts = part.candidates[is_one].unbind(1)
     order = before[is_one] * layout.lanes + layout.lanes - 1 - lane[is_one]
-    entries = torch.stack([ids, counts, order], 1)
+    entries = stack([ids, counts, order]).t().contiguous()
     found = joined(wire.deal(entries, owner_of(ids, wire.world)).pieces)
     return found[found[:, 2].argsort(descending=True), :2]
 

@@ -19,6 +19,7 @@ from sparsestep.nn.attached import Table, drawn
 from sparsestep.nn.growing import Spare, prepare_growth
 from sparsestep.nn.ids import Ids, Saved
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
+from sparsestep.surroundings import stack
 
 # New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
 SEED_BITS = 40
@@ -296,7 +297,7 @@ def _owned(theirs: Saved, wire: Wire, shared: int) -> Saved:
 
 def _told_apart(saved: Saved) -> int:
     """A number that is another for other ids, rows or counts, and no negative one."""
-    pairs = torch.stack([saved.ids, saved.counts], 1)[: saved.used]
+    pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
     places = torch.arange(1, len(pairs) + 1).unsqueeze(1)
     bits = (pairs ^ (pairs >> 29)) * 0x1F83D9ABFB41BD6B + places
     bits = (bits ^ (bits >> 32)) * places

@@ -49,8 +49,8 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         The same model.
 
     Raises:
-        InputError: a name in ``only`` is not a module of the model, or a table belongs to a model that
-            ``DistributedDataParallel`` has wrapped already; nothing has changed.
+        InputError: a name in ``only`` is not a module of the model, or a table belongs to a model
+            that ``DistributedDataParallel`` has wrapped already; nothing has changed.
 
     Example:
         >>> import sparsestep

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, sentence, usable
 from sparsestep.memory import parameters
 from sparsestep.memory.files import file_of
 from sparsestep.nn.attached import AnyOptimizer, Init, Table, ours, weight_of
@@ -93,6 +93,10 @@ def prepare_growth(
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
         contract = f"grow: rows must be a whole number, at least the {have} that there are"
         raise InputError(sentence(contract, repr(rows)))
+    given: Any = init
+    if given is not None and not callable(given):
+        contract = "grow: init must be a function that fills a tensor of rows in place"
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
     if weight.grad is not None:
         contract = "grow: a table that grows must have no gradient, which is for fewer rows"
         raise InputError(sentence(contract, "one", "Call zero_grad() first"))
@@ -107,10 +111,10 @@ def prepare_growth(
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:
         return lambda: None
-    with speaking("grow"):
+    with speaking("grow"), usable("rows must be as many as memory can hold"):
         others = [prepare_to_grow(optimizer, weight, rows, first) for optimizer in known]
-    with torch.no_grad(), without_torch_function():
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    with torch.no_grad(), without_torch_function():
         (nn.init.normal_ if init is None else init)(new[first:end])
         new[:first] = weight[:first]
         new[end:] = 0

@@ -68,16 +68,17 @@ class UserOptimizer(RuleOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which has to have every option without a default."""
-        _known = self._options
-        if isinstance(param_group, dict):
-            known = {**self.defaults, **param_group}
+        given: Any = param_group
+        if not isinstance(given, dict):
+            return super().add_param_group(given)  # raises as torch does
+        known = {**self.defaults, **param_group}
         missing = [name for name in self._required if name not in known]
         if missing:
             contract = f"{self._rule.name} needs {', '.join(missing)}"
             got = ", ".join(name for name in self._options if name in known) or "no options"
             remedy = "Pass it by name, or give every param group its own"
             raise InputError(sentence(contract, got, remedy))
-        super().add_param_group(param_group)
+        return super().add_param_group(param_group)
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import pages
 from sparsestep.memory.files import MappedFile, about_to_write, file_of, written
+from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.catching_up import row_numbers
 from sparsestep.storage import journal
@@ -64,7 +65,7 @@ def save(
         ...     load(f"{folder}/checkpoint", items, optimizer)
         {'step': 2}
     """
-    _check_kinds("save", model, optimizer)
+    check_model_and_optimizer("save", model, optimizer)
     _check_extra(extra)
     folder = Path(os.path.abspath(path))
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         ...     load(f"{folder}/checkpoint", items, optimizer)
         'before the first step'
     """
-    _check_kinds("load", model, optimizer)
+    check_model_and_optimizer("load", model, optimizer)
     folder = Path(os.path.abspath(path))
     manifest = journal.read_manifest(folder)
     if manifest is None:
@@ -328,17 +329,6 @@ def _compact_now_and_then(folder: Path, manifest: Manifest) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise  # with a full disk it is left for later: the checkpoint is there
-
-
-def _check_kinds(who: str, model: Any, optimizer: Any) -> None:
-    """Refuse what is no model or no optimizer of ours, in whatever order they came."""
-    if not isinstance(model, nn.Module):
-        contract = f"{who}: the model must be an nn.Module"
-        raise InputError(sentence(contract, type(model).__name__))
-    if not isinstance(optimizer, RuleOptimizer):
-        contract = f"{who}: the optimizer must be one of sparsestep"
-        kind = type(optimizer)
-        raise InputError(sentence(contract, f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def _check_extra(extra: Any) -> None:
