@@ -169,20 +169,20 @@ def step_again(
         not in the usual form.
     """
     assert core is not None
-    told = before.told
-    if len(groups) != len(told):
+    told, recorded, made = before
+    if recorded and len(groups) != len(told):
         return False
-    for index, settings in before.recorded:
+    for index, settings in recorded:
         values, _, masked = told[index]
         found = recorded_again(values, settings, groups[index], state)
         if found is None:
             return False
-        before.made.append(found)
+        made.append(found)
         if found.asks_for_float32:
             return False
         told[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
     is_done = core.step_again(isa.index, groups, told, state, known, threads)
-    if is_done:
-        before.made.clear()
+    if is_done and recorded:
+        made.clear()
     return is_done

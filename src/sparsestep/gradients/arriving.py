@@ -60,24 +60,26 @@ class Pending(NamedTuple):
 
 # References to the sources, by parameter. Neither is kept alive: a source knows its parameters.
 # Where there are none, a step does not even call ``arrive``.
-elsewhere: Any = WeakTensorKeyDictionary()
+_sources: Any = WeakTensorKeyDictionary()
+# What it has inside: a dict says at once, and in every step, whether there is anything.
+elsewhere: dict[Any, Any] = _sources.data
 
 
 def register(param: Tensor, source: Source) -> None:
     """Have the gradient of a parameter arrive from a source."""
-    elsewhere[param] = ref(source, _purge)
+    _sources[param] = ref(source, _purge)
 
 
 def _purge(dead: ref[Source]) -> None:
     """Forget the parameters of a source that is no more."""
     if elsewhere:
-        for param in [param for param, source in elsewhere.items() if source is dead]:
-            del elsewhere[param]
+        for param in [param for param, source in _sources.items() if source is dead]:
+            del _sources[param]
 
 
 def source_of(param: Tensor) -> Source | None:
     """Where the gradient of a parameter arrives from; ``None`` of an ordinary one."""
-    found = elsewhere.get(param) if elsewhere else None
+    found = _sources.get(param) if elsewhere else None
     return None if found is None else found()
 
 
@@ -180,7 +182,7 @@ def read_otherwise() -> InputError:
 
 def summon(grad: Tensor) -> None:
     """Bring a gradient here that somebody reads; all processes do."""
-    for param in list(elsewhere):
+    for param in list(_sources):
         if param.grad is grad:
             arrive([param])
             return
