@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.table import same_bits
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
+from tests.distributed.conftest import Once
 from tests.distributed.pair import run_ranks
 from tests.distributed.shard_cases import STEPS, Tables, put_together
 from tests.distributed.shard_checkpoints import (
@@ -31,17 +32,20 @@ from tests.distributed.shard_checkpoints import (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, dict[str, Any]]]:
+def runs(once: Once) -> tuple[Path, dict[Any, dict[str, Any]]]:
     """One process saves, two ranks, and three; each loads what the others have saved."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_half(folder, 0, 1)
-    results = run_ranks("tests.distributed.shard_checkpoints", folder, 3)
-    found: dict[Any, dict[str, Any]] = {}
-    for key in results[0]:
-        found[key] = put_together([each[key] for each in results if key in each], key[1])
-    for saved_by in (1, 2, 3):
-        found.update(load_half(folder, 0, 1, saved_by))
-    return folder, found
+
+    def run(folder: Path) -> tuple[Path, dict[Any, dict[str, Any]]]:
+        save_half(folder, 0, 1)
+        results = run_ranks("tests.distributed.shard_checkpoints", folder, 3)
+        found: dict[Any, dict[str, Any]] = {}
+        for key in results[0]:
+            found[key] = put_together([each[key] for each in results if key in each], key[1])
+        for saved_by in (1, 2, 3):
+            found.update(load_half(folder, 0, 1, saved_by))
+        return folder, found
+
+    return cast("tuple[Path, dict[Any, dict[str, Any]]]", once("checkpoints", run))
 
 
 def assert_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

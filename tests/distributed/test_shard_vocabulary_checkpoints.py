@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("needs gloo", allow_module_level=True)
 
 from sparsestep.distributed.owners import owner_of
+from tests.distributed.conftest import Once
 from tests.distributed.pair import run_ranks
 from tests.distributed.shard_vocabulary_checkpoints import (
     CASES,
@@ -38,15 +39,18 @@ WORLDS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
+def runs(once: Once) -> tuple[Path, list[Found]]:
     """One process saves, two ranks, and three; each loads what the others have saved."""
-    folder = tmp_path_factory.mktemp("vocabularies")
-    alone = save_half(folder, "plain", 0, 1)
-    ranks: list[Any] = run_ranks("tests.distributed.shard_vocabulary_checkpoints", folder, 3)
-    for saved_by in WORLDS:
-        alone.update(load_half(folder, "plain", 0, 1, saved_by))
-    ranks[0].update(alone)
-    return folder, ranks
+
+    def run(folder: Path) -> tuple[Path, list[Found]]:
+        alone = save_half(folder, "plain", 0, 1)
+        ranks: list[Any] = run_ranks("tests.distributed.shard_vocabulary_checkpoints", folder, 3)
+        for saved_by in WORLDS:
+            alone.update(load_half(folder, "plain", 0, 1, saved_by))
+        ranks[0].update(alone)
+        return folder, ranks
+
+    return cast("tuple[Path, list[Found]]", once("vocabularies", run))
 
 
 def of_all(ranks: list[Found], key: Any, what: str = "ids") -> Found:
