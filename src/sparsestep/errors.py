@@ -28,7 +28,7 @@ class InputError(ValueError, RuntimeError):
 
 
 class RangeError(InputError, IndexError):
-    """An id is no row of its table. As with torch's embeddings it is an ``IndexError``, too."""
+    """An id is out of range for its table. It is an ``IndexError``, too, as torch's error is."""
 
 
 class SlowWarning(UserWarning):
