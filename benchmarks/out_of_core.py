@@ -5,14 +5,15 @@
 Every contestant is a process of its own, in a memory cgroup (page cache included) where this
 script may make one. Throughput is by the clock, of the last half of the batches.
 
+A table is "apart", with its state in files beside it, or "together", with the state of a row after
+the row.
+
 *zipf*: 4,096 bags of 16 ids, an EmbeddingBag, three layers, Adam. The same loop in memory is on a
 table that fits, with the same ids modulo its rows. Ids are by rank, as in a vocabulary that is
 sorted by frequency, or shuffled.
 
 *uniform*: 1,024 ids a batch, each somewhere else, beginning with a cold page cache: the files were
 written to the disk and given up with posix_fadvise(POSIX_FADV_DONTNEED).
-
-*together*: whether parameter and state of a row had better lie together in one file, on 3 GB.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -97,9 +97,11 @@ def chill(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prepare(folder: Path, rows: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def prepare(folder: Path, rows: int, kind: str) -> None:
+    if kind == "together":
+        sparsestep.storage.mapped(folder / kind, (rows, DIM), optimizer=sparsestep.Adam)
+        fill(folder / kind, 1e-3)
+        return
     for name in ("table", *STATE):
         sparsestep.storage.mapped(folder / name, (rows, DIM))
         fill(folder / name, 1e-3)
@@ -108,9 +110,11 @@ def prepare(folder: Path, rows: int) -> None:
 def tables(kind: str, folder: Path, rows: int) -> tuple[Tensor, list[Tensor]]:
     """A table and its state, as a contestant has them."""
     shape, paths = (rows, DIM), [folder / name for name in ("table", *STATE)]
-    if kind == "joined, prefetch":
-        table = sparsestep.storage.mapped(folder / "joined", (rows, 3 * DIM))
-        found = list(table.split(DIM, dim=1))
+    if kind.startswith("together"):
+        table = sparsestep.storage.mapped(folder / "together", shape)
+        file = file_of(table)
+        assert file is not None
+        found = [table, *map(file.tensor, STATE)]
     elif kind == "memory":
         found = [torch.full(shape, 1e-3) for _ in paths]
     elif kind.startswith("from_file"):
@@ -174,9 +178,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     optimizer.state[next(model.parameters())] = {"step": torch.tensor(1.0), **record}
     loader: Any = (ids % rows for ids in batches)
     if kind.endswith("prefetch"):
-        asked = table if table.is_contiguous() else table._base
-        assert asked is not None
-        loader = sparsestep.storage.prefetching(loader, {asked: lambda ids: ids}, ahead=2)
+        loader = sparsestep.storage.prefetching(loader, {table: lambda ids: ids}, ahead=2)
     speed = train(model, optimizer, loader, options.batches)
     return {"batches per second": speed, "peak GB": peak(group), "group": group}
 
@@ -198,21 +200,21 @@ def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict
     return found
 
 
-def together(options: argparse.Namespace) -> None:
-    """Parameter and state in one file, row by row, against three files; uniform and cold."""
-    options = argparse.Namespace(**vars(options))
-    options.folder, options.rows = str(Path(options.folder) / "together"), 4_000_000
-    folder = Path(options.folder) / "tables"
-    prepare(folder, options.rows)
-    sparsestep.storage.mapped(folder / "joined", (options.rows, 3 * DIM))
-    fill(folder / "joined", 1e-3)
-    ratios = []
-    for _ in range(3):
-        kinds = ("mapped, prefetch", "joined, prefetch")
-        apart, joined = (run(kind, "uniform", 60, options) for kind in kinds)
-        ratios.append(joined["batches per second"] / apart["batches per second"])
-    print(f"together: {statistics.median(ratios):.2f} times as fast")
-    shutil.rmtree(options.folder)
+def compare_zipf(kind: str, options: argparse.Namespace) -> None:
+    kinds = ("memory", f"{kind}, prefetch")
+    speeds = [run(each, "zipf", options.batches, options) for each in kinds]
+    there, here = (found["batches per second"] for found in speeds)
+    print(f"zipf {options.exponent}, {kind}: {here / there:.2f} of the same loop in memory")
+
+
+def compare_uniform(kind: str, options: argparse.Namespace) -> None:
+    counts = {f"{kind}, prefetch": 60}
+    if kind == "apart":
+        counts = {"from_file": 2, "from_file, random": 20, "apart": 20, **counts}
+    speeds = [run(each, "uniform", count, options) for each, count in counts.items()]
+    if kind == "apart":
+        ratio = speeds[-1]["batches per second"] / speeds[0]["batches per second"]
+        print(f"uniform, cold: {ratio:.1f} times torch.from_file")
 
 
 def main() -> None:
@@ -224,7 +226,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--shuffled", action="store_true")
-    parser.add_argument("--only", choices=["zipf", "uniform", "together"])
+    parser.add_argument("--only", choices=["zipf", "uniform"])
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -233,25 +235,20 @@ def main() -> None:
         print(json.dumps(work(options)))
         return
     folder = Path(options.folder) / "tables"
-    if options.only != "together":
-        if not (options.keep and folder.exists()):
-            prepare(folder, options.rows)
+    for kind in ("apart", "together"):
+        there = folder / ("table" if kind == "apart" else kind)
+        if not (options.keep and there.exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            prepare(folder, options.rows, kind)
         size = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) / 1e9
-        print(f"{size:.1f} GB on the disk")
-    if options.only in (None, "zipf"):
-        kinds = ("memory", "mapped", "mapped, prefetch")
-        speeds = [run(kind, "zipf", options.batches, options) for kind in kinds]
-        there, _, here = (found["batches per second"] for found in speeds)
-        print(f"zipf {options.exponent}: {here / there:.2f} of the same loop in memory")
-    if options.only in (None, "uniform"):
-        counts = {"from_file": 2, "from_file, random": 20, "mapped": 20, "mapped, prefetch": 60}
-        speeds = [run(kind, "uniform", count, options) for kind, count in counts.items()]
-        plain, *_, here = (found["batches per second"] for found in speeds)
-        print(f"uniform, cold: {here / plain:.1f} times torch.from_file")
+        print(f"{kind}: {size:.1f} GB on the disk", flush=True)
+        if options.only != "uniform":
+            compare_zipf(kind, options)
+        if options.only != "zipf":
+            compare_uniform(kind, options)
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.only in (None, "together"):
-        together(options)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ struct Integers {
     bool is_short;
 };
 
-// A lookup in a table of [rows, columns], contiguous. Nothing of it has been checked but that the
-// memory is there. Without pooling each id is a bag of its own.
+// A lookup in a table of [rows, columns], each row contiguous. Nothing of it has been checked but
+// that the memory is there. Without pooling each id is a bag of its own.
 struct LookupWork {
     const void* table;
     Dtype dtype;
     int64_t rows, columns;
+    int64_t row_stride;  // in elements
     Integers ids;
     int64_t id_count;
     Integers starts;      // where each bag begins; no data: all bags are of one length

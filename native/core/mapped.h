@@ -13,6 +13,7 @@
 
 #if defined(__linux__)
 #include <fcntl.h>
+#include <unistd.h>
 #endif
 
 namespace sparsestep {
@@ -51,22 +52,57 @@ inline std::vector<PageRun> unknown_pages(const RowsInFile& of, const uint8_t* k
     return runs;
 }
 
-// Has the file system hold blocks ready for rows that are about to be written, so that the disk
-// cannot turn out to be full while they are. An errno, or 0; a file system that has no such call is
-// left to itself.
-inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
-    for (const PageRun& run : unknown_pages(of, known)) {
+inline int64_t pages_of(const RowsInFile& of) {
+    return (of.offset + of.count * of.row_bytes + of.page_bytes - 1) / of.page_bytes;
+}
+
+// The first page from this one on that has no blocks, as far as the file system tells: a table that
+// was filled once has them all, and to ask for each would take longer than to write it.
+inline int64_t blocks_end(int file, int64_t page, int64_t page_bytes) {
 #if defined(__linux__)
-        int error;
-        do {
-            const int64_t begin = run.first * of.page_bytes, size = run.pages * of.page_bytes;
-            error = fallocate(file, FALLOC_FL_KEEP_SIZE, begin, size) ? errno : 0;
-        } while (error == EINTR);
-        if (error && error != EOPNOTSUPP) return error;
+    return lseek(file, page * page_bytes, SEEK_HOLE) / page_bytes;
 #else
-        (void)file;
+    (void)file, (void)page_bytes;
+    return page;
 #endif
-        std::fill_n(known + run.first, run.pages, uint8_t(1));
+}
+
+// Has the file system hold blocks ready for bytes of a file. An errno, or 0; a file system that has
+// no such call is left to itself.
+inline int hold_ready(int file, int64_t begin, int64_t size) {
+    int error = 0;
+#if defined(__linux__)
+    do {
+        error = fallocate(file, FALLOC_FL_KEEP_SIZE, begin, size) ? errno : 0;
+    } while (error == EINTR);
+#else
+    (void)file, (void)begin, (void)size;
+#endif
+    return error == EOPNOTSUPP ? 0 : error;
+}
+
+// Has blocks held ready for rows that are about to be written, so that the disk cannot turn out to
+// be full while they are. An errno, or 0.
+inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
+    const int64_t page_count = pages_of(of);
+    for (PageRun run : unknown_pages(of, known)) {
+        const int64_t end = run.first + run.pages;
+        while (run.first < end) {
+            if (known[run.first]) {  // by now
+                ++run.first;
+                continue;
+            }
+            int64_t pages = std::min(page_count, blocks_end(file, run.first, of.page_bytes));
+            pages -= run.first;
+            if (pages <= 0) {
+                pages = end - run.first;
+                const int error =
+                    hold_ready(file, run.first * of.page_bytes, pages * of.page_bytes);
+                if (error) return error;
+            }
+            std::fill_n(known + run.first, pages, uint8_t(1));
+            run.first += pages;
+        }
     }
     return 0;
 }

@@ -17,11 +17,13 @@ struct View {
     int64_t element_stride;
 };
 
-// A state tensor of one byte for each element: codes, contiguous, and a scale for each slot.
-// What they stand for is said in src/sparsestep/contract/int8.py.
+// A state tensor of one byte for each element: codes, and a scale for each slot. Strides are from
+// slot to slot. What they stand for is said in src/sparsestep/contract/int8.py.
 struct Codes {
     int8_t* data;
+    int64_t stride;
     float* scale;
+    int64_t scale_stride;
     bool is_signed;
 };
 

@@ -56,11 +56,11 @@ struct CodedRows {
 
     SPARSESTEP_INLINE T* load(int64_t row, int64_t offset, int64_t count, T* tile) const {
         const int64_t n = fixed ? fixed : count;
-        const int8_t* const from = codes.data + row * block + offset;
+        const int8_t* const from = codes.data + row * codes.stride + offset;
         if (codes.is_signed) {
-            decode<true>(from, codes.scale[row], n, tile);
+            decode<true>(from, scale_of(row), n, tile);
         } else {
-            decode<false>(from, codes.scale[row], n, tile);
+            decode<false>(from, scale_of(row), n, tile);
         }
         return tile;
     }
@@ -75,7 +75,7 @@ struct CodedRows {
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        const char* const at = reinterpret_cast<const char*>(codes.data + row * block);
+        const char* const at = reinterpret_cast<const char*>(codes.data + row * codes.stride);
         const int64_t length = fixed ? fixed : block;
         const int64_t bytes = length < prefetch_bytes ? length : prefetch_bytes;
         for (int64_t byte = 0; byte < bytes; byte += cache_line) {
@@ -83,10 +83,14 @@ struct CodedRows {
         }
         // The row need not begin with a cache line, so its end may be in one more.
         if (fixed % cache_line || !fixed) __builtin_prefetch(at + bytes - 1, 0, 2);
-        __builtin_prefetch(codes.scale + row, 0, 2);
+        __builtin_prefetch(&scale_of(row), 0, 2);
     }
 
 private:
+    SPARSESTEP_INLINE float& scale_of(int64_t row) const {
+        return codes.scale[row * codes.scale_stride];
+    }
+
     template <bool is_signed>
     SPARSESTEP_INLINE static void decode(const int8_t* __restrict from, float scale, int64_t n,
                                          T* __restrict tile) {
@@ -102,11 +106,11 @@ private:
 
     template <bool is_signed>
     SPARSESTEP_INLINE void encode(int64_t row, int64_t columns, const T* values) const {
-        int8_t* const to = codes.data + row * block;
+        int8_t* const to = codes.data + row * codes.stride;
         const int32_t largest = largest_size(values, fixed ? fixed : columns);
         if (largest >= bits_as<int32_t>(std::numeric_limits<float>::infinity())) {
             // One number that is none makes the whole row so.
-            codes.scale[row] = std::numeric_limits<float>::quiet_NaN();
+            scale_of(row) = std::numeric_limits<float>::quiet_NaN();
             std::memset(to, 0, size_t(columns));
             return;
         }
@@ -114,7 +118,7 @@ private:
         constexpr int32_t last = is_signed ? 16 : 32;
         int32_t exponent = (largest + (1 << (exponent_shift - 2))) >> exponent_shift;
         exponent = exponent > last ? exponent : last + 1;  // else the scale is no normal number
-        codes.scale[row] = bits_as<float>((exponent - last) << exponent_shift);
+        scale_of(row) = bits_as<float>((exponent - last) << exponent_shift);
         const float inverse = bits_as<float>((254 + last - exponent) << exponent_shift);
 
         const int64_t tiles = fixed ? 1 : (columns + tile_size - 1) / tile_size;

@@ -76,6 +76,7 @@ public:
         : work_(work),
           table_(static_cast<const Stored*>(work.table)),
           columns_(work.columns),
+          stride_(work.row_stride),
           padding_(work.padding) {}
 
     // The ids [begin, end) of one bag. Rows up to `known` may be asked for in advance.
@@ -100,7 +101,7 @@ public:
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        prefetch_row(table_ + row * columns_, columns_ * int64_t(sizeof(Stored)));
+        prefetch_row(table_ + row * stride_, columns_ * int64_t(sizeof(Stored)));
     }
 
 private:
@@ -115,7 +116,7 @@ private:
         for (int64_t i = begin_; i < end_; ++i) {
             if (column == 0 && i + rows_ahead < known_) prefetch(positions[i + rows_ahead]);
             const int64_t id = positions[i];
-            if (id != padding_) add(table_ + id * columns_ + column, id, i);
+            if (id != padding_) add(table_ + id * stride_ + column, id, i);
         }
     }
 
@@ -223,7 +224,7 @@ private:
 
     const LookupWork& work_;
     const Stored* const table_;
-    const int64_t columns_, padding_;
+    const int64_t columns_, stride_, padding_;
     int64_t bag_, begin_, end_, known_, counted_;  // of the bag at hand
 };
 
@@ -231,21 +232,23 @@ private:
 class Copy {
 public:
     explicit Copy(const LookupWork& work)
-        : work_(work), bytes_(work.columns * bytes_of(work.dtype)) {}
+        : work_(work),
+          bytes_(work.columns * bytes_of(work.dtype)),
+          stride_(work.row_stride * bytes_of(work.dtype)) {}
 
     void run(int64_t bag, int64_t begin, int64_t, int64_t known) {
         if (begin + rows_ahead < known) prefetch(work_.positions[begin + rows_ahead]);
         const char* const row =
-            static_cast<const char*>(work_.table) + work_.positions[begin] * bytes_;
+            static_cast<const char*>(work_.table) + work_.positions[begin] * stride_;
         std::memcpy(static_cast<char*>(work_.output) + bag * bytes_, row, size_t(bytes_));
     }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        prefetch_row(static_cast<const char*>(work_.table) + row * bytes_, bytes_);
+        prefetch_row(static_cast<const char*>(work_.table) + row * stride_, bytes_);
     }
 
 private:
     const LookupWork& work_;
-    const int64_t bytes_;
+    const int64_t bytes_, stride_;
 };
 
 // Moves what is no padding to the front, with the bag of each; how many these are.

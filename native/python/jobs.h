@@ -37,16 +37,18 @@ bool read_view(nb::handle tensor, int64_t rows, int64_t block, View& to) {
 bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Codes& to) {
     const Names& name = names();
     for (nb::handle tensor : {codes, scale}) {
-        if (get(tensor, name.is_cpu).ptr() != Py_True || !is_true(tensor, name.is_contiguous)) {
-            return false;
-        }
+        if (get(tensor, name.is_cpu).ptr() != Py_True) return false;
     }
     const bool fits = numel(codes) == job.slots * job.block && numel(scale) == job.slots;
     if (!fits || get(codes, name.dtype).ptr() != name.int8 || dtype_code(scale) != 2) {
         throw nb::value_error("codes must be int8 with a float32 scale for each row");
     }
-    to.data = static_cast<int8_t*>(address(codes));
-    to.scale = static_cast<float*>(address(scale));
+    const auto where = place(codes, job.slots, job.block), of_scale = place(scale, job.slots, 1);
+    if (!where || !of_scale || where->across != 1) return false;
+    to.data = static_cast<int8_t*>(where->data);
+    to.stride = where->down;
+    to.scale = static_cast<float*>(of_scale->data);
+    to.scale_stride = of_scale->down;
     return job.block <= max_coded_block;
 }
 
@@ -210,7 +212,7 @@ private:
         PyObject* const memory = find(known, id);
         Plain own;
         // Seen already: a parameter that is given twice.
-        if (!names().exchange || !memory || contains(seen, id) || !own.read(param) ||
+        if (!names().exchange || !memory || contains(seen, id) || !own.read_rows(param) ||
             own.dl.dims == 0 || own.numel() == 0 || nb::len(memory) < 2 ||
             nb::handle(memory)[0].ptr() != param.ptr() ||
             !is_address(nb::handle(memory)[1], own.data()) || is_true(param, names().is_neg)) {
@@ -247,7 +249,7 @@ private:
             const bool per_row = s >= rule.states;
             PyObject* tensor = find(record, group.names[size_t(s)]);
             Plain read;
-            if (!tensor || !read.read(tensor)) return false;
+            if (!tensor || !read.read_rows(tensor)) return false;
             if (!is_address(memory[size_t(2 + s)], read.data())) return false;
             const auto view = read.view(per_row ? 1 : job.block);
             if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;

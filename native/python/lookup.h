@@ -52,14 +52,16 @@ struct Asked {
     bool read(nb::tuple asked) {
         const nb::object weight = asked[0], ids = asked[1];
         Plain table, which;
-        if (!table.read(weight) || table.dl.dims != 2 || !table.dtype() || table.numel() == 0 ||
-            !read_integers(ids, which, work.ids) || is_true(weight, names().is_neg)) {
+        if (!table.read_rows(weight) || table.dl.dims != 2 || !table.dtype() ||
+            table.numel() == 0 || !read_integers(ids, which, work.ids) ||
+            is_true(weight, names().is_neg)) {
             return false;
         }
         work.table = table.data();
         work.dtype = *table.dtype();
         work.rows = table.dl.shape[0];
         work.columns = table.dl.shape[1];
+        work.row_stride = table.row_stride();
         work.id_count = which.numel();
         work.pooling = Pooling(nb::cast<int>(asked[5]));
         work.padding = nb::cast<int64_t>(asked[6]);

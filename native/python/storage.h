@@ -25,14 +25,10 @@ RowsInFile rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64
     return {integers(rows), numel(rows), count, row_bytes, offset, page_bytes};
 }
 
-int64_t pages_in(const RowsInFile& of) {
-    return (of.offset + of.count * of.row_bytes + of.page_bytes - 1) / of.page_bytes;
-}
-
 int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
                      int64_t page_bytes, int file, nb::object known) {
     const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
-    uint8_t* const map = map_of(known, pages_in(of));
+    uint8_t* const map = map_of(known, pages_of(of));
     nb::gil_scoped_release release;
     return reserve_rows(of, file, map);
 }
@@ -40,7 +36,7 @@ int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t 
 int64_t run_prefetch_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
                           int64_t page_bytes, uintptr_t memory, nb::object known) {
     const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
-    uint8_t* const map = map_of(known, pages_in(of));
+    uint8_t* const map = map_of(known, pages_of(of));
     nb::gil_scoped_release release;
     return prefetch_rows(of, reinterpret_cast<char*>(memory), map);
 }

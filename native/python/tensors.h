@@ -160,26 +160,37 @@ int dtype_code(nb::handle tensor) {
     return code;
 }
 
-// The tensor as [rows, block]; nothing if it is elsewhere, of another kind, or no two strides
-// describe it.
-std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
-    const Names& name = names();
-    const int code = dtype_code(tensor);
-    if (code == 4 || get(tensor, name.is_cpu).ptr() != Py_True) return std::nullopt;
-    if (call(tensor, name.is_contiguous).ptr() == Py_True) {
+// Where the elements of [rows, block] lie: strides in elements.
+struct Place {
+    void* data;
+    int64_t down, across;
+};
+
+// The memory of a tensor of the CPU as [rows, block]; nothing if no two strides describe it.
+std::optional<Place> place(nb::handle tensor, int64_t rows, int64_t block) {
+    if (is_true(tensor, names().is_contiguous)) {
         if (numel(tensor) != rows * block) throw nb::value_error("a tensor of another size");
-        return View{address(tensor, rows * block), Dtype(code), block, 1};
+        return Place{address(tensor, rows * block), block, 1};
     }
     try {
         const nb::object strides = tensor.attr("view")(rows, block).attr("stride")();
         const int64_t down = nb::cast<int64_t>(strides[0]), across = nb::cast<int64_t>(strides[1]);
         const bool empty = rows <= 0 || block <= 0;
         const int64_t reach = empty ? 0 : (rows - 1) * down + (block - 1) * across + 1;
-        return View{address(tensor, reach), Dtype(code), down, across};
+        return Place{address(tensor, reach), down, across};
     } catch (nb::python_error& error) {
         if (!error.matches(PyExc_RuntimeError)) throw;
         return std::nullopt;
     }
+}
+
+// The same as numbers; nothing either if it is elsewhere or of another kind.
+std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
+    const int code = dtype_code(tensor);
+    if (code == 4 || get(tensor, names().is_cpu).ptr() != Py_True) return std::nullopt;
+    const std::optional<Place> found = place(tensor, rows, block);
+    if (!found) return std::nullopt;
+    return View{found->data, Dtype(code), found->down, found->across};
 }
 
 // A tensor in the usual form: plain, strided, contiguous, on the CPU.
@@ -187,7 +198,11 @@ struct Plain {
     DlTensor dl;
 
     // False for anything else.
-    bool read(nb::handle tensor) {
+    bool read(nb::handle tensor) { return read_rows(tensor) && are_rows_together(); }
+
+    // The same, but its rows may lie apart, as those of a table in a file do that have their state
+    // between them.
+    bool read_rows(nb::handle tensor) {
         if (!is_plain_tensor(tensor)) return false;
         if (names().exchange->tensor(tensor.ptr(), &dl)) {
             PyErr_Clear();  // sparse, or whatever else it does not describe
@@ -196,11 +211,20 @@ struct Plain {
         if (dl.device_type != dl_cpu || dl.lanes != 1) return false;
         int64_t stride = 1;
         for (int32_t i = dl.dims; i-- > 0;) {
-            if (dl.shape[i] != 1 && dl.strides[i] != stride) return false;
+            const bool fits = i == 0 ? dl.strides[i] >= stride : dl.strides[i] == stride;
+            if (dl.shape[i] != 1 && !fits) return false;
             stride *= dl.shape[i];
         }
         return dl.data || stride == 0;  // by now, how many elements it has
     }
+    // From the first element of a row to that of the next.
+    int64_t row_stride() const { return dl.dims && dl.shape[0] != 1 ? dl.strides[0] : row_size(); }
+    int64_t row_size() const {
+        int64_t product = 1;
+        for (int32_t i = 1; i < dl.dims; ++i) product *= dl.shape[i];
+        return product;
+    }
+    bool are_rows_together() const { return row_stride() == row_size() || numel() == 0; }
     void* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
     int64_t numel() const {
         int64_t product = 1;
@@ -220,10 +244,11 @@ struct Plain {
         if (dl.bits == 64) return Dtype::float64;
         return std::nullopt;
     }
+    // As [slots, block]; nothing if it has another dtype, or rows that lie apart are no slots.
     std::optional<View> view(int64_t block) const {
         const std::optional<Dtype> type = dtype();
-        if (!type) return std::nullopt;
-        return View{data(), *type, block, 1};
+        if (!type || (block != row_size() && !are_rows_together())) return std::nullopt;
+        return View{data(), *type, block == row_size() ? row_stride() : block, 1};
     }
 };
 

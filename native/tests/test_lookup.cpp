@@ -16,14 +16,16 @@ struct Bags {
     std::vector<float> table, factors, output;
     std::vector<int64_t> positions, source, winners, counted;
     LookupWork work{};
+    int64_t stride;
 
+    // Rows lie apart, or not.
     Bags(int64_t bags, int64_t columns, Pooling pooling, int64_t padding, bool is_short,
          bool has_end)
-        : starts{0} {
+        : starts{0}, stride(columns + columns % 16) {
         for (int64_t bag = 0; bag < bags; ++bag) starts.push_back(starts.back() + bag % 7);
         ids = random_positions(starts.back(), rows, unsigned(bags + columns));
         short_ids.assign(ids.begin(), ids.end());
-        for (int64_t i = 0; i < rows * columns; ++i) table.push_back(0.37f * float(i % 101) - 9);
+        for (int64_t i = 0; i < rows * stride; ++i) table.push_back(0.37f * float(i % 101) - 9);
         for (size_t i = 0; i < ids.size(); ++i) factors.push_back(0.1f * float(i % 13) - 0.5f);
         output.assign(size_t(bags * columns), -1);
         positions.assign(ids.size(), -1);
@@ -34,6 +36,7 @@ struct Bags {
         work.dtype = Dtype::float32;
         work.rows = rows;
         work.columns = columns;
+        work.row_stride = stride;
         work.ids = {is_short ? static_cast<void*>(short_ids.data()) : ids.data(), is_short};
         work.id_count = int64_t(ids.size());
         work.starts = {starts.data(), false};
@@ -60,7 +63,7 @@ struct Bags {
         for (int64_t i = starts[size_t(bag)]; i < starts[size_t(bag) + 1]; ++i) {
             const int64_t id = ids[size_t(i)];
             if (id == work.padding) continue;
-            const float value = table[size_t(id * work.columns + column)];
+            const float value = table[size_t(id * stride + column)];
             if (work.pooling == Pooling::max) {
                 total = count ? std::max(total, value) : value;
             } else if (work.factors && work.padding < 0) {
@@ -98,7 +101,7 @@ void test_pooling(const Lookup lookup, int64_t bags, int64_t columns, int64_t pa
                     right &= made.output[element] == made.expected(bag, c);
                     if (pooling != Pooling::max || !count) continue;
                     const int64_t whose = made.winners[element];
-                    right &= made.table[size_t(whose * columns + c)] == made.output[element];
+                    right &= made.table[size_t(whose * made.stride + c)] == made.output[element];
                 }
             }
             check(right && found == at, "lookup of " + std::to_string(bags) + " bags, columns " +
@@ -120,7 +123,7 @@ void test_rows(const Lookup lookup, int threads) {
     bool right = found == made.work.id_count - std::count(made.ids.begin(), made.ids.end(), 3);
     for (size_t i = 0; i < made.ids.size(); ++i) {
         for (size_t c = 0; c < 20; ++c) {
-            right &= made.output[i * 20 + c] == made.table[size_t(made.ids[i]) * 20 + c];
+            right &= made.output[i * 20 + c] == made.table[size_t(made.ids[i] * made.stride) + c];
         }
     }
     for (int64_t i = 0; i < found; ++i) {

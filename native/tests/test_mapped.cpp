@@ -1,4 +1,6 @@
 // Rows of a table in a file: which pages they are, and that each is asked for once.
+#include <unistd.h>
+
 #include <cstdio>
 #include <set>
 #include <string>
@@ -43,6 +45,24 @@ void test_pages(int64_t row_bytes, int64_t offset, unsigned seed) {
     check(prefetch_rows(of, nullptr, known.data()) == 0, "nothing is left to ask for: " + what);
 }
 
+// What has blocks already is known at once, up to the next hole.
+void test_blocks() {
+    const int64_t page = 4096, count = 40, row = 2;
+    const RowsInFile of{&row, 1, count, page, 0, page};
+    std::vector<uint8_t> known(size_t(count), 0);
+    std::FILE* const file = std::tmpfile();
+    const std::vector<char> data(size_t(10 * page), 'x');
+    const bool made = file && std::fwrite(data.data(), 1, data.size(), file) == data.size() &&
+                      std::fflush(file) == 0 && ftruncate(fileno(file), count * page) == 0;
+    check(made && reserve_rows(of, fileno(file), known.data()) == 0, "reserved: blocks");
+    if (file) std::fclose(file);
+#if defined(__linux__)
+    bool right = true;
+    for (int64_t i = 0; i < count; ++i) right &= known[size_t(i)] == (i >= row && i < 10);
+    check(right, "all that has blocks is known");
+#endif
+}
+
 void test_marks() {
     const std::vector<int64_t> rows{3, 0, 3, -1, 5, INT64_MIN};
     std::vector<uint8_t> marks(5, 0);
@@ -57,6 +77,7 @@ void test_mapped() {
     test_pages(256, 4096, 2);
     test_pages(3000, 4096, 3);
     test_pages(9000, 512, 4);
+    test_blocks();
     test_marks();
 }
 

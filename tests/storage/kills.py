@@ -42,6 +42,7 @@ OPTIMIZERS: list[Callable[[Any], RuleOptimizer]] = [
     lambda params: sparsestep.Adam(params, lr=0.1),
 ]
 EVICTING, GROWING = 4, 5  # kinds with a vocabulary: rows change hands; and there come to be more
+TOGETHER = (0, EVICTING)  # kinds whose rows have room for their state
 CAPACITY, GROWN, GROWS_AT = 300, 450, 20
 
 
@@ -70,7 +71,9 @@ class Run:
         if self.kind == GROWING:  # a file has the size that it was made with
             embedding: nn.Module = nn.Embedding(capacity, DIM, sparse=True)
         else:
-            table = sparsestep.storage.mapped(folder / "table", (ROWS, DIM))
+            optimizer = OPTIMIZERS[self.kind] if self.kind in TOGETHER else None
+            path = folder / "table"
+            table = sparsestep.storage.mapped(path, (ROWS, DIM), optimizer=optimizer)
             embedding = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
         self.model = nn.Sequential(embedding, nn.Linear(DIM, 2))
         if self.kind % 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 from pathlib import Path
@@ -14,55 +15,31 @@ from torch import nn
 
 import sparsestep
 from sparsestep.storage import checkpoints, journal, load, mapped, save, writing
-from tests.storage.training import DIM, ROWS, batches, embedding, initial, state_of, table_in, train
+from tests.storage.training import (
+    DIM,
+    ROWS,
+    Run,
+    batches,
+    embedding,
+    initial,
+    same,
+    state_of,
+    table_in,
+    train,
+)
 from tests.table import WITH_DENSE, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Run:
-    """A model with a table in a file and other parameters, and what it was at checkpoints."""
-
-    def __init__(self, folder: Path, optimizer=sparsestep.Adam, **options):
-        self.folder = folder
-        self.model = nn.Sequential(embedding(table_in(folder / "table")), nn.Linear(DIM, 3))
-        nn.init.constant_(self.model[1].weight, 0.1)
-        self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
-        if options.get("semantics") == "dense":
-            self.optimizer.track(self.model)
-        self.batches = batches(0)
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(next(self.batches)).square().sum().backward()
-            self.optimizer.step()
-
-    def save(self, **more) -> None:
-        save(self.folder / "saved", self.model, self.optimizer, **more)
-
-    def load(self):
-        return load(self.folder / "saved", self.model, self.optimizer)
-
-    @property
-    def now(self) -> list[torch.Tensor]:
-        tensors = [*self.model.state_dict().values(), *state_of(self.optimizer)]
-        return [tensor.clone() for tensor in tensors]
-
-    @property
-    def journals(self) -> list[int]:
-        found = journal.read_manifest(self.folder / "saved")
-        return [sum(part.rows for part in each.parts) for each in found.journals]
+in_each_layout = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 
 
-def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return len(before) == len(after) and all(map(same_bits, before, after))
-
-
+@in_each_layout
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
 @pytest.mark.parametrize("optimizer", WITH_DENSE, ids=lambda o: o.__name__)
-def test_a_checkpoint_brings_back_what_was(optimizer, semantics, tmp_path: Path):
-    run = Run(tmp_path, optimizer, semantics=semantics)
+def test_a_checkpoint_brings_back_what_was(optimizer, semantics, together, tmp_path: Path):
+    run = Run(tmp_path, optimizer, together, semantics=semantics)
     for number in range(3):
         run.train(2)
         run.save(extra={"number": number, "random": torch.get_rng_state()})
@@ -71,19 +48,24 @@ def test_a_checkpoint_brings_back_what_was(optimizer, semantics, tmp_path: Path)
     assert not same(before, run.now)
     assert run.load()["number"] == 2
     assert same(before, run.now)
-    fresh = Run(tmp_path, optimizer, semantics=semantics)  # as another process would
-    fresh.load()
-    assert same(before, fresh.now)
-    run.batches, fresh.batches = batches(1), batches(1)
+    run.batches = batches(1)
     run.train(2)
     after = run.now
+    del run
+    gc.collect()
+    fresh = Run(tmp_path, optimizer, together, semantics=semantics)  # as another process would
     fresh.load()
+    assert same(before, fresh.now)
+    fresh.batches = batches(1)
     fresh.train(2)
     assert same(after, fresh.now)
+    names = {path.name for path in tmp_path.glob("table*")}
+    assert len(names) == 1 if together else "table" in names
 
 
-def test_only_rows_that_were_written_are_saved_again(tmp_path: Path):
-    run = Run(tmp_path)
+@in_each_layout
+def test_only_rows_that_were_written_are_saved_again(together, tmp_path: Path):
+    run = Run(tmp_path, together=together)
     run.train()
     run.save()
     assert run.journals == []
@@ -109,8 +91,9 @@ def test_only_rows_that_were_written_are_saved_again(tmp_path: Path):
     assert not same(before, run.now)
 
 
-def test_rows_written_in_backward_and_by_hand_are_saved(tmp_path: Path):
-    run = Run(tmp_path, sparsestep.RowwiseAdagrad)
+@in_each_layout
+def test_rows_written_in_backward_and_by_hand_are_saved(together, tmp_path: Path):
+    run = Run(tmp_path, sparsestep.RowwiseAdagrad, together)
     run.train()
     run.save()
     run.optimizer.zero_grad()
@@ -141,11 +124,12 @@ def test_rows_written_in_backward_and_by_hand_are_saved(tmp_path: Path):
     assert same(before, run.now)
 
 
+@in_each_layout
 @pytest.mark.parametrize("steps", [1, 4])
-def test_journals_are_written_into_the_base(tmp_path: Path, monkeypatch, steps):
+def test_journals_are_written_into_the_base(tmp_path: Path, monkeypatch, together, steps):
     monkeypatch.setattr(checkpoints, "_LEAST_BYTES", 1)
     monkeypatch.setattr(checkpoints, "_MOST_OF_BASE", 0.03 * steps)
-    run = Run(tmp_path)
+    run = Run(tmp_path, together=together)
     lengths = []
     for _ in range(12):
         run.train()
@@ -161,8 +145,9 @@ def test_journals_are_written_into_the_base(tmp_path: Path, monkeypatch, steps):
     assert set(os.listdir(tmp_path / "saved")) == named, "nothing else is left"
 
 
-def test_a_new_optimizer_begins_a_new_base(tmp_path: Path):
-    run = Run(tmp_path)
+@in_each_layout
+def test_a_new_optimizer_begins_a_new_base(together, tmp_path: Path):
+    run = Run(tmp_path, together=together)
     run.train()
     run.save()
     run.optimizer = sparsestep.Adam(run.model.parameters(), lr=0.1)
@@ -173,6 +158,35 @@ def test_a_new_optimizer_begins_a_new_base(tmp_path: Path):
     run.train()
     run.load()
     assert same(before, run.now)
+
+
+@in_each_layout
+def test_a_checkpoint_is_loaded_where_state_lies_elsewhere(together, tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    run = Run(here, together=together)
+    for _ in range(3):
+        run.train()
+        run.save()
+    before = run.now
+    run.train()
+    after = run.now
+    moved = Run(there, together=not together)
+    moved.train(2)
+    load(here / "saved", moved.model, moved.optimizer)
+    assert same(before, moved.now)
+    moved.batches = batches(0)
+    for _ in range(3):
+        next(moved.batches)
+    moved.train()
+    assert same(after, moved.now)
+    for path in (there / "saved", here / "saved"):  # a new base, whatever lies in the folder
+        save(path, moved.model, moved.optimizer)
+        assert journal.read_manifest(path).journals == []
+        moved.train()
+        load(path, moved.model, moved.optimizer)
+        assert same(after, moved.now)
 
 
 def test_a_checkpoint_elsewhere_is_whole_too(tmp_path: Path):

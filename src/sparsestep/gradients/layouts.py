@@ -48,7 +48,7 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
         found = _from_masked(param, grad)
     else:
         found = _from_tensor(param, grad)
-    return _in_rows(param, found) if by_row and param.dim() else found
+    return in_rows(param, found) if by_row and param.dim() else found
 
 
 def _from_compact(param: Tensor, grad: Compact) -> Touched:
@@ -132,7 +132,14 @@ def _mismatch(param: Tensor, grad: Tensor) -> str:
     return sentence(contract, grad.device)
 
 
-def _in_rows(param: Tensor, found: Touched) -> Touched:
+def in_rows(param: Tensor, found: Touched) -> Touched:
+    """The same gradient with rows as slots, held in part where it has single elements.
+
+    Example:
+        >>> t = in_rows(torch.zeros(3, 2), Touched(torch.tensor([3]), torch.ones(1, 1), 6, 1))
+        >>> t.positions.tolist(), t.held.tolist()
+        ([1], [[False, True]])
+    """
     rows = param.shape[0]
     if found.slots == rows:
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,24 @@ def _fallocate(descriptor: int, begin: int, size: int, of: Rows) -> int:
         unknown = (errno.EOPNOTSUPP, errno.EINVAL)
         return 0 if error.errno in unknown else error.errno or errno.EIO
     return 0
+
+
+def extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Where a file has something: begin and end, as far as the file system can tell."""
+    size = os.fstat(descriptor).st_size
+    if not hasattr(os, "SEEK_DATA"):
+        yield 0, size
+        return
+    end = 0
+    while end < size:
+        try:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing follows
+                return
+            raise
+        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        yield begin, end
 
 
 def prefetch(of: Rows, rows: Tensor, address: int, memory: mmap.mmap, known: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Tensors in memory-mapped files: parameters, and their state next to them.
+"""Tensors in memory-mapped files: parameters, and their state with them.
 
 A file starts with a page that describes it. It is sparse: rows that were never written take no disk
 space and read as zero. To other code, such a tensor is ordinary memory; this module recognizes it
@@ -11,74 +11,94 @@ is written; and it marks the rows, so that a checkpoint knows which ones are oth
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
-from sparsestep.memory import file_pages, pages
+from sparsestep.errors import sentence
+from sparsestep.memory import file_header, file_pages, pages
+from sparsestep.memory.copies import copy_data
+from sparsestep.memory.file_header import HEADER_BYTES, Header
 from sparsestep.memory.parameters import address
+from sparsestep.memory.record import TABLE, Kind, Record
 from sparsestep.torch_internals import version_of
 
-HEADER_BYTES = 4096
-_CHUNK_BYTES = 1 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_MAGIC = b"sparsestep tensor 1\n"
 
-# By the address of their first element, as long as a tensor of them lives. A step asks only
-# whether there are any.
+# By the addresses of the first elements of its tensors, as long as one of them lives. A step asks
+# only whether there are any.
 mapped_files: dict[int, weakref.ref[MappedFile]] = {}
 
 
 class MappedFile(mmap.mmap):
-    """A file with one tensor in it, mapped into memory; torch keeps it as long as that lives.
+    """A file with a table in it, mapped into memory; torch keeps it as long as a tensor lives.
 
     Attributes:
         path: where it was when it was opened.
         descriptor: of the open file.
-        shape: of the tensor.
-        dtype: of the tensor.
-        address: of its first element.
-        beside: the files of its state, by name, the latest of each.
+        header: what it says of itself.
+        record: what a row consists of.
+        address: of the table's first element.
+        beside: the files of state that is not in the rows, by name, the latest of each.
         marks: for each row whether it was written since the marks were cleared; ``None`` where
             nobody wants to know.
-        version: how often the tensor had been written when it was last seen; ``None`` where it was
+        version: how often the table had been written when it was last seen; ``None`` where it was
             not yet.
         saved_in: the checkpoint that has its rows as they were when the marks were cleared.
+        to_clear: the state in its rows that somebody has yet to set to zero; ``None`` where that
+            is not put off.
     """
 
     path: str
     descriptor: int
-    shape: torch.Size
-    dtype: torch.dtype
+    header: Header
+    record: Record
     address: int
     beside: dict[str, weakref.ref[MappedFile]]
     marks: Tensor | None
     version: int | None
     saved_in: tuple[str, int] | None
+    to_clear: set[str] | None
     reserved: Tensor
     asked: Tensor
     pages_asked: int
+    _memory: weakref.WeakValueDictionary[str, Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the table."""
+        return self.header.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the table."""
+        return self.header.dtype
 
     @property
     def rows(self) -> file_pages.Rows:
         """Where its rows lie."""
-        row_bytes = max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
-        return file_pages.Rows(self.shape[0], row_bytes, HEADER_BYTES, mmap.PAGESIZE)
+        return file_pages.Rows(self.shape[0], self.record.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
 
-    def tensor(self) -> Tensor:
-        """A tensor of its memory."""
-        count = math.prod(self.shape)
-        flat = torch.frombuffer(self, dtype=self.dtype, count=count, offset=HEADER_BYTES)
-        return flat.view(self.shape)
+    def tensor(self, name: str = TABLE) -> Tensor:
+        """The table, or the state of this name that lies in its rows."""
+        memory = self._memory.get(name)
+        if memory is None:
+            memory = memoryview(self)[HEADER_BYTES + self.record.offsets[name] :]
+            self._memory[name] = memory
+        (shape, dtype), strides = self.record.kinds[name], self.record.strides(name)
+        flat = torch.frombuffer(memory, dtype=dtype, count=len(memory) // dtype.itemsize)
+        return flat.as_strided((self.shape[0], *shape), strides)
+
+    def is_in_use(self, name: str) -> bool:
+        """Whether a tensor of this state lives."""
+        return name in self._memory
 
     def reserve(self, rows: Tensor | None) -> None:
         """Have the disk hold room ready for rows, or for all; raises where there is none."""
@@ -104,8 +124,40 @@ class MappedFile(mmap.mmap):
             file_pages.mark(rows, self.marks)
 
     def was_written_unseen(self, tensor: Tensor) -> bool:
-        """Whether another hand has written its tensor since it was last seen."""
+        """Whether another hand has written its table since it was last seen."""
         return self.version is not None and self.version != version_of(tensor)
+
+    def note_used(self, name: str) -> None:
+        """Have the file say that this state of its rows may no longer be zero."""
+        self.header = file_header.note_used(self.descriptor, self.header, [name])
+
+    def become(self, source: int | None) -> None:
+        """Have the bytes of another file that was made for the same; or nothing but zeros.
+
+        Args:
+            source: descriptor of the other file.
+        """
+        self.reserved.zero_()
+        if source is None:
+            os.ftruncate(self.descriptor, 0)
+            os.ftruncate(self.descriptor, self.header.file_bytes)
+            os.pwrite(self.descriptor, self.header.encoded(), 0)
+        else:
+            copy_data(source, self.descriptor)
+            self.header = file_header.read(self.path, self.descriptor)
+        if self.to_clear is not None:
+            self.to_clear.clear()
+
+    @contextmanager
+    def read_in_order(self) -> Iterator[None]:
+        """While it lasts, the operating system reads ahead: rows are read one after the other."""
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            self.madvise(mmap.MADV_SEQUENTIAL)
+        try:
+            yield
+        finally:
+            if hasattr(mmap, "MADV_RANDOM"):
+                self.madvise(mmap.MADV_RANDOM)
 
     def flush_to_disk(self) -> None:
         """Return when what was written is on the disk."""
@@ -114,33 +166,43 @@ class MappedFile(mmap.mmap):
 
 
 def open_file(
-    path: str | os.PathLike[str], shape: torch.Size, dtype: torch.dtype, *, anew: bool = False
+    path: str | os.PathLike[str],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    state: Mapping[str, Kind] | None = None,
+    anew: bool = False,
 ) -> MappedFile:
-    """Open a file with a tensor, or make it.
+    """Open a file with a table, or make it.
 
     Args:
         path: of the file.
-        shape: of the tensor, which a file that is there must have.
+        shape: of the table, which a file that is there must have.
         dtype: likewise.
+        state: what each row has room for; a file that is there must have room for it. ``None`` for
+            whatever that has.
         anew: make it anew, whatever is there. Tensors of a file that was there live on without it.
     """
     path = os.path.abspath(path)
+    wanted = Header(shape, dtype, dict(state or {}))
     if anew or not os.path.exists(path):
-        _make(path, shape, dtype)
+        file_header.make(path, wanted)
     descriptor = os.open(path, os.O_RDWR)
     try:
-        _check(path, descriptor, shape, dtype)
+        header = file_header.read(path, descriptor)
+        file_header.check(path, header, wanted, state)
         for file in _alive():
             if os.path.sameopenfile(file.descriptor, descriptor):
                 os.close(descriptor)
                 return file
-        file = MappedFile(descriptor, _size(shape, dtype))
+        file = MappedFile(descriptor, header.file_bytes)
     except BaseException:
         os.close(descriptor)
         raise
     file.path, file.descriptor = path, descriptor
-    file.shape, file.dtype = shape, dtype
+    file.header, file.record = header, header.record
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
+    file.to_clear, file._memory = None, weakref.WeakValueDictionary()
     weakref.finalize(file, os.close, descriptor)
     if hasattr(mmap, "MADV_RANDOM"):  # or a read of one row would read megabytes around it
         file.madvise(mmap.MADV_RANDOM)
@@ -149,8 +211,10 @@ def open_file(
         pages.zeros(torch.Size([count]), torch.bool, torch.device("cpu")) for _ in range(2)
     )
     file.pages_asked = 0
-    file.address = begin = file.tensor().data_ptr()
-    mapped_files[begin] = weakref.ref(file, lambda _: mapped_files.pop(begin, None))
+    file.address = file.tensor().data_ptr()
+    known = [file.address + offset for offset in file.record.offsets.values()]
+    reference = weakref.ref(file, lambda _: [mapped_files.pop(begin, None) for begin in known])
+    mapped_files.update(dict.fromkeys(known, reference))
     return file
 
 
@@ -161,106 +225,22 @@ def _alive() -> Iterator[MappedFile]:
             yield file
 
 
-def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    return HEADER_BYTES + math.prod(shape) * dtype.itemsize
-
-
-def _make(path: str, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Under another name first, so that a file is there as a whole or not at all."""
-    about = {"shape": list(shape), "dtype": _name(dtype)}
-    folder, name = os.path.split(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
-        os.write(descriptor, (_MAGIC + json.dumps(about).encode()).ljust(HEADER_BYTES))
-        os.ftruncate(descriptor, _size(shape, dtype))
-        os.fchmod(descriptor, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _check(path: str, descriptor: int, shape: torch.Size, dtype: torch.dtype) -> None:
-    header = os.pread(descriptor, HEADER_BYTES, 0)
-    try:
-        about: Any = json.loads(header.removeprefix(_MAGIC)) if header.startswith(_MAGIC) else None
-    except ValueError:
-        about = None
-    whole = os.fstat(descriptor).st_size
-    if about is None:
-        contract = f"{path} must be a file that mapped() has created, or not exist yet"
-        raise InputError(sentence(contract, f"another of {whole:,} bytes", "Choose another path"))
-    wanted = {"shape": list(shape), "dtype": _name(dtype)}
-    if about != wanted or whole != _size(shape, dtype):
-        contract = f"{path} must be opened with the shape and dtype that it was created with"
-        was = f"{tuple(about['shape'])} and {about['dtype']}"
-        got = f"{tuple(shape)} and {_name(dtype)} instead of {was}"
-        raise InputError(sentence(contract, got))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def file_of(tensor: Tensor) -> MappedFile | None:
-    """The file that a tensor is, all of it; ``None`` for any other tensor."""
+    """The file that has a tensor, all of it, as its table or as state in its rows; or ``None``."""
     if not mapped_files:
         return None
-    found = mapped_files.get(address(tensor))
+    begin = address(tensor)
+    found = mapped_files.get(begin)
     file = None if found is None else found()
-    if file is None or tensor.numel() != math.prod(file.shape) or not tensor.is_contiguous():
-        return None
-    return file
-
-
-def full_beside(
-    param: Tensor, name: str, shape: torch.Size, value: complex, dtype: torch.dtype
-) -> Tensor | None:
-    """State in a file beside its parameter's; ``None`` where that is no file.
-
-    Args:
-        param: the parameter.
-        name: of the state, by which its file is called.
-        shape: of the state.
-        value: of every element; any other than zero has to be written, and then takes room.
-        dtype: of the state.
-    """
-    file = file_of(param)
     if file is None:
         return None
-    found = open_file(f"{file.path}.{name}", shape, dtype, anew=True)
-    tensor = found.tensor()
-    if value != 0:
-        found.reserve(None)
-        tensor.fill_(value)
-    file.beside[name] = weakref.ref(found)
-    return tensor
-
-
-def copy_beside(param: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """State with these values in a file beside its parameter's; ``None`` where that is no file.
-
-    What is there already, in the right form, is not copied.
-    """
-    file, source = file_of(param), file_of(value)
-    if file is None:
-        return None
-    beside = file.beside.get(name)
-    if source is not None and source.dtype == dtype and beside is not None and beside() is source:
-        return value.detach()
-    made = full_beside(param, name, value.shape, 0, dtype)
-    assert made is not None
-    target = file_of(made)
-    assert target is not None
-    step = max(1, _CHUNK_BYTES // target.rows.row_bytes)
-    for first in range(0, len(value), step):
-        some = value.detach()[first : first + step].to(made.device, dtype).contiguous()
-        if some.view(torch.uint8).any():  # zeros take no room
-            target.reserve(torch.arange(first, first + len(some)))
-            made[first : first + step] = some
-    return made
+    if not file.record.state:
+        whole = tensor.numel() == math.prod(file.shape) and tensor.is_contiguous()
+        return file if whole else None
+    name = next(n for n, offset in file.record.offsets.items() if file.address + offset == begin)
+    kind = file.record.kinds[name]
+    is_all = tensor.shape == (file.shape[0], *kind.shape) and tensor.dtype == kind.dtype
+    return file if is_all and tensor.stride() == file.record.strides(name) else None
 
 
 def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> None:
@@ -278,7 +258,7 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
     for each in state:
         if isinstance(each, Tensor):
             beside = file_of(each)
-            if beside is not None:
+            if beside is not None and beside is not file:
                 beside.reserve(rows)
     if file.marks is not None:
         file.mark(None if file.was_written_unseen(param) else rows)

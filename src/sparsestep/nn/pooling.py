@@ -212,8 +212,13 @@ def _known_starts(known: dict[Any, Tensor], ids: Any) -> Tensor | None:
 def _by_operation(bags: Bags) -> _Read:
     table, padding = bags.table, _padding(bags.table)
     mode, is_max = table.mode, table.mode == "max"
+    weight, ids = bags.weight, bags.ids
+    if padding < 0 and not is_max and not weight.is_contiguous():
+        # Rows that lie apart, as in a file: torch would copy all of them.
+        rows, inverse = ids.unique(return_inverse=True)
+        weight, ids = weight.index_select(0, rows), inverse.to(ids.dtype)
     output, _, counted, winners = embedding_bag(
-        *(bags.weight, bags.ids, bags.starts, False, MODES[mode], False),
+        *(weight, ids, bags.starts, False, MODES[mode], False),
         *(bags.factors, bags.ends, padding),
     )
     saved = Saved(

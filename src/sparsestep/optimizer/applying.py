@@ -21,7 +21,7 @@ from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.memory.parameters import check_writable
 from sparsestep.optimizer import graphs
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.updates import in_real_numbers, local
+from sparsestep.optimizer.updates import for_engines, local
 from sparsestep.torch_internals import disable_compiler
 
 
@@ -94,7 +94,7 @@ def apply_(
         raise InputError(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who)
-    written, gradient = in_real_numbers(param.detach(), tensors, gradient)
+    written, gradient = for_engines(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
     update.written, update.step, update.seed = written, checked_step, seed
     engines.run([update], engine)

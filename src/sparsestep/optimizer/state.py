@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import COMPLEX, FLOATS
-from sparsestep.memory import files, pages
+from sparsestep.memory import beside, pages
 from sparsestep.memory.parameters import memory_of
 
 _COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -91,12 +91,14 @@ def _made(
 ) -> Tensor:
     dtype = dtype_for(spec, param, state_dtype)
     value = initial(spec, options)
+    shape, begins_with = shape_for(spec, param), in_dtype(dtype, value)
+    in_file = beside.full_beside(param, spec.name, shape, begins_with, dtype)
+    if in_file is not None:
+        return in_file
     if not spec.per_row and not param.is_contiguous():
         # Elements in the parameter's own order, as torch does it.
-        return torch.full_like(param, in_dtype(dtype, value), dtype=dtype, requires_grad=False)
-    shape, begins_with = shape_for(spec, param), in_dtype(dtype, value)
-    beside = files.full_beside(param, spec.name, shape, begins_with, dtype)
-    return pages.full(shape, begins_with, dtype, param.device) if beside is None else beside
+        return torch.full_like(param, begins_with, dtype=dtype, requires_grad=False)
+    return pages.full(shape, begins_with, dtype, param.device)
 
 
 def initial(spec: State, options: Mapping[str, Any]) -> float:
@@ -198,8 +200,8 @@ def loaded(
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = dtype_for(known[name], param, state_dtype)
-            beside = files.copy_beside(param, name, value, dtype)
-            if beside is None:
-                beside = value.detach().to(param.device, dtype, copy=value is given.get(name))
-            result[name] = beside
+            copied = beside.copy_beside(param, name, value, dtype)
+            if copied is None:
+                copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
+            result[name] = copied
     return result

@@ -13,7 +13,7 @@ from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import source_of
-from sparsestep.gradients.layouts import Gradient, touched
+from sparsestep.gradients.layouts import Gradient, in_rows, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
 from sparsestep.memory import parameters
 from sparsestep.memory.files import mapped_files
@@ -105,7 +105,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
         gradient = masks.select(gradient, selection, param.numel())
     if mapped_files:
         announce_first(param, update.state, gradient)
-    update.written, update.touched = in_real_numbers(param, update.state, gradient)
+    update.written, update.touched = for_engines(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
         update.seed = rounding.seed_for(settings.seed, place, update.step)
@@ -119,10 +119,16 @@ def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
     return None if step == 1 else rounding.Dealt(written[:1].numel(), step, first)
 
 
-def in_real_numbers(
+def for_engines(
     param: Tensor, state: list[Tensor], gradient: Touched
 ) -> tuple[list[Tensor], Touched]:
-    """A parameter with its state, and its gradient, complex numbers seen as pairs of real ones."""
+    """A parameter with its state, and its gradient, in the form that all engines can work with.
+
+    Complex numbers are seen as pairs of real ones. Single elements of rows that lie apart are not
+    evenly spaced, but the rows are.
+    """
+    if not param.is_contiguous():
+        gradient = in_rows(param, gradient)
     if not param.is_complex():
         return [param, *state], gradient
     real = [torch.view_as_real(t) if t.is_complex() else t for t in (param.detach(), *state)]

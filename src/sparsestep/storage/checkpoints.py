@@ -8,22 +8,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory import pages
+from sparsestep.memory.beside import copy_rows, to_be_replaced
 from sparsestep.memory.files import MappedFile, about_to_write, file_of, written
+from sparsestep.memory.record import TABLE
 from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.catching_up import row_numbers
 from sparsestep.storage import journal
 from sparsestep.storage.ahead import check_table
-from sparsestep.storage.copies import copy_data
+from sparsestep.storage.contents import Contents
 from sparsestep.storage.journal import Manifest, Table
-from sparsestep.torch_internals import version_of
 
 # Journals are written into the base when they are this much of it, but not for less than so much.
 _MOST_OF_BASE = 0.5
@@ -69,7 +69,7 @@ def save(
     _check_extra(extra)
     folder = Path(os.path.abspath(path))
     folder.mkdir(parents=True, exist_ok=True)
-    what = _Contents(model, optimizer)
+    what = Contents(model, optimizer)
     before = journal.read_manifest(folder)
     number = 1 if before is None else before.number + 1
     rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
@@ -80,7 +80,7 @@ def save(
     else:
         manifest = Manifest(number, what.copy_to(folder, number), [], rest)
     journal.commit(folder, manifest)
-    what.note_as_saved(folder, number)
+    what.note_as_saved(folder, manifest)
     journal.remove_others(folder, manifest)
     _compact_now_and_then(folder, manifest)
 
@@ -117,16 +117,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     if manifest is None:
         contract = f"{folder} must be a folder with a checkpoint of save()"
         raise InputError(sentence(contract, "a folder without one"))
-    what = _Contents(model, optimizer)
-    what.check(manifest)
-    journal.check(folder, manifest)
-    rest = journal.read_rest(folder, manifest.rest)
-    what.take(rest)
-    files = {number: what.files[table.name] for number, table in enumerate(manifest.tables)}
-    for number, file in files.items():
-        _become(file, folder / manifest.tables[number].base)
-    journal.replay(folder, manifest, files)
-    what.note_as_saved(folder, manifest.number)
+    with to_be_replaced(optimizer._all_params()):
+        what = Contents(model, optimizer)
+        what.check(manifest)
+        journal.check(folder, manifest)
+        rest = journal.read_rest(folder, manifest.rest)
+        what.take(rest)
+        _restore(folder, manifest, what)
+    what.note_as_saved(folder, manifest)
     return rest["extra"]
 
 
@@ -168,155 +166,36 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
     written([table])
 
 
-class _OfTable(NamedTuple):
-    """The files of a parameter and its state, whose rows are written together."""
-
-    tensor: Tensor
-    files: dict[str, MappedFile]
-
-
-class _Contents:
-    """What of a model and its optimizer lies in files, and what does not.
-
-    Attributes:
-        files: by the name of the table.
-        rest: the state dicts without them.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
-        optimizer.catch_up()
-        bool(optimizer.state)  # makes what is missing: a checkpoint has the state of all parameters
-        self._model, self._optimizer = model, optimizer
-        self._tables: dict[int, _OfTable] = {}
-        saved: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
-        self._names: set[str] = set()
-        for name, value in model.state_dict().items():
-            file = file_of(value) if isinstance(value, Tensor) else None
-            if file is None:
-                saved["model"][name] = value
-                continue
-            self._names.add(name)
-            self._tables.setdefault(id(file), _OfTable(value, {f"model.{name}": file}))
-        self._link_state(saved["optimizer"])
-        self.rest = saved
-        self.files = {
-            name: file for table in self._tables.values() for name, file in table.files.items()
-        }
-
-    def _link_state(self, saved: dict[str, Any]) -> None:
-        """Take the state that lies in files out of the state dict, and put it beside its table."""
-        indices = [index for group in saved["param_groups"] for index in group["params"]]
-        self._params = dict(zip(indices, self._optimizer._all_params(), strict=True))
-        for index, param in self._params.items():
-            file = file_of(param)
-            if file is not None:  # the model may not have it
-                self._tables.setdefault(id(file), _OfTable(param, {f"param.{index}": file}))
-        state: dict[Any, dict[str, Any]] = {index: {} for index in saved["state"]}
-        for index, record in saved["state"].items():
-            param = self._params.get(index)
-            of = None if param is None else file_of(param)
-            for key, value in record.items():
-                file = file_of(value) if isinstance(value, Tensor) else None
-                if file is None or of is None:
-                    state[index][key] = value
-                else:
-                    self._tables[id(of)].files[f"optimizer.{index}.{key}"] = file
-        saved["state"] = state
-
-    def is_saved_in(self, folder: Path, manifest: Manifest) -> bool:
-        """Whether a checkpoint has all but what is marked."""
-        there = (str(folder), manifest.number)
-        known = {table.name for table in manifest.tables}
-        return known == self.files.keys() and all(
-            file.saved_in == there for file in self.files.values()
-        )
-
-    def written_rows(self, manifest: Manifest) -> list[tuple[Tensor, dict[int, MappedFile]]]:
-        """The rows that were written since, and the tables by their numbers in the manifest."""
-        numbers = {table.name: number for number, table in enumerate(manifest.tables)}
-        parts = []
-        for tensor, files in self._tables.values():
-            file = file_of(tensor)
-            assert file is not None
-            assert file.marks is not None
-            if file.was_written_unseen(tensor):
-                file.mark(None)
-            rows = file.marks.nonzero().squeeze(1)
-            if len(rows):
-                parts.append((rows, {numbers[name]: each for name, each in files.items()}))
-        return parts
-
-    def copy_to(self, folder: Path, number: int) -> list[Table]:
-        """Copy the tables as they are, as the base of further checkpoints."""
-        tables, made = [], []
+def _restore(folder: Path, manifest: Manifest, what: Contents) -> None:
+    """Make tables and state what they were, wherever each of them lies now."""
+    alike = {
+        number: what.files[table.name]
+        for number, table in enumerate(manifest.tables)
+        if what.is_laid_out_alike(manifest, table.name)
+    }
+    others = [table for number, table in enumerate(manifest.tables) if number not in alike]
+    if others and manifest.journals:
+        manifest = journal.compact(folder, manifest)
+    for number, file in alike.items():
+        source = os.open(folder / manifest.tables[number].base, os.O_RDONLY)
         try:
-            for index, (name, file) in enumerate(self.files.items()):
-                path = folder / f"base-{number:06}.{index}"
-                target = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                made.append(path)
-                try:
-                    copy_data(file.descriptor, target)
-                    os.fsync(target)
-                finally:
-                    os.close(target)
-                dtype = str(file.dtype).removeprefix("torch.")
-                tables.append(Table(name, list(file.shape), dtype, path.name))
-        except BaseException:
-            for path in made:
-                path.unlink()
-            raise
-        return tables
-
-    def note_as_saved(self, folder: Path, number: int) -> None:
-        """From now on, mark what is written."""
-        for tensor, files in self._tables.values():
-            file = file_of(tensor)
-            assert file is not None
-            rows = torch.Size([file.shape[0]])
-            if file.marks is None:
-                file.marks = pages.zeros(rows, torch.bool, torch.device("cpu"))
-            file.marks.zero_()
-            file.version = version_of(tensor)
-            for each in (file, *files.values()):
-                each.saved_in = (str(folder), number)
-
-    def check(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of something else."""
-        own = {name: (list(f.shape), str(f.dtype)) for name, f in self.files.items()}
-        there = {t.name: (t.shape, f"torch.{t.dtype}") for t in manifest.tables}
-        if own != there:
-            contract = "load: model and optimizer must have the same tables in files as they had"
-            raise InputError(sentence(contract, f"{own} instead of {there}"))
-
-    def take(self, rest: dict[str, Any]) -> None:
-        """Become what was read, but for the tables. The optimizer first, for it may refuse."""
-        own, there = self.rest["model"], rest["model"]
-        other = own.keys() ^ there.keys()
-        for name in own.keys() & there.keys():
-            if getattr(own[name], "shape", None) != getattr(there[name], "shape", None):
-                other.add(name)
-        if other:
-            contract = "load: the model must have the checkpoint's parameters, buffers and shapes"
-            raise InputError(sentence(contract, f"differences in {', '.join(sorted(other))}"))
-        for table in self._tables.values():
-            for name, file in table.files.items():
-                kind, _, entry = name.partition(".")
-                if kind == "optimizer":
-                    index, _, key = entry.partition(".")
-                    record = rest["optimizer"]["state"].setdefault(int(index), {})
-                    record[key] = file.tensor()
-        self._optimizer.load_state_dict(rest["optimizer"])
-        self._model.load_state_dict(rest["model"], strict=False)
+            file.become(source)
+        finally:
+            os.close(source)
+    journal.replay(folder, manifest, alike)
+    for file in what.files.values():
+        if not any(file is each for each in alike.values()):
+            file.become(None)
+    for table in others:
+        _copy_each(journal.open_base(folder, table), table, what)
 
 
-def _become(file: MappedFile, base: Path) -> None:
-    """Make a file what it was."""
-    source = os.open(base, os.O_RDONLY)
-    try:
-        file.reserved.zero_()
-        copy_data(source, file.descriptor)
-    finally:
-        os.close(source)
+def _copy_each(base: MappedFile, table: Table, what: Contents) -> None:
+    """Copy the tensors of a table that has its state elsewhere than here."""
+    with base.read_in_order():
+        for name, of_state in {table.name: TABLE, **table.inside}.items():
+            place = what.places[name]
+            copy_rows(base.tensor(of_state), place.file.tensor(place.name))
 
 
 def _compact_now_and_then(folder: Path, manifest: Manifest) -> None:

@@ -34,12 +34,25 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass
 class Table:
-    """A tensor that lies in a file: what it is called, what it is, and its base."""
+    """A tensor that lies in a file.
+
+    Attributes:
+        name: what it is called.
+        shape: of the tensor.
+        dtype: of the tensor.
+        row_bytes: how long a row of the file is.
+        base: the file in the checkpoint.
+        room: the state that a row of the file has room for.
+        inside: the tensors that lie in this room, each with the name of its state.
+    """
 
     name: str
     shape: list[int]
     dtype: str
-    base: str = ""
+    row_bytes: int
+    base: str
+    room: dict[str, dict[str, Any]]
+    inside: dict[str, str]
 
 
 @dataclass
@@ -246,7 +259,7 @@ def replay(folder: Path, manifest: Manifest, files: dict[int, MappedFile]) -> No
                 for number in part.tables:
                     file = files.get(number)
                     if file is None:
-                        row_bytes = _row_bytes(manifest.tables[number])
+                        row_bytes = manifest.tables[number].row_bytes
                         source.seek(part.rows * row_bytes, os.SEEK_CUR)
                         continue
                     file.reserve(rows)
@@ -262,17 +275,14 @@ def _read(source: Any, size: int) -> Tensor:
     return data
 
 
-def _row_bytes(table: Table) -> int:
-    dtype: torch.dtype = getattr(torch, table.dtype)
-    return int(torch.Size(table.shape[1:]).numel()) * dtype.itemsize
+def open_base(folder: Path, table: Table) -> MappedFile:
+    """The base of a table, mapped into memory."""
+    return open_file(folder / table.base, torch.Size(table.shape), getattr(torch, table.dtype))
 
 
 def compact(folder: Path, manifest: Manifest) -> Manifest:
     """Write the rows of the journals into the base, and do without them from now on."""
-    files = {}
-    for number, table in enumerate(manifest.tables):
-        dtype = getattr(torch, table.dtype)
-        files[number] = open_file(folder / table.base, torch.Size(table.shape), dtype)
+    files = {number: open_base(folder, table) for number, table in enumerate(manifest.tables)}
     replay(folder, manifest, files)
     for file in files.values():
         file.flush_to_disk()

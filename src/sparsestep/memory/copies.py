@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 
 from sparsestep.errors import sentence
+from sparsestep.memory.file_pages import extents
 
 _CHUNK_BYTES = 64 << 20
 
@@ -23,28 +23,11 @@ def copy_data(source: int, target: int) -> None:
     size = os.fstat(source).st_size
     os.ftruncate(target, 0)
     os.ftruncate(target, size)
-    for begin, end in _extents(source, size):
+    for begin, end in extents(source):
         _reserve(target, begin, end - begin)
-    for begin, end in _extents(source, size):
+    for begin, end in extents(source):
         while begin < end:
             begin += _copy(source, target, begin, min(end - begin, _CHUNK_BYTES))
-
-
-def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where there is something, as far as the file system can tell."""
-    if not hasattr(os, "SEEK_DATA"):
-        yield 0, size
-        return
-    end = 0
-    while end < size:
-        try:
-            begin = os.lseek(file, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing follows
-                return
-            raise
-        end = os.lseek(file, begin, os.SEEK_HOLE)
-        yield begin, end
 
 
 def _reserve(file: int, begin: int, size: int) -> None:

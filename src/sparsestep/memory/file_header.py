@@ -1,0 +1,139 @@
+"""The first page of a file with a tensor: what lies in it.
+
+It is JSON after a line that says whose it is: shape and dtype of the table, and, where rows have
+room for state, which state, and which of it an optimizer has used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import record as records
+from sparsestep.memory.record import Kind, Record, name_of
+
+HEADER_BYTES = 4096
+_MAGIC = b"sparsestep tensor 1\n"
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        shape: of the table.
+        dtype: of the table.
+        state: what each row has room for.
+        used: the state that was ever written: the room of other state is zero.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    state: dict[str, Kind]
+    used: frozenset[str] = frozenset()
+
+    @property
+    def record(self) -> Record:
+        """What a row consists of."""
+        return Record.of(Kind(tuple(self.shape[1:]), self.dtype), self.state)
+
+    @property
+    def file_bytes(self) -> int:
+        """How long the file is."""
+        return HEADER_BYTES + self.shape[0] * self.record.row_bytes
+
+    def encoded(self) -> bytes:
+        """The page."""
+        about: dict[str, Any] = {"shape": list(self.shape), "dtype": name_of(self.dtype)}
+        if self.state:
+            about["state"] = records.described(self.state)
+            about["row_bytes"] = self.record.row_bytes
+            about["offsets"] = self.record.offsets
+            about["used"] = sorted(self.used)
+        return (_MAGIC + json.dumps(about).encode()).ljust(HEADER_BYTES)
+
+
+def make(path: str, header: Header) -> None:
+    """Make a file, under another name first, so that it is there as a whole or not at all."""
+    page = header.encoded()
+    if len(page) > HEADER_BYTES:
+        contract = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
+        raise InputError(sentence(contract, f"{len(page):,} bytes"))
+    folder, name = os.path.split(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+    try:
+        os.write(descriptor, page)
+        os.ftruncate(descriptor, header.file_bytes)
+        os.fchmod(descriptor, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def read(path: str, descriptor: int) -> Header:
+    """Read the header of a file; raises if it is another's."""
+    page = os.pread(descriptor, HEADER_BYTES, 0)
+    whole = os.fstat(descriptor).st_size
+    try:
+        if not page.startswith(_MAGIC):
+            raise ValueError
+        about: Any = json.loads(page.removeprefix(_MAGIC))
+        header = Header(
+            torch.Size(about["shape"]),
+            getattr(torch, about["dtype"]),
+            records.read(about.get("state", {})),
+            frozenset(about.get("used", ())),
+        )
+        laid_out = header.record
+        as_here = (laid_out.row_bytes, laid_out.offsets) == (
+            about.get("row_bytes", laid_out.row_bytes),
+            about.get("offsets", laid_out.offsets),
+        )
+        if whole != header.file_bytes or not as_here:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        contract = f"{path} must be a file that mapped() has created, or not exist yet"
+        got = f"another of {whole:,} bytes"
+        raise InputError(sentence(contract, got, "Choose another path")) from None
+    return header
+
+
+def check(path: str, found: Header, wanted: Header, state: Mapping[str, Kind] | None) -> None:
+    """Refuse a file that was made for something else.
+
+    Args:
+        path: of the file.
+        found: in the file.
+        wanted: shape and dtype count.
+        state: what rows must have room for; ``None``: whatever they have.
+    """
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        contract = f"{path} must be opened with the shape and dtype that it was created with"
+        was = f"{tuple(found.shape)} and {name_of(found.dtype)}"
+        got = f"{tuple(wanted.shape)} and {name_of(wanted.dtype)} instead of {was}"
+        raise InputError(sentence(contract, got))
+    if state is not None and found.state != state:
+        contract = f"{path} must be opened with the optimizer that it was created with, or without"
+        got = f"one with state {_listed(state)}, where a row has room for {_listed(found.state)}"
+        remedy = "To change it, copy the table to a new file"
+        raise InputError(sentence(contract, got, remedy))
+
+
+def _listed(state: Mapping[str, Kind]) -> str:
+    kinds = (f"{name} ({name_of(kind.dtype)})" for name, kind in state.items())
+    return ", ".join(kinds) or "none"
+
+
+def note_used(descriptor: int, header: Header, names: Iterable[str]) -> Header:
+    """Have a file say that state of these names may have been written."""
+    header = header._replace(used=header.used.union(names))
+    os.pwrite(descriptor, header.encoded(), 0)
+    return header

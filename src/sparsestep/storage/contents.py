@@ -1,0 +1,199 @@
+"""What a checkpoint is made of: the tables in files with their state, and the rest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import pages
+from sparsestep.memory.copies import copy_data
+from sparsestep.memory.files import MappedFile, file_of
+from sparsestep.memory.record import TABLE, described, name_of
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.storage.journal import Manifest, Table
+from sparsestep.torch_internals import version_of
+
+
+class Place(NamedTuple):
+    """A tensor in a file: the table of that file, or the state of this name in its rows."""
+
+    file: MappedFile
+    name: str
+
+
+class _OfTable(NamedTuple):
+    """The files of a parameter and its state, whose rows are written together."""
+
+    tensor: Tensor
+    files: dict[str, MappedFile]
+
+
+class Contents:
+    """What of a model and its optimizer lies in files, and what does not.
+
+    Attributes:
+        files: by the name of their table.
+        places: every tensor in them, by name.
+        rest: the state dicts without them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
+        optimizer.catch_up()
+        bool(optimizer.state)  # makes what is missing: a checkpoint has the state of all parameters
+        self._model, self._optimizer = model, optimizer
+        self._tables: dict[int, _OfTable] = {}
+        self.places: dict[str, Place] = {}
+        saved: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
+        for name, value in model.state_dict().items():
+            file = file_of(value) if isinstance(value, Tensor) else None
+            if file is None:
+                saved["model"][name] = value
+            else:
+                self._add_table(f"model.{name}", value, file)
+        self._add_state(saved["optimizer"])
+        self.rest = saved
+        self.files: dict[str, MappedFile] = {
+            name: file for table in self._tables.values() for name, file in table.files.items()
+        }
+
+    def _add_table(self, name: str, tensor: Tensor, file: MappedFile) -> None:
+        if id(file) not in self._tables:
+            self._tables[id(file)] = _OfTable(tensor, {name: file})
+            self.places[name] = Place(file, TABLE)
+
+    def _add_state(self, saved: dict[str, Any]) -> None:
+        """Take the state that lies in files out of the state dict, and put it beside its table."""
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        params = dict(zip(indices, self._optimizer._all_params(), strict=True))
+        for index, param in params.items():
+            file = file_of(param)
+            if file is not None:  # the model may not have it
+                self._add_table(f"param.{index}", param, file)
+        state: dict[Any, dict[str, Any]] = {index: {} for index in saved["state"]}
+        for index, record in saved["state"].items():
+            param = params.get(index)
+            of = None if param is None else file_of(param)
+            for key, value in record.items():
+                file = file_of(value) if isinstance(value, Tensor) else None
+                name = f"optimizer.{index}.{key}"
+                if file is None or of is None:
+                    state[index][key] = value
+                elif file is of:  # in the rows of its table
+                    self.places[name] = Place(of, key)
+                else:
+                    self._tables[id(of)].files[name] = file
+                    self.places[name] = Place(file, TABLE)
+        saved["state"] = state
+
+    def is_saved_in(self, folder: Path, manifest: Manifest) -> bool:
+        """Whether a checkpoint has all but what is marked."""
+        there = (str(folder), manifest.number)
+        known = {table.name for table in manifest.tables}
+        return known == self.files.keys() and all(
+            file.saved_in == there for file in self.files.values()
+        )
+
+    def written_rows(self, manifest: Manifest) -> list[tuple[Tensor, dict[int, MappedFile]]]:
+        """The rows that were written since, and the tables by their numbers in the manifest."""
+        numbers = {table.name: number for number, table in enumerate(manifest.tables)}
+        parts = []
+        for tensor, files in self._tables.values():
+            file = file_of(tensor)
+            assert file is not None
+            assert file.marks is not None
+            if file.was_written_unseen(tensor):
+                file.mark(None)
+            rows = file.marks.nonzero().squeeze(1)
+            if len(rows):
+                parts.append((rows, {numbers[name]: each for name, each in files.items()}))
+        return parts
+
+    def copy_to(self, folder: Path, number: int) -> list[Table]:
+        """Copy the tables as they are, as the base of further checkpoints."""
+        tables, made = [], []
+        try:
+            for index, (name, file) in enumerate(self.files.items()):
+                path = folder / f"base-{number:06}.{index}"
+                target = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                made.append(path)
+                try:
+                    copy_data(file.descriptor, target)
+                    os.fsync(target)
+                finally:
+                    os.close(target)
+                tables.append(self._described(name, path.name))
+        except BaseException:
+            for path in made:
+                path.unlink()
+            raise
+        return tables
+
+    def _described(self, name: str, base: str) -> Table:
+        file = self.files[name]
+        inside = {
+            each: place.name
+            for each, place in self.places.items()
+            if place.file is file and place.name != TABLE
+        }
+        about = list(file.shape), name_of(file.dtype), file.record.row_bytes
+        return Table(name, *about, base, described(file.record.state), inside)
+
+    def note_as_saved(self, folder: Path, manifest: Manifest) -> None:
+        """From now on, mark what is written, where the checkpoint has a file as it lies here."""
+        for tensor, files in self._tables.values():
+            file = file_of(tensor)
+            assert file is not None
+            rows = torch.Size([file.shape[0]])
+            if file.marks is None:
+                file.marks = pages.zeros(rows, torch.bool, torch.device("cpu"))
+            file.marks.zero_()
+            file.version = version_of(tensor)
+            for name, each in files.items():
+                there = self.is_laid_out_alike(manifest, name)
+                each.saved_in = (str(folder), manifest.number) if there else None
+
+    def is_laid_out_alike(self, manifest: Manifest, name: str) -> bool:
+        """Whether a file has the bytes here that it has in a checkpoint."""
+        if name not in self.files:
+            return False
+        own = self._described(name, "")
+        return any(replace(table, base="") == own for table in manifest.tables)
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint of something else."""
+        own, there = {}, {}
+        for name, (file, key) in self.places.items():
+            shape, dtype = file.record.kinds[key]
+            own[name] = [file.shape[0], *shape], name_of(dtype)
+        for table in manifest.tables:
+            there[table.name] = table.shape, table.dtype
+            for name, key in table.inside.items():
+                there[name] = [table.shape[0], *table.room[key]["shape"]], table.room[key]["dtype"]
+        if own != there:
+            contract = "load: model and optimizer must have the same tables in files as they had"
+            raise InputError(sentence(contract, f"{own} instead of {there}"))
+
+    def take(self, rest: dict[str, Any]) -> None:
+        """Become what was read, but for the tables. The optimizer first, for it may refuse."""
+        own, there = self.rest["model"], rest["model"]
+        other = own.keys() ^ there.keys()
+        for name in own.keys() & there.keys():
+            if getattr(own[name], "shape", None) != getattr(there[name], "shape", None):
+                other.add(name)
+        if other:
+            contract = "load: the model must have the checkpoint's parameters, buffers and shapes"
+            raise InputError(sentence(contract, f"differences in {', '.join(sorted(other))}"))
+        for name, (file, key) in self.places.items():
+            kind, _, entry = name.partition(".")
+            if kind == "optimizer":
+                index, _, of_state = entry.partition(".")
+                record = rest["optimizer"]["state"].setdefault(int(index), {})
+                record[of_state] = file.tensor(key)
+        self._optimizer.load_state_dict(rest["optimizer"])
+        self._model.load_state_dict(rest["model"], strict=False)
