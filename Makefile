@@ -153,11 +153,17 @@ clean:
 	rm -rf .venv .venv-torch-* build dist docs/_build
 
 # Python sources are used in place; a new folder of them, or what the native core is built from, makes
-# this run again.
+# this run again. It builds with the tools in this environment: pip's own would be new each time, and
+# scikit-build-core then compiles everything again instead of what has changed.
+BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" \
+	$(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(wildcard src/sparsestep/*/__init__.py)
 	@echo "Setting up $(VENV): torch, the tools and the native core. The first time takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt $(BUILD_TOOLS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation \
+		--config-settings=build-dir=build/$(notdir $(VENV))/{wheel_tag} \
 		--config-settings=cmake.define.SPARSESTEP_WERROR=ON -e ".[cli,dev]"
 	touch $@
