@@ -1,6 +1,7 @@
 """A table with Adam's state in 30 GB of files, trained with 4 GB of memory.
 
     python benchmarks/out_of_core.py --folder /some/local/disk
+    python benchmarks/out_of_core.py --folder /some/local/disk --only zipf --optimizer int8
 
 Every contestant is a process of its own, in a memory cgroup (page cache included) where this
 script may make one. Throughput is by the clock, of the last half of the batches.
@@ -8,7 +9,7 @@ script may make one. Throughput is by the clock, of the last half of the batches
 A table is "apart", with its state in files beside it, or "together", with the state of a row after
 the row.
 
-*zipf*: 4,096 bags of 16 ids, an EmbeddingBag, three layers, Adam. The same loop in memory is on a
+*zipf*: 4,096 bags of 16 ids, an EmbeddingBag, three layers. The same loop in memory is on a
 table that fits, with the same ids modulo its rows. Ids are by rank, as in a vocabulary that is
 sorted by frequency, or shuffled.
 
@@ -26,7 +27,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,14 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.memory.files import file_of
+from sparsestep.optimizer.base import RuleOptimizer
 
 DIM, IN_MEMORY = 64, 2_000_000
-STATE = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS: dict[str, Callable[[Any], RuleOptimizer]] = {
+    "adam": partial(sparsestep.Adam, lr=1e-3),
+    "int8": partial(sparsestep.Adam, lr=1e-3, state_dtype=torch.int8),
+    "rowwise": partial(sparsestep.RowwiseAdagrad, lr=1e-3),
+}
 
 
 def cgroup(limit: int) -> str:
@@ -97,41 +104,58 @@ def chill(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prepare(folder: Path, rows: int, kind: str) -> None:
+def tensors_of(optimizer: str, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of a table and its state, by the names of their files."""
+    param = nn.Parameter(torch.zeros(1, DIM))
+    made = OPTIMIZERS[optimizer]([param])
+    made.materialize_state()
+    state = {name: value for name, value in made.state[param].items() if value.dim()}
+    tensors = {"table": param, **{f"table.{name}": value for name, value in state.items()}}
+    return {name: ((rows, *value.shape[1:]), value.dtype) for name, value in tensors.items()}
+
+
+def prepare(folder: Path, rows: int, kind: str, optimizer: str) -> None:
     if kind == "together":
-        sparsestep.storage.mapped(folder / kind, (rows, DIM), optimizer=sparsestep.Adam)
+        make = OPTIMIZERS[optimizer]
+        sparsestep.storage.mapped(folder / kind, (rows, DIM), optimizer=make)
         fill(folder / kind, 1e-3)
         return
-    for name in ("table", *STATE):
-        sparsestep.storage.mapped(folder / name, (rows, DIM))
+    for name, (shape, dtype) in tensors_of(optimizer, rows).items():
+        sparsestep.storage.mapped(folder / name, shape, dtype)
         fill(folder / name, 1e-3)
 
 
-def tables(kind: str, folder: Path, rows: int) -> tuple[Tensor, list[Tensor]]:
-    """A table and its state, as a contestant has them."""
-    shape, paths = (rows, DIM), [folder / name for name in ("table", *STATE)]
+def tables(kind: str, folder: Path, rows: int, optimizer: str) -> dict[str, Tensor]:
+    """A table and its state, as a contestant has them, by name."""
+    tensors = tensors_of(optimizer, rows)
     if kind.startswith("together"):
-        table = sparsestep.storage.mapped(folder / "together", shape)
+        table = sparsestep.storage.mapped(folder / "together", (rows, DIM))
         file = file_of(table)
         assert file is not None
-        found = [table, *map(file.tensor, STATE)]
-    elif kind == "memory":
-        found = [torch.full(shape, 1e-3) for _ in paths]
-    elif kind.startswith("from_file"):
-        size = rows * DIM + 1024
-        found = [torch.from_file(str(path), True, size)[1024:].view(shape) for path in paths]
-        if kind == "from_file, random":
-            for tensor in found:
-                advise_random(tensor)
-    else:
-        found = [sparsestep.storage.mapped(path, shape) for path in paths]
-        file = file_of(found[0])
-        assert file is not None
-        for name, tensor in zip(STATE, found[1:], strict=True):  # as an optimizer would link them
-            beside = file_of(tensor)
-            assert beside is not None
+        return {
+            "table": table,
+            **{f"table.{name}": file.tensor(name) for name in file.record.state},
+        }
+    if kind == "memory":
+        return {n: torch.full(shape, 1e-3).to(dtype) for n, (shape, dtype) in tensors.items()}
+    if kind.startswith("from_file"):
+        found = {}
+        for name, (shape, dtype) in tensors.items():
+            size = (folder / name).stat().st_size
+            whole = torch.from_file(str(folder / name), True, size, dtype=torch.uint8)
+            found[name] = whole[4096:].view(dtype).view(shape)
+            if kind == "from_file, random":
+                advise_random(found[name])
+        return found
+    found = {n: sparsestep.storage.mapped(folder / n, *each) for n, each in tensors.items()}
+    file = file_of(found["table"])
+    assert file is not None
+    for name, tensor in found.items():  # as an optimizer would link them
+        beside = file_of(tensor)
+        assert beside is not None
+        if name != "table":
             file.beside[name] = weakref.ref(beside)
-    return found[0], found[1:]
+    return found
 
 
 def advise_random(tensor: Tensor) -> None:
@@ -162,7 +186,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     group = "" if kind == "memory" else cgroup(options.gigabytes << 30)
     torch.set_num_threads(options.threads)
     rows = IN_MEMORY if kind == "memory" else options.rows
-    table, state = tables(kind, Path(options.folder) / "tables", rows)
+    found = tables(kind, Path(options.folder) / "tables", rows, options.optimizer)
+    table = found.pop("table")
     torch.manual_seed(0)
     if options.case == "zipf":
         bag = sparsestep.nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="sum")
@@ -173,8 +198,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         model = nn.Sequential(nn.Embedding.from_pretrained(table, freeze=False, sparse=True))
         chance = torch.Generator().manual_seed(0)
         batches = iter(lambda: torch.randint(options.rows, (1024,), generator=chance), None)
-    optimizer = sparsestep.Adam(model.parameters(), lr=1e-3)
-    record = dict(zip(STATE, state, strict=True))
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    record = {name.removeprefix("table."): value for name, value in found.items()}
     optimizer.state[next(model.parameters())] = {"step": torch.tensor(1.0), **record}
     loader: Any = (ids % rows for ids in batches)
     if kind.endswith("prefetch"):
@@ -186,7 +211,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def run(kind: str, case: str, batches: int, options: argparse.Namespace) -> dict[str, Any]:
     chill(Path(options.folder) / "tables")
     command = [sys.executable, __file__, "--worker", kind, "--case", case]
-    for name in ("folder", "rows", "threads", "gigabytes", "exponent"):
+    for name in ("folder", "rows", "threads", "gigabytes", "exponent", "optimizer"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--batches", str(batches), *(["--shuffled"] if options.shuffled else [])]
     found: dict[str, Any] = json.loads(subprocess.check_output(command))
@@ -226,6 +251,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--shuffled", action="store_true")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--only", choices=["zipf", "uniform"])
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -240,7 +266,7 @@ def main() -> None:
         if not (options.keep and there.exists()):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            prepare(folder, options.rows, kind)
+            prepare(folder, options.rows, kind, options.optimizer)
         size = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) / 1e9
         print(f"{kind}: {size:.1f} GB on the disk", flush=True)
         if options.only != "uniform":

@@ -13,6 +13,7 @@
 
 #if defined(__linux__)
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #endif
 
@@ -57,10 +58,14 @@ inline int64_t pages_of(const RowsInFile& of) {
 }
 
 // The first page from this one on that has no blocks, as far as the file system tells: a table that
-// was filled once has them all, and to ask for each would take longer than to write it.
+// was filled once has them all, and to ask for each would take longer than to write it. One that
+// knows nothing of holes says that there are none, but it does not have the blocks either.
 inline int64_t blocks_end(int file, int64_t page, int64_t page_bytes) {
 #if defined(__linux__)
-    return lseek(file, page * page_bytes, SEEK_HOLE) / page_bytes;
+    const int64_t begin = page * page_bytes, hole = lseek(file, begin, SEEK_HOLE);
+    struct stat about;
+    if (hole <= begin || fstat(file, &about)) return page;
+    return about.st_blocks * 512 >= hole - begin ? hole / page_bytes : page;
 #else
     (void)file, (void)page_bytes;
     return page;

@@ -216,18 +216,18 @@ void apply_coded(const Job& job, const Piece& piece) {
     Loop<Rule<T>, T, StoredRows<T, fixed>, true, CodedRows<T, fixed>>(job, piece).run();
 }
 
+// Which loop runs. Each takes the compiler a second for every rule and instruction set, so there are
+// many for what is usual and one for the rest: rows in tiles serve all that there is.
 template <template <class> class Rule, class T>
 void apply(const Job& job, const Piece& piece) {
     if (piece.first_column == piece.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     if constexpr (Rule<T>::states > 0) {
         if (job.coded) {
-            using Coded = CodedRows<T, 0>;
-            if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, Coded>(job, piece).run();
             if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
-                if (is_plain(job)) return apply_coded<Rule, T>(job, piece);
+                if (stored && is_plain(job)) return apply_coded<Rule, T>(job, piece);
             }
-            return Loop<Rule<T>, T, StoredRows<T, 0>, false, Coded>(job, piece).run();
+            return Loop<Rule<T>, T, ConvertedRows<T>, false, CodedRows<T, 0>>(job, piece).run();
         }
     }
     for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsestep
+from sparsestep import storage
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.fuzz.chance import Chance
@@ -53,7 +57,10 @@ def any_dtype(chance: Chance, cls: type[RuleOptimizer]) -> torch.dtype:
     return chance.weighted(DTYPES if takes_complex else REAL)
 
 
-def any_param(chance: Chance, dtype: torch.dtype) -> tuple[torch.nn.Parameter, str]:
+def any_param(
+    chance: Chance, dtype: torch.dtype, optimizer: Callable[[Any], RuleOptimizer] | None = None
+) -> tuple[torch.nn.Parameter, str]:
+    """A parameter, and how it lies; in a file only with the optimizer that it has room for."""
     shape = chance.weighted(SHAPES)
     values = chance.numbers(shape, dtype)
     text = f"{shape} {dtype}"
@@ -69,6 +76,8 @@ def any_param(chance: Chance, dtype: torch.dtype) -> tuple[torch.nn.Parameter, s
         text += " last dims transposed"
     elif form == 4:
         values, text = _in_the_middle(values), text + " in the middle of a storage"
+    elif form == 5 and optimizer is not None and values.dim() and values.numel():
+        values, text = _in_a_file(values, optimizer), text + " in a file"
     return torch.nn.Parameter(values), text
 
 
@@ -76,6 +85,19 @@ def _in_the_middle(values: Tensor) -> Tensor:
     room = values.new_zeros(values.numel() + 3)
     room[1 : 1 + values.numel()] = values.reshape(-1)
     return room[1 : 1 + values.numel()].view(values.shape)
+
+
+_folder: list[tempfile.TemporaryDirectory[str]] = []  # once there is one, as long as the process
+
+
+def _in_a_file(values: Tensor, optimizer: Callable[[Any], RuleOptimizer]) -> Tensor:
+    if not _folder:
+        _folder.append(tempfile.TemporaryDirectory())
+    path = os.path.join(_folder[0].name, "table")
+    if os.path.exists(path):
+        os.unlink(path)  # whoever has it keeps it
+    table = storage.mapped(path, values.shape, values.dtype, optimizer=optimizer)
+    return table.copy_(values)
 
 
 def any_mask(chance: Chance, param: Tensor, *, by_row: bool) -> Tensor:

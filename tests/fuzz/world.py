@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class World:
         if self.cls._rule_for is not None and not self._has_twin() and engine == "native":
             engine = "auto"
         for _ in range(chance.pick([1, 1, 2, 3])):
-            param, text = tables.any_param(chance, self.dtype)
+            make = partial(self.cls, **self.options)
+            param, text = tables.any_param(chance, self.dtype, make)
             self.say(f"param {len(self.params)}: {text}")
             self.params.append(param)
         given = {**self.options, "engine": engine}
