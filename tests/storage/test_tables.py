@@ -10,10 +10,12 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.masked import masked_tensor
 
 import sparsestep
 from sparsestep.memory.files import file_of, mapped_files
@@ -269,3 +271,39 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     monkeypatch.setattr(sparsestep.memory.file_pages, "reserve", reserve)
     train(model, opt, 1)
     assert not same_bits(model.weight.detach(), before[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("optimizer", [None, sparsestep.Adam], ids=["apart", "together"])
+def test_gradients_that_only_python_knows_are_announced_when_they_are_checked(
+    optimizer, tmp_path: Path
+):
+    tables = table_in(tmp_path / "table", optimizer=optimizer), initial()
+    mask = torch.zeros(ROWS, DIM, dtype=torch.bool)
+    mask[[3, 200]] = True
+    for table in tables:
+        param = nn.Parameter(table)
+        opt = sparsestep.Adam([param], lr=0.1)
+        for _ in range(2):
+            param.grad = masked_tensor(torch.full_like(param, 0.5), mask)
+            opt.step()
+        del opt, param
+        by_hand = sparsestep.FunctionalAdam([nn.Parameter(table)], lr=0.1)
+        gradient = torch.full((ROWS, DIM), 0.25).to_sparse_csr()
+        with torch.device("meta"):
+            by_hand.step([gradient])
+        touched: Any = sparsestep.Touched(1.5, torch.ones(1, DIM), ROWS, DIM)
+        for wrong in (touched, torch.ones(3), "gradient"):
+            with pytest.raises(sparsestep.InputError):
+                by_hand.step([wrong])
+    assert same_bits(*tables)
+
+
+def test_a_state_of_one_column_is_loaded_whatever_its_strides(tmp_path: Path):
+    param = nn.Parameter(mapped(tmp_path / "table", (4, 1), optimizer=sparsestep.Adagrad))
+    opt = sparsestep.Adagrad([param])
+    saved = opt.state_dict()
+    saved["state"] = {0: {"step": torch.tensor(1.0), "sum": torch.ones(4, 2)[:, 1:]}}
+    opt.load_state_dict(saved)
+    assert opt.state[param]["sum"].eq(1).all()

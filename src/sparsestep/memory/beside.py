@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +92,7 @@ def _clear(file: MappedFile, name: str) -> None:
             first = max(0, begin - HEADER_BYTES) // rows.row_bytes
             last = min(rows.total, -(-(end - HEADER_BYTES) // rows.row_bytes))
             for some in range(first, last, step):
-                chunk = torch.arange(some, min(some + step, last))
+                chunk = torch.arange(some, min(some + step, last), device="cpu")
                 file.reserve(chunk)
                 tensor[some : some + len(chunk)] = 0
 
@@ -113,38 +115,89 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
                 _clear(file, name)
 
 
-def copy_beside(param: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+def copy_beside(
+    param: Tensor, name: str, value: Tensor, dtype: torch.dtype, replaced: object = None
+) -> Tensor | None:
     """State with these values in or beside a parameter's file; ``None`` where it has none.
 
     What is there already, in the right form, is not copied.
+
+    Args:
+        param: the parameter.
+        name: of the state.
+        value: what it is to be.
+        dtype: of the state.
+        replaced: the state that it takes the place of. If that lies in the rows, it is overwritten
+            by ``settle``, and not before: what is read after this may be refused.
     """
     file, source = _file_of_table(param), file_of(value)
     if file is None:
         return None
     if source is not None and value.dtype == dtype:
         beside = file.beside.get(name)
-        in_row = source is file and name in file.record.offsets
-        in_row = in_row and address(value) == file.address + file.record.offsets[name]
-        if in_row or (beside is not None and beside() is source):
+        if _is_in_row(file, name, value) or (beside is not None and beside() is source):
             return value.detach()
-    made = full_beside(param, name, value.shape, 0, dtype)
-    assert made is not None
-    copy_rows(value.detach(), made)
-    return made
+    kind = Kind(tuple(value.shape[1:]), dtype)
+    if _is_in_row(file, name, replaced) and file.record.state.get(name) == kind:
+        made = _set_aside(file, name, value.shape, dtype)
+        copy_rows(value.detach(), made, room_in=file)
+        return made
+    found = full_beside(param, name, value.shape, 0, dtype)
+    assert found is not None
+    copy_rows(value.detach(), found)
+    return found
 
 
-def copy_rows(source: Tensor, target: Tensor) -> None:
+def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and file_of(value) is file
+        and address(value) == file.address + file.record.offsets.get(name, -1)
+    )
+
+
+def _set_aside(file: MappedFile, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    path = f"{file.path}.{name}.loading"
+    found = open_file(path, shape, dtype, anew=True)
+    os.unlink(path)  # it goes with its tensor
+    found.settles_in = file, name
+    return found.tensor()
+
+
+def settle(state: dict[str, Any]) -> None:
+    """Move what ``copy_beside`` has set aside to the rows, in the place of what was there.
+
+    Args:
+        state: of a parameter; changed in place.
+    """
+    for name, value in state.items():
+        aside = file_of(value) if isinstance(value, Tensor) else None
+        if aside is not None and aside.settles_in is not None:
+            file, of_state = aside.settles_in
+            _clear(file, of_state)
+            file.saved_in = None
+            state[name] = file.tensor(of_state)
+            copy_rows(value, state[name])
+
+
+def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None) -> None:
     """Copy a tensor to one of a file that is zero; rows that are zero take no room.
 
     Args:
         source: of the same shape, of any dtype.
         target: of the file.
+        room_in: another file in which the rows need room, too.
     """
     file = file_of(target)
     assert file is not None
     step = max(1, _CHUNK_BYTES // file.rows.row_bytes)
     for first in range(0, len(source), step):
-        some = source[first : first + step].to(target.device, target.dtype).contiguous()
+        some = source[first : first + step].to(target.device, target.dtype)
+        # Copied even if it is contiguous: one with a single column may have any stride.
+        some = some.clone(memory_format=torch.contiguous_format)
         if some.view(torch.uint8).any():
-            file.reserve(torch.arange(first, first + len(some)))
+            rows = torch.arange(first, first + len(some), device="cpu")
+            for each in (file, room_in):
+                if each is not None:
+                    each.reserve(rows)
             target[first : first + step] = some

@@ -54,6 +54,8 @@ class MappedFile(mmap.mmap):
         saved_in: the checkpoint that has its rows as they were when the marks were cleared.
         to_clear: the state in its rows that somebody has yet to set to zero; ``None`` where that
             is not put off.
+        settles_in: the file in whose rows its tensor will lie as state of this name, if it is here
+            only until a checkpoint has been read to its end.
     """
 
     path: str
@@ -66,6 +68,7 @@ class MappedFile(mmap.mmap):
     version: int | None
     saved_in: tuple[str, int] | None
     to_clear: set[str] | None
+    settles_in: tuple[MappedFile, str] | None
     reserved: Tensor
     asked: Tensor
     pages_asked: int
@@ -202,7 +205,7 @@ def open_file(
     file.path, file.descriptor = path, descriptor
     file.header, file.record = header, header.record
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
-    file.to_clear, file._memory = None, weakref.WeakValueDictionary()
+    file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
     weakref.finalize(file, os.close, descriptor)
     if hasattr(mmap, "MADV_RANDOM"):  # or a read of one row would read megabytes around it
         file.madvise(mmap.MADV_RANDOM)

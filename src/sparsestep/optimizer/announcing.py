@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.masked import MaskedTensor
 
 from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.layouts import Gradient
@@ -23,7 +24,8 @@ def announce(
 ) -> None:
     """Make ready for a step; raises where the disk has no room for it.
 
-    State that a first step makes is announced when it is made.
+    This is for gradients that the core or torch's kernels take as they are. Others are announced
+    when they have been checked, and so is a first step, when its state is made.
 
     Args:
         state: of the optimizer.
@@ -41,22 +43,24 @@ def announce(
             about_to_write(param, record.values(), rows)
 
 
-def announce_first(param: Tensor, state: Iterable[Tensor], gradient: Touched) -> None:
-    """The same for a parameter whose state was just made."""
+def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: Touched) -> None:
+    """The same for a gradient that was checked, of a parameter whose state is there."""
     about_to_write(param, state, _as_rows(param, gradient.positions, gradient.slots))
 
 
 def _rows_of(param: Tensor, grad: Gradient, chosen: Tensor | None) -> list[Tensor | None]:
-    """The rows that a gradient touches, in parts; ``None`` for all."""
+    """The rows that a gradient touches, in parts; ``None`` for all, nothing for unusual ones."""
     if isinstance(grad, Compact):
         if not grad.is_materialized:
             parts = grad.parts()
             return [_as_rows(param, part.positions, part.slots) for part in parts]
         grad = grad.materialize_()
-    if isinstance(grad, Touched):
-        return [_as_rows(param, grad.positions, grad.slots)]
+    if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.shape != param.shape:
+        return []
     if grad.layout is torch.sparse_coo and grad.sparse_dim():
         return [coo_indices(grad)[0].contiguous()]
+    if grad.layout is not torch.strided:
+        return []
     if chosen is None:
         return [None]
     slots = len(param) if len(chosen) == len(param) else param.numel()

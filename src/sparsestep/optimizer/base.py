@@ -30,6 +30,7 @@ from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import arrive, elsewhere
+from sparsestep.memory.beside import settle
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
@@ -330,6 +331,9 @@ class RuleOptimizer(Explains):
         for group, missing in zip(state["param_groups"], loading.missing, strict=True):
             for name, value in missing.items():
                 group.setdefault(name, value)
+        if mapped_files:
+            for _, record in loading.state:
+                settle(record)
         state["state"].update(loading.state)
 
 

@@ -67,7 +67,9 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
             if key not in saved["state"]:
                 continue
             try:
-                record = _state_of(rule, param, saved["state"][key], known.get("state_dtype"))
+                replaced = optimizer.state.get(param) or {}
+                state_dtype = known.get("state_dtype")
+                record = _state_of(rule, param, saved["state"][key], state_dtype, replaced)
             except InputError as error:
                 raise InputError(f"{name_of(who, group, group_index, index)}: {error}") from None
             if record.get("step") is not None:
@@ -113,7 +115,11 @@ def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
 
 
 def _state_of(
-    rule: Rule, param: Tensor, saved: Any, state_dtype: torch.dtype | None
+    rule: Rule,
+    param: Tensor,
+    saved: Any,
+    state_dtype: torch.dtype | None,
+    replaced: Mapping[str, Any],
 ) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
         raise InputError(sentence("its state must be a dict", type(saved).__name__))
@@ -126,7 +132,7 @@ def _state_of(
             _check_tensor(spec, param, value, saved)
     if rule.counts or saved.get("step") is not None:
         _check_count(saved)
-    return states.loaded(rule, param, saved, state_dtype, given)
+    return states.loaded(rule, param, saved, state_dtype, given, replaced)
 
 
 def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:

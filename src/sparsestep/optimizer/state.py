@@ -182,6 +182,7 @@ def loaded(
     saved: Mapping[str, Any],
     state_dtype: torch.dtype | None,
     given: Mapping[str, Any],
+    replaced: Mapping[str, Any],
 ) -> dict[str, Any]:
     """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
 
@@ -194,13 +195,14 @@ def loaded(
         saved: its tensors are strided.
         state_dtype: what the group says.
         given: the checkpoint's own; any other tensor was made for this one.
+        replaced: what the parameter has now.
     """
     known = {spec.name: spec for spec in rule.state}
     result = dict(saved)
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = dtype_for(known[name], param, state_dtype)
-            copied = beside.copy_beside(param, name, value, dtype)
+            copied = beside.copy_beside(param, name, value, dtype, replaced.get(name))
             if copied is None:
                 copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
             result[name] = copied

@@ -18,7 +18,7 @@ from sparsestep.gradients.touched import COMPLEX, FLOATS, Touched
 from sparsestep.memory import parameters
 from sparsestep.memory.files import mapped_files
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.announcing import announce_first
+from sparsestep.optimizer.announcing import announce_checked
 from sparsestep.optimizer.records import StateKeeper
 
 
@@ -104,7 +104,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
             masks.checked(selection.mask, [param], by_row=rule.by_row)
         gradient = masks.select(gradient, selection, param.numel())
     if mapped_files:
-        announce_first(param, update.state, gradient)
+        announce_checked(param, update.state, gradient)
     update.written, update.touched = for_engines(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
