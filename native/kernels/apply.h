@@ -216,8 +216,8 @@ void apply_coded(const Job& job, const Piece& piece) {
     Loop<Rule<T>, T, StoredRows<T, fixed>, true, CodedRows<T, fixed>>(job, piece).run();
 }
 
-// Which loop runs. Each takes the compiler a second for every rule and instruction set, so there are
-// many for what is usual and one for the rest: rows in tiles serve all that there is.
+// Which loop runs. Each takes the compiler a second for every rule and instruction set, so there
+// are many for what is usual and one for the rest: rows in tiles serve all that there is.
 template <template <class> class Rule, class T>
 void apply(const Job& job, const Piece& piece) {
     if (piece.first_column == piece.last_column) return;  // slots without elements
