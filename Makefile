@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test integrations test-all kill-test lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
+.PHONY: demo test integrations test-all kill-test faults lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
 	wheel clean
 
 demo: $(INSTALLED)
@@ -53,6 +53,11 @@ fuzz: $(INSTALLED)
 # Processes that train a table in a file, killed at random moments; KILLS=200 says how often.
 kill-test: $(INSTALLED)
 	$(BIN)/python -m tests.storage.kills --kills $(or $(KILLS),200)
+
+# Failed allocations, signals and kills in every operation, which must happen as a whole or not at
+# all; see tests/faults. Until you stop it, or for SECONDS=1800.
+faults: $(INSTALLED)
+	$(BIN)/python -W ignore -m tests.faults $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 # Twenty thousand steps of four processes that share tables; the slow tests have a tenth of it.
 soak: $(INSTALLED)

@@ -1,0 +1,138 @@
+"""``python -m tests.faults``: faults in every operation, until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import itertools
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from tests.faults import allocations
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seconds", type=float, help="stop after this many")
+    parser.add_argument("--sample", type=int, help="this many fixed events per fault, then stop")
+    parser.add_argument("--operations", nargs="+", default=["*"], help="names or patterns")
+    parser.add_argument("--injectors", nargs="+", default=["*"], help="likewise")
+    parser.add_argument("--module", help="another module with OPERATIONS")
+    parser.add_argument("--nth", type=int, help="this event only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    library = allocations.shim()
+    if library is None:
+        print("faults: failing allocations needs Linux with glibc and a C compiler.")
+        return 2
+    if str(library) not in os.environ.get("LD_PRELOAD", ""):
+        command = [sys.executable, "-W", "ignore", "-m", "tests.faults", *sys.argv[1:]]
+        # Threads that spin would take the cores from other cases.
+        calm = {"OMP_WAIT_POLICY": "passive"}
+        os.execve(sys.executable, command, {**allocations.environment(), **calm})
+    return search(options)
+
+
+def search(options: argparse.Namespace) -> int:
+    import torch
+
+    import sparsestep
+    from tests.faults import harness, operations, ranks
+    from tests.faults.injectors import INJECTORS
+
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)])  # with the first optimizer torch imports its compiler
+    sparsestep.SGD([torch.zeros(1)])
+    everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
+    if options.module:
+        everything = importlib.import_module(options.module).OPERATIONS
+    chosen = [
+        (operation, injector)
+        for operation, injector in harness.pairs(everything)
+        if any(fnmatch.fnmatch(operation, pattern) for pattern in options.operations)
+        and any(fnmatch.fnmatch(injector, pattern) for pattern in options.injectors)
+    ]
+    expected: dict[tuple[str, str], Any] = {}
+    findings: list[str] = []
+    jobs = ((pair, partial(calibrated, everything[pair[0]], INJECTORS[pair[1]])) for pair in chosen)
+    for pair, found in harness.in_processes(jobs, options.workers):
+        if isinstance(found, harness.Outcome):
+            report(findings, pair, None, found.detail)
+        else:
+            expected[pair] = found
+    print(f"{len(expected)} pairs of operation and fault", flush=True)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    end = time.monotonic() + options.seconds if options.seconds else float("inf")
+
+    def cases() -> Iterator[tuple[Any, Callable[[], Any]]]:
+        chance = random.Random(options.seed)
+        for turn in itertools.count():
+            for pair, known in expected.items():
+                events = known.events
+                if options.nth is not None:
+                    if turn:
+                        return
+                    nth = options.nth
+                elif options.sample:
+                    if turn >= options.sample:
+                        return
+                    nth = turn * events // options.sample
+                else:
+                    nth = chance.randrange(max(1, events))
+                if time.monotonic() > end:
+                    return
+                make, injector = everything[pair[0]], INJECTORS[pair[1]]
+                yield (pair, nth), partial(disturbed, make, injector, nth, known)
+
+    told = time.monotonic()
+    try:
+        for (pair, nth), outcome in harness.in_processes(cases(), options.workers):
+            counts[(*pair, outcome.kind)] += 1
+            if outcome.kind == "finding":
+                report(findings, pair, nth, outcome.detail)
+            if time.monotonic() - told > 60:
+                told = time.monotonic()
+                print(f"{sum(counts.values())} cases, {len(findings)} findings", flush=True)
+    except KeyboardInterrupt:
+        print("stopped")
+    show(counts)
+    print(f"{sum(counts.values())} cases, {len(findings)} findings")
+    return int(bool(findings))
+
+
+def calibrated(make: Any, injector: Any) -> Any:
+    from tests.faults import harness
+
+    return harness.calibrate(make, injector())
+
+
+def disturbed(make: Any, injector: Any, nth: int, known: Any) -> Any:
+    from tests.faults import harness
+
+    return harness.run_case(make, injector(), nth, known)
+
+
+def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: str) -> None:
+    findings.append(detail)
+    if len(findings) <= 200:
+        print(f"FOUND in {pair[0]!r} with {pair[1]!r} at {nth}: {detail}\n", flush=True)
+
+
+def show(counts: Counter[tuple[str, str, str]]) -> None:
+    rows = sorted({(operation, injector) for operation, injector, _ in counts})
+    print(f"{'operation':32} {'fault':11} {'done':>6} {'undone':>7} {'findings':>9}")
+    for pair in rows:
+        numbers = [counts[(*pair, kind)] for kind in ("done", "undone", "finding")]
+        print(f"{pair[0]:32} {pair[1]:11} {numbers[0]:6} {numbers[1]:7} {numbers[2]:9}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""One case: an operation, a fault, and the comparison with undisturbed runs.
+
+Every case runs in a process forked from one that has imported torch. So a crash or a hang is a
+finding like any other, and no case sees what another left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsestep.errors import InputError
+from tests.faults import ranks
+from tests.faults.allocations import is_out_of_memory
+from tests.faults.injectors import INJECTORS, AllocationFailures, Injector, Signals
+from tests.faults.operations import Operation
+from tests.faults.snapshot import Snapshot, difference
+
+TIMEOUT = 60.0
+
+
+class Expected(NamedTuple):
+    """Undisturbed runs.
+
+    Attributes:
+        before: snapshots without the operation, one for each rank.
+        after: snapshots with it.
+        events: the events of the injector, on the rank that has the fault.
+        seconds: how long the operation takes.
+    """
+
+    before: list[Snapshot]
+    after: list[Snapshot]
+    events: int
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """The end of a case.
+
+    Attributes:
+        kind: ``done``, ``undone`` or ``finding``.
+        detail: of a finding.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+class FindingError(Exception):
+    """Not all, and not nothing."""
+
+
+# One process
+
+
+def calibrate(make: type[Operation], injector: Injector) -> Expected:
+    """Run an operation undisturbed, and count its events."""
+    if issubclass(make, ranks.RankOperation):
+        return _calibrate_ranks(make, injector)
+    if injector.kills:
+        before = _killed(make, None, run=False)
+        after = _killed(make, None, run=True)
+        with _folder() as folder:
+            world = make(folder)
+            return Expected([before], [after], injector.count(world.run), 0.0)
+    with _folder() as folder:
+        world = make(folder)
+        before = world.snapshot()
+        began = time.perf_counter()
+        world.run()
+        seconds, after = time.perf_counter() - began, world.snapshot()
+    with _folder() as folder:
+        world = make(folder)
+        events = injector.count(world.run)
+        found = world.snapshot()
+    if found != after:
+        raise FindingError(f"two undisturbed runs differ: {difference(found, after)[:6]}")
+    return Expected([before], [after], events, seconds)
+
+
+def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expected) -> Outcome:
+    """Run an operation with a fault at its n-th event."""
+    if isinstance(injector, Signals):
+        injector.seconds = expected.seconds
+    if issubclass(make, ranks.RankOperation):
+        return _run_ranks(make, injector, nth, expected)
+    (before,), (after,) = expected.before, expected.after
+    if injector.kills:
+        killed = _killed(make, (injector, nth), run=True)
+        return _judge(KeyboardInterrupt(), killed, before, after)
+    with _folder() as folder:
+        world = make(folder)
+        handlers, files = _handlers(), _open_files()
+        error = _inject(injector, world.run, nth)
+        found = world.snapshot()
+        outcome = _judge(error, found, before, after, strict=isinstance(error, MemoryError))
+        if _handlers() != handlers:
+            raise FindingError("signal handlers were lost")
+        if outcome.kind == "undone":
+            del error
+            if _open_files() > files:
+                raise FindingError("open files were left")
+            _run_again(world)
+            again = world.snapshot()
+            if again != after:
+                paths = difference(again, after)
+                raise FindingError(f"called again, it gives another result: {paths[:6]}")
+        return outcome
+
+
+def _inject(injector: Injector, run: Callable[[], None], nth: int) -> BaseException | None:
+    """The error that the fault led to, if any; others are findings."""
+    try:
+        injector.inject(run, nth)
+    except injector.raises as error:
+        return error
+    except AssertionError as error:
+        raise FindingError(str(error)) from error
+    except Exception as error:
+        is_memory = is_out_of_memory(error) or getattr(error, "errno", None) == errno.ENOMEM
+        if isinstance(injector, AllocationFailures) and is_memory:
+            if isinstance(error, InputError):
+                raise FindingError(f"a failed allocation is an InputError: {error}") from error
+            return MemoryError(str(error))
+        where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        raise FindingError(f"{type(error).__name__}: {str(error)[:300]}\n{where}") from error
+    return None
+
+
+def _judge(
+    error: BaseException | None,
+    found: Snapshot,
+    before: Snapshot,
+    after: Snapshot,
+    strict: bool = False,
+) -> Outcome:
+    if found == after and not (error is not None and strict and before != after):
+        return Outcome("done")
+    if found == before and error is not None:
+        return Outcome("undone")
+    where = "" if error is None else "".join(traceback.format_tb(error.__traceback__)[-6:])
+    if error is None and found == before:
+        raise FindingError("it returned, but nothing has changed")
+    if found == after:
+        raise FindingError(f"it raised {error!r}, but everything has changed\n{where}")
+    new, old = difference(found, after), difference(found, before)
+    raise FindingError(
+        f"torn after {type(error).__name__}: {old[:6]} are not as before, "
+        f"{new[:6]} not as after\n{where}"
+    )
+
+
+def _run_again(world: Operation) -> None:
+    """In a thread of its own: a lock that was never released is a hang."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            world.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT / 3)
+    if thread.is_alive():
+        raise FindingError("called again, it hangs")
+    if errors:
+        raise FindingError(f"called again, it raises {errors[0]!r}")
+
+
+def _handlers() -> list[Any]:
+    return [signal.getsignal(each) for each in signal.valid_signals()]
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+class _folder:  # noqa: N801 (used like a function)
+    """A temporary folder."""
+
+    def __enter__(self) -> Path:
+        self._path = Path(tempfile.mkdtemp(prefix="faults-"))
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool) -> Snapshot:
+    """Run an operation in another process, which may be killed; what the next process finds."""
+    with _folder() as folder:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                world = make(folder)
+                if run and fault is not None:
+                    fault[0].inject(world.run, fault[1])
+                elif run:
+                    world.run()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if status not in (0, signal.SIGKILL):
+            raise FindingError(f"the process that was to be killed ended with status {status}")
+        world = make.__new__(make)
+        world.folder = folder
+        return world.reopen()
+
+
+# Several processes
+
+
+def _calibrate_ranks(make: type[ranks.RankOperation], injector: Injector) -> Expected:
+    def alone(world: ranks.RankOperation) -> Any:
+        before = world.snapshot()
+        world.run()
+        return before, world.snapshot()
+
+    def counted(world: ranks.RankOperation) -> Any:
+        if world.rank != make.faulty:
+            world.run()
+            return 0, 0.0
+        began = time.perf_counter()
+        return injector.count(world.run), time.perf_counter() - began
+
+    found = ranks.run(make, alone)
+    events, seconds = ranks.run(make, counted)[make.faulty]
+    return Expected([each[0] for each in found], [each[1] for each in found], events, seconds)
+
+
+def _run_ranks(
+    make: type[ranks.RankOperation], injector: Injector, nth: int, expected: Expected
+) -> Outcome:
+    def disturbed(world: ranks.RankOperation) -> Any:
+        error: BaseException | None = None
+        if world.rank == make.faulty:
+            error = _inject(injector, world.run, nth)
+        else:
+            try:
+                world.run()
+            except Exception as raised:  # an error of the other rank, or a timeout
+                error = raised
+        return None if error is None else repr(error), world.snapshot()
+
+    found = ranks.run(make, disturbed)
+    kinds = []
+    for rank, (error, values) in enumerate(found):
+        raised = None if error is None else RuntimeError(error)
+        kinds.append(_judge(raised, values, expected.before[rank], expected.after[rank]).kind)
+    if len(set(kinds)) > 1 and expected.before != expected.after:
+        errors = [error for error, _ in found]
+        raise FindingError(f"ranks differ: {kinds}, errors {errors}")
+    return Outcome(kinds[0])
+
+
+# Many cases, side by side
+
+
+@dataclass
+class _Child:
+    key: Any
+    pid: int
+    reader: int
+    deadline: float
+    data: bytearray = field(default_factory=bytearray)
+
+
+def in_processes(
+    jobs: Iterator[tuple[Any, Callable[[], Any]]], workers: int
+) -> Iterator[tuple[Any, Any]]:
+    """Run functions in forked processes; yield their results, or an ``Outcome`` that says why not.
+
+    Args:
+        jobs: keys and functions.
+        workers: number of processes at a time.
+    """
+    children: dict[int, _Child] = {}
+    is_over = False
+    while children or not is_over:
+        while not is_over and len(children) < workers:
+            job = next(jobs, None)
+            if job is None:
+                is_over = True
+            else:
+                child = _start(*job)
+                children[child.reader] = child
+        for reader in wait(list(children), timeout=1.0):
+            child = children[reader]  # type: ignore[index]
+            some = os.read(child.reader, 1 << 20)
+            child.data += some
+            if not some:
+                del children[child.reader]
+                yield child.key, _result(child)
+        for child in list(children.values()):
+            if time.monotonic() > child.deadline:
+                del children[child.reader]
+                _end(child)
+                yield child.key, Outcome("finding", f"hang: more than {TIMEOUT:g} s")
+
+
+def _start(key: Any, work: Callable[[], Any]) -> _Child:
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return _Child(key, pid, reader, time.monotonic() + TIMEOUT)
+    status = 1
+    try:
+        os.setsid()
+        os.close(reader)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            result = work()
+        except FindingError as finding:
+            result = Outcome("finding", str(finding))
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error)[-6:])
+            result = Outcome("finding", f"outside of the operation: {text}")
+        with open(writer, "wb") as out:
+            pickle.dump(result, out)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _result(child: _Child) -> Any:
+    os.close(child.reader)
+    status = os.waitpid(child.pid, 0)[1]
+    if status or not child.data:
+        return Outcome("finding", f"crash: exit status {status}")
+    return pickle.loads(bytes(child.data))
+
+
+def _end(child: _Child) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+    os.close(child.reader)
+
+
+def pairs(operations: dict[str, type[Operation]]) -> list[tuple[str, str]]:
+    """Each operation with each fault that applies to it."""
+    return [
+        (operation, injector)
+        for operation, make in operations.items()
+        for injector in INJECTORS
+        if injector != "kill" or make.reopens
+    ]

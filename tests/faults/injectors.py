@@ -1,0 +1,168 @@
+"""Faults: what goes wrong while an operation runs."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.faults.allocations import Allocations
+
+SMALLEST_ALLOCATION = 256  # below that, most are the interpreter's own
+
+
+class Injector:
+    """A fault at the n-th of an operation's events.
+
+    Attributes:
+        raises: what an operation may raise because of it.
+        kills: whether the process ends.
+    """
+
+    raises: tuple[type[BaseException], ...] = ()
+    kills = False
+
+    def count(self, run: Callable[[], None]) -> int:
+        """Run the operation undisturbed; the number of its events."""
+        raise NotImplementedError
+
+    def inject(self, run: Callable[[], None], nth: int) -> None:
+        """Run the operation with the fault at its n-th event, counted from 0."""
+        raise NotImplementedError
+
+
+class Lines(Injector):
+    """Ctrl-C when a line of Python begins.
+
+    Lines of ``with`` statements are left out: the interpreter traces them once more when the block
+    ends, but checks for no signal there.
+    """
+
+    raises = (KeyboardInterrupt,)
+
+    def count(self, run: Callable[[], None]) -> int:
+        return self._traced(run, None)
+
+    def inject(self, run: Callable[[], None], nth: int) -> None:
+        self._traced(run, nth)
+
+    def fault(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def _traced(self, run: Callable[[], None], nth: int | None) -> int:
+        seen = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal seen
+            if event == "line":
+                name, number = frame.f_code.co_filename, frame.f_lineno
+                if not linecache.getline(name, number).lstrip().startswith("with "):
+                    seen += 1
+                    if seen - 1 == nth:
+                        sys.settrace(None)
+                        self.fault()
+            elif event == "call" and frame.f_code.co_filename == __file__:
+                return None
+            return trace
+
+        sys.settrace(trace)
+        try:
+            run()
+        finally:
+            sys.settrace(None)
+        return seen
+
+
+class Kills(Lines):
+    """The process is killed when a line of Python begins."""
+
+    kills = True
+
+    def fault(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AllocationFailures(Injector):
+    """One allocation fails, in Python, torch or the core, in any thread."""
+
+    raises = (MemoryError,)
+    persistent = False
+
+    def __init__(self) -> None:
+        self._allocations = Allocations()
+
+    def count(self, run: Callable[[], None]) -> int:
+        self._allocations.arm(1 << 62, SMALLEST_ALLOCATION)
+        try:
+            run()
+        finally:
+            seen = self._allocations.disarm()
+        return seen
+
+    def inject(self, run: Callable[[], None], nth: int) -> None:
+        self._allocations.arm(nth + 1, SMALLEST_ALLOCATION, persistent=self.persistent)
+        try:
+            run()
+        finally:
+            self._allocations.disarm()
+
+
+class Signals(Injector):
+    """Signals at a moment in the course of the operation; events are slices of its duration."""
+
+    raises = (KeyboardInterrupt,)
+    SLICES = 1000
+
+    def count(self, run: Callable[[], None]) -> int:
+        started = time.perf_counter()
+        run()
+        self.seconds = time.perf_counter() - started
+        return self.SLICES
+
+    def inject(self, run: Callable[[], None], nth: int) -> None:
+        handled: list[int] = []
+        is_running = False
+
+        def handle(signum: int, _: Any) -> None:
+            handled.append(signum)
+            if is_running and signum == signal.SIGINT:
+                raise KeyboardInterrupt
+
+        pid, begin = os.getpid(), threading.Event()
+
+        def send() -> None:
+            begin.wait()
+            time.sleep(self.seconds * nth / self.SLICES)
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGINT)
+
+        both = (signal.SIGUSR1, signal.SIGINT)
+        previous = [signal.signal(signum, handle) for signum in both]
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            is_running = True
+            begin.set()
+            run()
+        finally:
+            is_running = False
+            sender.join()
+            if [signal.getsignal(signum) for signum in both] != [handle, handle]:
+                raise AssertionError("a signal handler was lost")
+            for signum, handler in zip(both, previous, strict=True):
+                signal.signal(signum, handler)
+            if sorted(handled) != sorted(both):
+                raise AssertionError(f"signals {sorted(both)} were sent, {sorted(handled)} handled")
+
+
+INJECTORS: dict[str, Callable[[], Injector]] = {
+    "line": Lines,
+    "allocation": AllocationFailures,
+    "signal": Signals,
+    "kill": Kills,
+}

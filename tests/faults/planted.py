@@ -1,0 +1,112 @@
+"""Operations with a defect each: the harness has to find all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+from tests.faults.operations import Operation
+from tests.faults.ranks import RankOperation
+from tests.faults.snapshot import Snapshot, snapshot
+
+
+class Torn(Operation):
+    """Writes one of two values, then the other."""
+
+    def setup(self) -> None:
+        self.first = self.second = 0
+
+    def run(self) -> None:
+        self.first = 1
+        torch.zeros(1000)  # may fail
+        time.sleep(0.01)
+        self.second = 1
+
+    def values(self) -> dict[str, Any]:
+        return {"first": self.first, "second": self.second}
+
+
+class Locked(Torn):
+    """Never releases its lock when it is interrupted."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.lock = threading.Lock()
+
+    def run(self) -> None:
+        if not self.lock.acquire(timeout=5):
+            raise RuntimeError("locked")
+        torch.zeros(1000)
+        time.sleep(0.01)
+        self.first = self.second = 1
+        self.lock.release()
+
+
+class Deaf(Torn):
+    """Loses signals."""
+
+    def run(self) -> None:
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
+        for signum in handlers:
+            signal.signal(signum, signal.SIG_IGN)
+        time.sleep(0.01)
+        self.first = self.second = 1
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+class Crashing(Torn):
+    """Reads address 0 where memory runs out."""
+
+    def run(self) -> None:
+        try:
+            torch.zeros(1000)
+        except RuntimeError:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self.first = self.second = 1
+
+
+class Half(Torn):
+    """Leaves half a file when it is killed."""
+
+    reopens = True
+
+    def run(self) -> None:
+        path = self.folder / "file"
+        path.write_text("half")
+        time.sleep(0)
+        path.write_text("half and half")
+        self.first = self.second = 1
+
+    def reopen(self) -> Snapshot:
+        path = self.folder / "file"
+        return snapshot({"text": path.read_text() if path.exists() else ""})
+
+
+class Alone(RankOperation):
+    """Rank 0 does not ask whether rank 1 has failed."""
+
+    def setup(self) -> None:
+        self.value = 0
+
+    def run(self) -> None:
+        torch.zeros(1000)
+        self.value = 1
+
+    def values(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    "torn": Torn,
+    "locked": Locked,
+    "deaf": Deaf,
+    "crashing": Crashing,
+    "half": Half,
+    "alone": Alone,
+}

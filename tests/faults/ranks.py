@@ -1,0 +1,227 @@
+"""Operations that several ranks perform together; one of them has the fault."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sparsestep
+from tests.faults.operations import Operation, ids_of
+from tests.faults.snapshot import of_optimizer
+
+WORLD = 2
+ROWS, DIM = 101, 8
+TIMEOUT = timedelta(seconds=6)
+
+
+class RankOperation(Operation):
+    """An operation of all ranks.
+
+    Attributes:
+        faulty: the rank that has the fault.
+        rank: this process's rank.
+    """
+
+    faulty = 1
+    rank: int
+    plan = "rows"
+
+    def setup(self) -> None:
+        self.new()
+        for step in range(2):
+            self.train(step)
+
+    def new(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
+        sparsestep.distributed.shard(self.model, plan=self.plan)
+        self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
+
+    def ids(self, step: int) -> Tensor:
+        return ids_of(10 * step + self.rank, 24, ROWS).view(6, 4)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.ids(step)).square().sum().backward()
+        for param in self.model[-1].parameters():  # as DistributedDataParallel does
+            dist.all_reduce(param.grad)
+
+    def train(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+    def values(self) -> dict[str, Any]:
+        return of_optimizer(self.optimizer)
+
+
+class ShardedStep(RankOperation):
+    def setup(self) -> None:
+        super().setup()
+        self.backward(5)
+
+    def run(self) -> None:
+        self.optimizer.step()
+
+
+class ShardedTablesStep(ShardedStep):
+    plan = "tables"
+
+
+class ShardedLookup(RankOperation):
+    def run(self) -> None:
+        self.model(self.ids(9))
+
+
+class Shard(RankOperation):
+    def setup(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
+
+    def run(self) -> None:
+        sparsestep.distributed.shard(self.model, plan="rows")
+
+    def values(self) -> dict[str, Any]:
+        return {"weights": list(self.model.parameters()), "kind": type(self.model[0]).__name__}
+
+
+class SharedVocabularyLookup(RankOperation):
+    def new(self) -> None:
+        torch.manual_seed(1)
+        self.table = sparsestep.nn.Embedding(41, DIM)
+        sparsestep.distributed.shard(self.table, plan="rows")
+        self.optimizer = sparsestep.Adam(self.table.parameters(), lr=0.1)
+        self.vocabulary = sparsestep.distributed.Vocabulary(self.table, self.optimizer, evict="lru")
+
+    def ids(self, step: int) -> Tensor:
+        return super().ids(step) + 30 * step
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.table(self.vocabulary(self.ids(step))).square().sum().backward()
+
+    def run(self) -> None:
+        torch.manual_seed(3)
+        self.vocabulary(self.ids(9))
+
+    def values(self) -> dict[str, Any]:
+        return {**super().values(), "vocabulary": dict(self.vocabulary.state_dict())}
+
+
+class DistributedLoad(RankOperation):
+    def setup(self) -> None:
+        super().setup()
+        self.save()
+        self.train(5)
+
+    def save(self) -> None:
+        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
+
+    def run(self) -> None:
+        sparsestep.distributed.load(self.folder / "saved", self.model, self.optimizer)
+
+
+class Reshard(DistributedLoad):
+    """What one layout saved is loaded into another."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.plan = "tables"
+        self.new()
+        self.train(6)
+
+
+class DistributedSave(RankOperation):
+    """Saving changes nothing that is live."""
+
+    def run(self) -> None:
+        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
+
+
+class Consolidate(Operation):
+    def setup(self) -> None:
+        self.model = nn.EmbeddingBag(ROWS, DIM, sparse=True)
+        self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
+        self.model(ids_of(1, 24, ROWS).view(6, 4)).sum().backward()
+        self.optimizer.step()
+        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
+        self.found: Any = None
+
+    def run(self) -> None:
+        self.found = sparsestep.distributed.consolidate(self.folder / "saved")
+
+    def values(self) -> dict[str, Any]:
+        return {**of_optimizer(self.optimizer), "found": self.found}
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    "consolidate": Consolidate,
+    "ranks: shard": Shard,
+    "ranks: lookup": ShardedLookup,
+    "ranks: step": ShardedStep,
+    "ranks: step on whole tables": ShardedTablesStep,
+    "ranks: vocabulary": SharedVocabularyLookup,
+    "ranks: save": DistributedSave,
+    "ranks: load": DistributedLoad,
+    "ranks: reshard": Reshard,
+}
+
+
+def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
+    """Set an operation up on all ranks and call a function there; its results by rank."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        pids = [_start(make, work, folder, rank) for rank in range(WORLD)]
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        found = []
+        for rank, status in enumerate(statuses):
+            path = folder / f"result{rank}"
+            if status or not path.exists():
+                log = (folder / f"log{rank}").read_text()[-1500:]
+                raise RuntimeError(f"rank {rank} ended with status {status}: {log}")
+            kind, result = pickle.loads(path.read_bytes())
+            if kind == "error":
+                raise result
+            found.append(result)
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        store = dist.FileStore(str(folder / "store"), WORLD)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+        world = make.__new__(make)
+        world.rank = rank
+        world.__init__(folder)  # type: ignore[misc]
+        dist.barrier()
+        try:
+            result = ("result", work(world))
+        except BaseException as error:
+            traceback.print_exc()
+            result = ("error", type(error)(str(error)))
+        temporary = folder / f"writing{rank}"
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.rename(folder / f"result{rank}")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
