@@ -7,6 +7,7 @@ finding like any other, and no case sees what another left behind.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 import shutil
@@ -112,6 +113,7 @@ def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expe
             raise FindingError("signal handlers were lost")
         if outcome.kind == "undone":
             del error
+            gc.collect()  # frames of the error may hold on to files
             if _open_files() > files:
                 raise FindingError("open files were left")
             _run_again(world)
