@@ -1,18 +1,17 @@
 """Refuses subinterpreters with an ``ImportError``.
 
 Importing torch in a subinterpreter hangs, raises ``SystemError`` or crashes the process, so the
-package imports this module first, and this module imports nothing.
+package imports this module first.
 """
 
 import sys
+from importlib import import_module
 
 
 def _is_main() -> bool:
+    name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
     try:
-        if sys.version_info >= (3, 13):
-            import _interpreters as interpreters
-        else:
-            import _xxsubinterpreters as interpreters
+        interpreters = import_module(name)
     except ImportError:  # a Python without subinterpreters
         return True
     return bool(interpreters.get_current() == interpreters.get_main())
