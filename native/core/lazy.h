@@ -1,28 +1,25 @@
-// An array of zeros that the system provides page by page, in huge pages where it has them: for
-// tables that are read here and there.
+// A zero-initialized array on lazily provided pages: for tables with random access.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <cstddef>
+#include <cstdint>
 #include <new>
+#include <type_traits>
 #include <utility>
+
+#include "core/pages.h"
 
 namespace sparsestep {
 
 template <class Item>
 class LazyArray {
+    static_assert(std::is_trivially_destructible_v<Item>);
+
 public:
     LazyArray() = default;
     explicit LazyArray(size_t count) : bytes_(count * sizeof(Item)) {
-        if (!bytes_) return;
-        void* const found =
-            mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (found == MAP_FAILED) throw std::bad_alloc();
-        items_ = static_cast<Item*>(found);
-#ifdef MADV_HUGEPAGE
-        if (bytes_ >= size_t(4) << 20) madvise(found, bytes_, MADV_HUGEPAGE);
-#endif
+        if (count > SIZE_MAX / sizeof(Item)) throw std::bad_alloc();
+        if (bytes_) items_ = static_cast<Item*>(allocate_pages(bytes_));
     }
     LazyArray(LazyArray&& other) noexcept { *this = std::move(other); }
     LazyArray& operator=(LazyArray&& other) noexcept {
@@ -31,7 +28,7 @@ public:
         return *this;
     }
     ~LazyArray() {
-        if (items_) munmap(items_, bytes_);
+        if (items_) free_pages(items_, bytes_);
     }
     Item& operator[](size_t i) { return items_[i]; }
     const Item& operator[](size_t i) const { return items_[i]; }

@@ -115,7 +115,7 @@ private:
     template <class... Tile>
     SPARSESTEP_INLINE static void update(const Rule rule, int64_t n, T* __restrict param,
                                          const T* __restrict grad, Tile* __restrict... state) {
-#pragma GCC ivdep
+        SPARSESTEP_IVDEP
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
     }
 

@@ -43,11 +43,11 @@ __attribute__((noinline)) void run(const Instruction* at, const Instruction* end
         T* const to = tiles[at->to];
         const T *const a = tiles[at->a], *const b = tiles[at->b], *const c = tiles[at->c];
         const T* const d = tiles[at->d];
-#define SPARSESTEP_EACH(expression)                                                          \
-    {                                                                                        \
-        _Pragma("GCC ivdep") _Pragma("GCC unroll 8") for (int64_t j = 0; j < n; ++j) to[j] = \
-            expression;                                                                      \
-        break;                                                                               \
+#define SPARSESTEP_EACH(expression)                                                      \
+    {                                                                                    \
+        SPARSESTEP_IVDEP _Pragma("GCC unroll 8") for (int64_t j = 0; j < n; ++j) to[j] = \
+            expression;                                                                  \
+        break;                                                                           \
     }
         switch (at->code) {
             case Code::add: SPARSESTEP_EACH(a[j] + b[j])

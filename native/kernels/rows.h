@@ -3,6 +3,7 @@
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once
 
+#include "core/compiler.h"
 #include "core/types.h"
 #include "kernels/tile.h"
 
@@ -13,11 +14,6 @@ constexpr int64_t cache_line = 64;
 
 // The hardware itself goes on with a row that is longer than this.
 constexpr int64_t prefetch_bytes = 1024;
-
-// Always inlined: GCC takes a function that does nothing but prefetch for one without effect and
-// drops the calls.
-#define SPARSESTEP_INLINE inline __attribute__((always_inline))
-#define SPARSESTEP_LAMBDA __attribute__((always_inline))
 
 // The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
 // kinds it is decides once per piece, not once per row, whether there is anything to convert.

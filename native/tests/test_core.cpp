@@ -15,6 +15,7 @@ int main() {
     test_compressed();
     test_owners();
     test_mapped();
+    test_lazy();
     test_lookup();
     test_vocabulary();
     std::printf("core: %s\n", failures ? "FAILED" : "ok");

@@ -1,12 +1,18 @@
 // Rows of a table in a file: which pages they are, and that each is asked for once.
-#include <unistd.h>
-
 #include <cstdio>
 #include <set>
 #include <string>
 
 #include "core/mapped.h"
 #include "testing.h"
+
+#if defined(_WIN32)
+#include <io.h>
+#define fileno _fileno
+#define ftruncate _chsize_s
+#else
+#include <unistd.h>
+#endif
 
 namespace sparsestep::testing {
 namespace {

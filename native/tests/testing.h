@@ -59,6 +59,7 @@ void test_catch_up();
 void test_compressed();
 void test_owners();
 void test_mapped();
+void test_lazy();
 void test_lookup();
 void test_vocabulary();
 

@@ -1,5 +1,8 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
+from sparsestep import interpreter  # noqa: F401  (first: it refuses subinterpreters)
+
+# isort: split
 from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
