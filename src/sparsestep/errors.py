@@ -23,7 +23,7 @@ class InputError(ValueError, RuntimeError):
         ...     sparsestep.SparseAdam([torch.zeros(2)], betas=(0.9, 1.0))
         ... except sparsestep.InputError as error:
         ...     print(error)
-        SparseAdam: Invalid beta parameter at index 1: 1.0. It must be in [0, 1).
+        SparseAdam: Invalid beta parameter at index 1: 1.0. betas[1] must be in [0, 1).
     """
 
 

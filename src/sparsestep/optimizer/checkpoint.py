@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.contract import options
 from sparsestep.contract.int8 import recoded
 from sparsestep.contract.rule import Rule, State
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.memory.by_row import strided
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.groups import check_switches, name_of
+from sparsestep.optimizer.groups import name_of
 from sparsestep.optimizer.records import StateKeeper
 
 Group = dict[str, Any]
@@ -99,18 +98,13 @@ def _check_form(saved: Any) -> None:
 
 
 def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
-    """The rule that a group selects; raises where its options are none that it could be made of."""
-    with usable("its options must be valid for this optimizer"):
-        check_switches(optimizer, group)
-        optimizer._check_options(group)
-        options.check(group)
-        rule = optimizer._stored_rule_for(group)
-        by_row = rule.by_row or optimizer.semantics == "dense"
-        if optimizer.semantics == "dense":
-            optimizer._groups.read(
-                optimizer, group_index, dict(group)
-            )  # refuses what has no such form
-        masks.checked(group.get("mask"), group["params"], by_row=by_row)
+    """Return the rule that a group selects; refuse options that the constructor would refuse."""
+    optimizer._check_group(group)
+    rule = optimizer._stored_rule_for(group)
+    is_dense = optimizer.semantics == "dense"
+    if is_dense:  # refuses options without a closed form
+        optimizer._groups.read(optimizer, group_index, dict(group))
+    masks.checked(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
     return rule
 
 

@@ -87,7 +87,8 @@ class Plan:
             if all(grad is None for grad in given):
                 self._params_before += len(params)
                 return  # as with torch, options do not matter where there is no gradient
-            raise InputError(f"{type(optimizer).__name__}: {error}") from None
+            who = f"{type(optimizer).__name__}: param group {group_index}"
+            raise InputError(f"{who}: {error}") from None
         if mapped_files:
             announce(optimizer.state, some, grads, masks.listed(group.get("mask"), params)[first:])
         for index in self._declined(group, settings, selections, first, some, grads):
@@ -106,6 +107,10 @@ class Plan:
             except InputError as error:
                 raise InputError(f"{settings.who(index)}: {error}") from None
         self._params_before += len(params)
+
+    def skip_groups(self, groups: Sequence[Group]) -> None:
+        """Pass over param groups; random bits depend on the number of parameters before."""
+        self._params_before += sum(len(group["params"]) for group in groups)
 
     def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
         if self._catch_ups is not None:
