@@ -66,6 +66,16 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
     return f"{text} {remedy}." if remedy else text
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "gradient"), counted(2, "gradient")
+        ('1 gradient', '2 gradients')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 @contextmanager
 def usable(what: str) -> Iterator[None]:
     """Turn errors about a wrong type into an ``InputError``.

@@ -109,7 +109,7 @@ def test_what_cannot_be_derived_any_more_is_refused_before_anything_is_written()
     opt.param_groups[1]["power"] = 2
     other.grad, param.grad = run.sparse(4, param.dtype), run.sparse(4, param.dtype)
     before = snapshot(opt)
-    message = "turning: param 0 of group 1: .*param becomes something without a closed form"
+    message = "turning: param 0 of group 1: .*param has no closed-form update"
     with pytest.raises(InputError, match=message):
         opt.step()
     assert unchanged(opt, before)
