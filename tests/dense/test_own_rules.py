@@ -68,7 +68,7 @@ def test_a_gap(cls: Any, options: dict[str, Any], missed: int):
 def test_what_cannot_be_derived_is_refused_at_construction(cls: Any, message: str):
     param = torch.nn.Parameter(torch.zeros(3, 2))
     name = cls.__name__
-    with pytest.raises(InputError, match=f"^{name}: .*rule '{name}', where .*{message}") as raised:
+    with pytest.raises(InputError, match=f"^{name}: .*rule '{name}': .*{message}") as raised:
         cls([param], semantics="dense")
     assert "Use semantics='masked'" in str(raised.value)
     assert cls([param]).semantics == "masked"

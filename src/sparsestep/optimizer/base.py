@@ -95,6 +95,7 @@ class RuleOptimizer(Explains):
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
         self._ran: dict[int, tuple[Tensor, str, str]] = {}
+        self._embeddings: dict[int, tuple[Tensor, bool]] = {}
         self._huge_pages: HugePages = HugePages()
         self._before: Before | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls
