@@ -23,7 +23,7 @@ class InputError(ValueError, RuntimeError):
         ...     sparsestep.SparseAdam([torch.zeros(2)], betas=(0.9, 1.0))
         ... except sparsestep.InputError as error:
         ...     print(error)
-        SparseAdam: Invalid beta parameter at index 1: 1.0. It must be in [0, 1).
+        SparseAdam: Invalid beta parameter at index 1: 1.0. betas[1] must be in [0, 1).
     """
 
 
@@ -64,6 +64,16 @@ def sentence(contract: str, got: object, remedy: str = "") -> str:
     """
     text = f"{contract}. Got {_shortened(got)}."
     return f"{text} {remedy}." if remedy else text
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "gradient"), counted(2, "gradient")
+        ('1 gradient', '2 gradients')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def _find(path: str, use: str, fallback: Any = _MISSING) -> Any:
             return fallback
         raise ImportError(
             f"sparsestep needs {path} to {use}, and torch {torch.__version__} does not have it. "
-            "docs/torch-releases.md says which releases are supported."
+            "https://sparsestep.readthedocs.io/torch-releases.html lists the supported releases."
         ) from None
 
 

@@ -92,14 +92,18 @@ def test_what_it_could_not_be_made_with_is_refused_later_too(
     assert bool((param == 1).all())
 
 
-def test_a_schedule_may_go_below_zero():
-    """As with torch, whose schedulers end where they end."""
+def test_a_schedule_may_end_just_below_zero():
+    """LinearLR(end_factor=0) does: 0.1 ends at -3e-17 here."""
     param = torch.nn.Parameter(torch.ones(4, 2))
     opt = sparsestep.SGD([param], lr=0.1)
-    opt.param_groups[0]["lr"] = -0.5
-    param.grad = torch.ones(4, 2).to_sparse(1)
-    opt.step()
-    assert bool((param == 1.5).all())
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.7, 0.0, total_iters=10)
+    lowest = 0.0
+    for _ in range(12):
+        param.grad = torch.ones(4, 2).to_sparse(1)
+        opt.step()
+        schedule.step()
+        lowest = min(lowest, opt.param_groups[0]["lr"])
+    assert lowest < 0.0
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "momentum", "dampening"])
@@ -125,6 +129,6 @@ def test_what_is_no_number_is_refused(name: str, value: Any):
     opt = sparsestep.SGD([param], lr=0.1, momentum=0.5)
     opt.param_groups[0][name] = value
     param.grad = torch.eye(4)[:, :2].to_sparse(1)
-    with pytest.raises(InputError, match=f"{name} of param group 0 must be a number"):
+    with pytest.raises(InputError, match=f"SGD: param group 0: {name} must be a number"):
         opt.step()
     assert bool((param == 1).all())

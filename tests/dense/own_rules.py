@@ -185,8 +185,8 @@ def compiled(param, grad, *, lr=0.1):
 UNDERIVED: list[tuple[Any, str]] = [
     (counting, r"updates becomes updates \+ 1"),
     (coupled, r"mean becomes 0.5 \* mean \+ 0.25 \* param"),
-    (divides_zero_by_zero, "param becomes something without a closed form"),
-    (inside_of_the_root, "param becomes something without a closed form"),
+    (divides_zero_by_zero, "param has no closed-form update"),
+    (inside_of_the_root, "param has no closed-form update"),
     (by_step, "its state decays differently from step to step"),
     (begins_to_move, r"param becomes param - 0.09 \* mean"),
     (grows, r"mean becomes 1.5 \* mean"),

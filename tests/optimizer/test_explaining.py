@@ -73,7 +73,23 @@ def test_it_prints_as_a_table_with_reasons_below():
     lines = str(optimizer.explain()).splitlines()
     assert lines[0].split() == ["parameter", "shape", "engine", "state", "rows", "behind"]
     assert lines[1].split()[:5] == ["weight", "2", "x", "3", "torch"]
-    assert "weight: torch's own kernel takes dense gradients." in lines
+    assert lines[3:] == ["weight, bias: dense gradient: updated by torch's kernel."]
+
+
+def test_equal_reasons_are_one_line():
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(30)]
+    table = torch.nn.Parameter(torch.zeros(50, 4))
+    optimizer = sparsestep.SGD([{"params": params}, {"params": [table]}], engine="reference")
+    for param in params:
+        param.grad = torch.ones(2)
+    table.grad = rows((50, 4), [1])
+    optimizer.step()
+    lines = str(optimizer.explain()).splitlines()
+    assert len(lines) == 1 + 31 + 2
+    first, second = lines[-2:]
+    assert first.startswith("param 0 of group 0, param 1 of group 0, ")
+    assert first.endswith(" and 22 more: dense gradient: updated by torch's kernel.")
+    assert second == "param 0 of group 1: you set engine='reference'."
 
 
 def test_copies_and_pickles_begin_without_a_past():

@@ -86,7 +86,9 @@ def test_options_matter_where_there_is_a_gradient_alone(engine: str):
         assert torch.equal(params[0], torch.ones(4))
         assert (params[1] < 1).all()
         params[0].grad = torch.ones(4)
-        with pytest.raises(ValueError, match=r"Adam: Invalid beta parameter at index 0: 22\.0"):
+        with pytest.raises(
+            ValueError, match=r"Adam: param group 0: Invalid beta parameter at index 0: 22\.0"
+        ):
             opt.step()
 
 

@@ -103,7 +103,7 @@ def test_unknown_options_are_refused():
     with pytest.raises(TypeError, match=r"adagrad.* unexpected keyword argument 'momentum'"):
         adagrad([table_of()], lr=0.1, momentum=0.9)
     with pytest.raises(
-        InputError, match=r"adagrad: a param group may only set lr, eps, .* Got momentum"
+        InputError, match=r"adagrad: param group 0: it may only set lr, eps, .* Got momentum"
     ):
         adagrad([{"params": [table_of()], "momentum": 0.9}], lr=0.1)
 

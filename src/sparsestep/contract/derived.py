@@ -16,7 +16,16 @@ from sparsestep.contract.motion import Geometric, Motion, Quotient, SignDrift, S
 from sparsestep.contract.program import RecordError
 from sparsestep.contract.rule import Rule
 from sparsestep.contract.stand_in import record
-from sparsestep.contract.zero_gradient import ONE, Atom, Found, Known, Ratio, followed, shown
+from sparsestep.contract.zero_gradient import (
+    ONE,
+    Atom,
+    Found,
+    Known,
+    Ratio,
+    Unknown,
+    followed,
+    shown,
+)
 from sparsestep.errors import InputError, sentence
 
 Hyper = Mapping[str, Any]
@@ -62,13 +71,20 @@ def idle(rule: Rule, step: int, hyper: Hyper) -> Idle:
     for place, (value, spec) in enumerate(zip(state, rule.state, strict=True), start=2):
         factor = _multiple(value, place)
         if factor is None or not 0 <= factor <= 1:
-            raise NoMotionError(f"{spec.name} becomes {shown(value, names)}")
+            raise NoMotionError(_change(spec.name, value, names))
         if factor != 1:
             decays[spec.name] = factor
     found = _moved(rule, param, decays)
     if found is None:
-        raise NoMotionError(f"param becomes {shown(param, names)}")
+        raise NoMotionError(_change("param", param, names))
     return found
+
+
+def _change(name: str, value: Found, names: list[str]) -> str:
+    """Describe what a step without a gradient does to a value that has no motion."""
+    if isinstance(value, Unknown):
+        return f"{name} has no closed-form {'update' if name == 'param' else 'decay'}"
+    return f"{name} becomes {shown(value, names)}"
 
 
 def _followed(
@@ -243,9 +259,8 @@ def refusal(name: str, why: str = "") -> str:
             "semantics='dense' needs a rule that defines its update for rows without a gradient"
         )
         return sentence(contract, f"rule {name!r}", "Use semantics='masked'")
-    return sentence(
-        "semantics='dense' needs a rule whose state decays without a gradient, and whose "
-        "parameter decays and moves along one state",
-        f"rule {name!r}, where {why}",
-        "Use semantics='masked'",
+    return (
+        f"semantics='dense' cannot defer updates of rule {name!r}: {why}. Without a gradient, "
+        "each state must decay, and the parameter must decay or move along one state. "
+        "Use semantics='masked'."
     )

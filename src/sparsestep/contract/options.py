@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
+from sparsestep.contract.checks import pair
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.masks import Masks
-from sparsestep.gradients.touched import FLOATS
 
 # Who computes. "auto" takes the core where it can; all agree to the last places.
 Engine: TypeAlias = Literal["auto", "native", "reference", "triton"]
@@ -56,8 +56,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("foreach", "fused"), (None, False)),
     **dict.fromkeys(("alpha", "beta", "betas", "eps", "lr"), ()),
 }
-
-BIAS_CORRECTIONS: tuple[str, ...] = get_args(BiasCorrection)
 
 
 def common(
@@ -122,24 +120,6 @@ def _is(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, type(default)) and value == default)
 
 
-def check(options: dict[str, Any]) -> None:
-    """Refuse extras that make no sense."""
-    correction = read(options, "bias_correction")
-    if correction not in BIAS_CORRECTIONS:
-        contract = f"bias_correction must be one of {', '.join(BIAS_CORRECTIONS)}"
-        raise InputError(sentence(contract, repr(correction)))
-    dtype = read(options, "state_dtype")
-    if dtype is not None and dtype not in FLOATS and dtype is not torch.int8:
-        contract = "state_dtype must be a real float dtype, torch.int8 or None"
-        raise InputError(sentence(contract, dtype))
-    seed = read(options, "rounding_seed")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise InputError(sentence("rounding_seed must be an integer or None", repr(seed)))
-    for name in ("stochastic_rounding", "decoupled_weight_decay"):
-        if not isinstance(read(options, name), bool):
-            raise InputError(sentence(f"{name} must be True or False", repr(read(options, name))))
-
-
 def check_keys(
     group: dict[str, Any],
     known: Collection[str],
@@ -159,26 +139,28 @@ def check_keys(
         >>> check_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
         Traceback (most recent call last):
         ...
-        sparsestep.errors.InputError: in a param group, this option is spelled 'weight_decay'. Got \
-'weigth_decay'. Rename the key, even if it is your own.
+        sparsestep.errors.InputError: unknown key 'weigth_decay'; did you mean 'weight_decay'? \
+Choose another name for a key of your own.
     """
-    unknown = [name for name in neutral if name in group and name not in known]
+    names = frozenset(known)
+    unknown = [name for name in neutral if name in group and name not in names]
     alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
     if alien:
-        contract = f"a param group may only set {', '.join(dict.fromkeys(known))}"
+        contract = f"it may only set {', '.join(dict.fromkeys(known))}"
         raise InputError(sentence(contract, ", ".join(alien)))
     for key in group:
-        if not isinstance(key, str) or key in known or key in _NO_OPTIONS or key in neutral:
+        if not isinstance(key, str) or key in names or key in _NO_OPTIONS or key in neutral:
             continue
         if key in WHOLE:
             contract = f"{key} is an option of the whole optimizer, not of a param group"
             remedy = f"Pass {key} to the constructor"
             raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
-        nearest = _nearest(key, {*known, *neutral, *WHOLE})
+        nearest = _nearest(key, names.union(neutral, WHOLE))
         if nearest is not None:
-            contract = f"in a param group, this option is spelled {nearest!r}"
-            remedy = "Rename the key, even if it is your own"
-            raise InputError(sentence(contract, repr(key), remedy))
+            raise InputError(
+                f"unknown key {key!r}; did you mean {nearest!r}? "
+                "Choose another name for a key of your own."
+            )
 
 
 _NO_OPTIONS = ("params", "param_names")
@@ -188,11 +170,12 @@ def _is_one_of(values: tuple[Any, ...], value: Any) -> bool:
     return isinstance(value, int | float | str | None) and value in values
 
 
-def _nearest(key: str, names: Collection[str]) -> str | None:
+@lru_cache(maxsize=256)  # with a scheduler, in every step
+def _nearest(key: str, names: frozenset[str]) -> str | None:
     """The option that was most likely meant; ``None`` for a key that is like none of them."""
     plain = key.lower().replace("-", "_")
     letters = sorted(plain)
-    for name in names:
+    for name in sorted(names):
         if len(name) > 2 and sorted(name) == letters:  # two keys hit in the wrong order
             return name
     # Less would take torch's own max_momentum for momentum.
@@ -200,18 +183,20 @@ def _nearest(key: str, names: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def to_number(value: float | Tensor) -> float:
-    """An option that may be a one-element tensor, as a number."""
-    return value.item() if isinstance(value, Tensor) else value
+def to_number(value: Any) -> float:
+    """Return an option that may be a one-element tensor or a NumPy scalar as a Python number."""
+    if isinstance(value, int | float):
+        return value
+    number: float = value.item() if hasattr(value, "item") else float(value)
+    return number
 
 
 def to_numbers(value: Any) -> Any:
-    """The same for an option that may be a pair of numbers.
+    """Return the same for an option that may be a pair of numbers.
 
     Example:
         >>> to_numbers((torch.tensor(0.5), torch.tensor(0.75)))
         (0.5, 0.75)
     """
-    if isinstance(value, tuple | list):
-        return tuple(map(to_number, value))
-    return to_number(value)
+    two = pair(value)
+    return to_number(value) if two is None else tuple(map(to_number, two))

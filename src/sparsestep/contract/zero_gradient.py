@@ -95,7 +95,7 @@ def followed(program: Program, start: Mapping[int, float] | None = None) -> list
 def shown(value: Found, names: Sequence[str]) -> str:
     """A value as people write it."""
     if isinstance(value, Unknown):
-        return "something without a closed form"
+        return "unknown"
     parts = [_shown_term(atom, factor, names) for atom, factor in value.terms.items()]
     if value.ratio is not None:
         terms, square, factor, eps = value.ratio

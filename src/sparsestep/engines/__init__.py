@@ -158,7 +158,8 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
 def _remedy(why: str) -> str:
     if "branches on" in why:
         return "Use torch.where instead of if"
-    return "docs/write-your-own-rule.md lists them; engine='reference' runs any formula"
+    page = "https://sparsestep.readthedocs.io/write-your-own-rule.html"
+    return f"engine='reference' runs any formula; {page} lists the operations"
 
 
 def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:

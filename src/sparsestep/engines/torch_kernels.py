@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep.contract.checks import NUMBERS, SWITCHES, pair
+from sparsestep.contract.options import to_number
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import parameters
 from sparsestep.torch_internals import capturable_devices, check_fused
 
 Record = dict[str, Any]
-
-# Options that are numbers, and those that are true or false, however somebody has written that.
-NUMBERS = ("alpha", "dampening", "eps", "lr", "lr_decay", "momentum", "weight_decay")
-SWITCHES = ("amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov")
 
 
 @dataclass(slots=True)
@@ -108,7 +106,7 @@ class TorchKernels:
             for r in records
         ]
         batch = Batch(
-            {name: _as_torch_wants_it(name, value) for name, value in group.items()},
+            _for_torch(group),
             [update.param for update in updates],
             [update.touched.values for update in updates],
             {name: [state.get(name) for state in memory] for name in names},
@@ -155,11 +153,27 @@ class TorchKernels:
         return True
 
 
-def _as_torch_wants_it(name: str, value: Any) -> Any:
-    """Numbers as numbers and switches as switches: torch's kernels are particular about that."""
-    if name in SWITCHES:
-        return bool(value)
-    return int(value) if isinstance(value, bool) and name in NUMBERS else value
+def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in the types that torch's kernels take, which run when it is too late.
+
+    Numbers are Python numbers or tensors without dims, switches are bools.
+    """
+    keeps_graph = bool(group.get("differentiable"))
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (value if keeps_graph else value.detach()).reshape(())
+        return int(value) if isinstance(value, bool) else to_number(value)
+
+    found = dict(group)
+    for name in SWITCHES & group.keys():
+        found[name] = bool(group[name])
+    for name in NUMBERS & group.keys():
+        found[name] = number(group[name])
+    two = pair(group.get("betas"))
+    if two is not None:
+        found["betas"] = tuple(map(number, two))
+    return found
 
 
 def _check(group: Mapping[str, Any], param: Tensor) -> None:

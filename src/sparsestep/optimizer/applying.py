@@ -14,7 +14,7 @@ from sparsestep import engines
 from sparsestep.contract import checks, options
 from sparsestep.contract.rule import Rule
 from sparsestep.engines.protocol import ParamUpdate, Settings
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS
@@ -68,18 +68,15 @@ def apply_(
         run(who, rule, param, grad, state, step, hyper, **keywords)
         return
     try:
-        with usable("the arguments must have the right types: tensors, numbers, True or False"):
-            engines.check_engine(engine)
-            checked_step = _checked_step(step)
-            hyper = _checked_options(hyper)
-            checks.at_least_zero("weight_decay", weight_decay)
-            decay = float(options.to_number(weight_decay))
-            shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
-            sign = -1.0 if maximize else 1.0
-            rule.numbers(hyper)  # they must be numbers
-            if seed is not None:
-                # What the core takes; both engines look at no more than that.
-                seed = index(seed) & 0xFFFFFFFFFFFFFFFF
+        engines.check_engine(engine)
+        checked_step = _checked_step(step)
+        switches = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
+        checks.check({**hyper, "weight_decay": weight_decay, **switches})
+        hyper = {name: options.to_numbers(value) for name, value in hyper.items()}
+        decay = float(options.to_number(weight_decay))
+        shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
+        sign = -1.0 if maximize else 1.0
+        seed = None if seed is None else _checked_seed(seed)
         _check_param(param)
         owner = param
         param, grad = local(param, grad, by_row=rule.by_row)
@@ -104,29 +101,24 @@ def apply_(
 
 
 def _checked_step(step: int | Tensor) -> int:
-    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if isinstance(value, Tensor):
-        contract = "step must be the number of this update, counted from 1"
-        raise InputError(sentence(contract, f"a tensor of shape {tuple(value.shape)}"))
+    contract = "step must be the number of this update, counted from 1"
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise InputError(sentence(contract, f"a tensor of shape {tuple(step.shape)}"))
+    checks.number("step", step)
+    value = options.to_number(step)
     if not 1 <= value < _TOO_MANY or value % 1:
-        raise InputError(sentence("step must be the number of this update, counted from 1", value))
+        raise InputError(sentence(contract, value))
     return int(value)
 
 
-_ANY_NUMBER = ("dampening", "nesterov")
+def _checked_seed(seed: Any) -> int:
+    try:
+        return index(seed) & 0xFFFFFFFFFFFFFFFF  # both engines look at 64 bits
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(sentence("seed must be an integer or None", repr(seed))) from None
+
+
 _TOO_MANY = 1 << 63  # steps for the core to count
-
-
-def _checked_options(hyper: dict[str, Any]) -> dict[str, Any]:
-    """The formula's options as plain numbers; refuses what it cannot work with."""
-    for name, value in hyper.items():
-        if name == "lr":
-            checks.learning_rate(value)
-        elif name == "betas":
-            checks.betas(value)
-        elif name not in _ANY_NUMBER:
-            checks.at_least_zero("epsilon" if name == "eps" else name, value)
-    return {name: options.to_numbers(value) for name, value in hyper.items()}
 
 
 def _check_param(param: Tensor) -> None:

@@ -95,11 +95,7 @@ class StepInBackward:
         group_index, index = self._places[id(param)]
         groups = optimizer.param_groups
         step = Plan(optimizer)
-        if groups[group_index].get("stochastic_rounding"):
-            for earlier in range(
-                group_index
-            ):  # the random bits depend on how many parameters they have
-                step.add_group(earlier, groups[earlier], grads=[])
+        step.skip_groups(groups[:group_index])
         step.add_group(group_index, groups[group_index], only=index)
         step.run()
         optimizer._updates += 1

@@ -20,14 +20,14 @@ from torch.optim.optimizer import (
 )
 
 from sparsestep import engines
-from sparsestep.contract import options
+from sparsestep.contract import checks, options
 from sparsestep.contract.derived import motion_of
 from sparsestep.dense.clock import RowClock
 from sparsestep.dense.trackers import warn_of_another
 from sparsestep.engines.native import Before, step_again
 from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import arrive, elsewhere
 from sparsestep.memory.beside import settle
@@ -42,8 +42,6 @@ from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
 from sparsestep.surroundings import labelled
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
-
-_KINDS = "every option must be of its kind: a number, a pair of numbers, True or False"
 
 
 class RuleOptimizer(Explains):
@@ -76,9 +74,7 @@ class RuleOptimizer(Explains):
             if semantics not in ("masked", "dense"):
                 contract = "semantics must be one of masked, dense"
                 raise InputError(sentence(contract, repr(semantics)))
-            with usable(_KINDS):
-                self._check_options(defaults)
-                options.check(extras)
+            self._check_values({**defaults, **extras})
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
         # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
@@ -99,6 +95,7 @@ class RuleOptimizer(Explains):
         self._clocks: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
         self._ran: dict[int, tuple[Tensor, str, str]] = {}
+        self._embeddings: dict[int, tuple[Tensor, bool]] = {}
         self._huge_pages: HugePages = HugePages()
         self._before: Before | None = None  # what groups said, where a step may be done again
         self._lock = RLock()  # one step at a time, whoever calls
@@ -108,20 +105,19 @@ class RuleOptimizer(Explains):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own, as torch's optimizers do."""
         group_index = len(self.param_groups)
-        with speaking(type(self).__name__):
+        with speaking(f"{type(self).__name__}: param group {group_index}"):
             if isinstance(param_group, dict):
                 if "params" not in param_group:
                     contract = "a param group must have the key 'params'"
                     raise InputError(sentence(contract, ", ".join(map(str, param_group)) or "{}"))
                 options.check_keys(param_group, [*self._option_names, *self._extras], self._neutral)
+                checks.check(param_group, self._own_options)
                 options.seed_of(param_group)
             super().add_param_group(param_group)
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
-                with usable(_KINDS):
-                    self._check_options(param_group)
-                    options.check(param_group)
+                self._check_values(param_group)
                 self._check_params(group_index, param_group)
                 by_row = self._stored_rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":  # what has no such form is refused

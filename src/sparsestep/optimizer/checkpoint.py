@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.contract import options
 from sparsestep.contract.int8 import recoded
 from sparsestep.contract.rule import Rule, State
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.touched import COMPLEX, FLOATS
 from sparsestep.memory.by_row import strided
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.groups import check_switches, name_of
+from sparsestep.optimizer.groups import name_of
 from sparsestep.optimizer.records import StateKeeper
 
 Group = dict[str, Any]
@@ -61,6 +60,7 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
         found.missing.append(missing)
         try:
             rule = _rule_of(optimizer, group_index, known)
+            _check_class(optimizer, rule, new)
         except InputError as error:
             raise InputError(f"{who}: group {group_index} of the checkpoint: {error}") from None
         for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
@@ -79,38 +79,50 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
 
 
 def _check_form(saved: Any) -> None:
-    contract = "a checkpoint must be what state_dict() returns, a dict with state and param_groups"
+    contract = "a checkpoint must be a dict with the keys 'state' and 'param_groups'"
     if not isinstance(saved, Mapping):
-        raise InputError(sentence(contract, type(saved).__name__))
+        raise InputError(sentence(contract, f"a {type(saved).__name__}"))
     if not {"state", "param_groups"} <= saved.keys():
-        raise InputError(sentence(contract, f"one with {', '.join(map(str, saved)) or 'nothing'}"))
+        got = f"the keys {', '.join(map(repr, saved))}" if saved else "an empty dict"
+        remedy = "Pass what state_dict() of the optimizer returned"
+        raise InputError(sentence(contract, got, remedy))
     if not isinstance(saved["state"], Mapping):
-        contract = "the state of a checkpoint must be a dict"
-        raise InputError(sentence(contract, type(saved["state"]).__name__))
+        contract = "'state' of a checkpoint must be a dict"
+        raise InputError(sentence(contract, f"a {type(saved['state']).__name__}"))
     groups = saved["param_groups"]
     if not isinstance(groups, list | tuple):
-        contract = "the param_groups of a checkpoint must be a list"
-        raise InputError(sentence(contract, type(groups).__name__))
-    for group in groups:
+        contract = "'param_groups' of a checkpoint must be a list"
+        raise InputError(sentence(contract, f"a {type(groups).__name__}"))
+    for index, group in enumerate(groups):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            contract = "every param group of a checkpoint must be a dict with a list params"
-            got = sorted(map(str, group)) if isinstance(group, Mapping) else type(group).__name__
-            raise InputError(sentence(contract, got))
+            contract = f"group {index} of the checkpoint must be a dict with a list 'params'"
+            keys = f"the keys {', '.join(map(repr, group))}" if isinstance(group, Mapping) else ""
+            raise InputError(sentence(contract, keys or f"a {type(group).__name__}"))
+
+
+def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
+    """Refuse a group of another optimizer class.
+
+    A missing option alone is no sign of it: torch's classes got new options over time. Options of
+    other classes are none either: torch's SparseAdam loads what torch's Adam has saved.
+    """
+    known = {*optimizer._option_names, *optimizer._extras}
+    foreign = [name for name in optimizer._neutral if name in saved and name not in known]
+    missing = [name for name in rule.hyperparameters if name not in saved]
+    if foreign and missing:
+        contract = f"its options must be those of {type(optimizer).__name__}, with "
+        remedy = "Load it into the optimizer class that saved it"
+        raise InputError(sentence(contract + ", ".join(missing), ", ".join(foreign), remedy))
 
 
 def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
-    """The rule that a group selects; raises where its options are none that it could be made of."""
-    with usable("its options must be valid for this optimizer"):
-        check_switches(optimizer, group)
-        optimizer._check_options(group)
-        options.check(group)
-        rule = optimizer._stored_rule_for(group)
-        by_row = rule.by_row or optimizer.semantics == "dense"
-        if optimizer.semantics == "dense":
-            optimizer._groups.read(
-                optimizer, group_index, dict(group)
-            )  # refuses what has no such form
-        masks.checked(group.get("mask"), group["params"], by_row=by_row)
+    """Return the rule that a group selects; refuse options that the constructor would refuse."""
+    optimizer._check_group(group)
+    rule = optimizer._stored_rule_for(group)
+    is_dense = optimizer.semantics == "dense"
+    if is_dense:  # refuses options without a closed form
+        optimizer._groups.read(optimizer, group_index, dict(group))
+    masks.checked(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
     return rule
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from sparsestep.contract import options
+from sparsestep.contract import checks, options
 from sparsestep.contract.int8 import stored_as_int8
 from sparsestep.contract.rule import Rule
 from sparsestep.engines.torch_kernels import Batch
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, sentence
 
 # At run time the base of our classes is not torch's Optimizer; each of them also derives from it.
 # Whoever goes through the subclasses of Optimizer (class_resolver, hence PyKEEN) takes a class that
@@ -54,9 +54,26 @@ class Declaration(_Base):
         """The keys that every param group has."""
         return frozenset(self._option_names) - frozenset(self._extras)
 
-    @staticmethod
-    def _check_options(options: dict[str, Any]) -> None:
-        """Refuse values that the rule cannot work with."""
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a param group with an unknown, missing or invalid option."""
+        options.check_keys(group, [*self._option_names, *self._extras], self._neutral)
+        missing = self._required_options - group.keys()
+        if missing:
+            got = f"no {', '.join(sorted(missing))}"
+            raise InputError(sentence("it must have every option", got))
+        self._check_values(group)
+
+    @classmethod
+    def _check_values(cls, group: dict[str, Any]) -> None:
+        """Refuse options of the wrong kind, out of range, or in a wrong combination."""
+        checks.check(group, cls._own_options)
+        if cls._has_torch_kernel:
+            checks.torch_kernel(group, takes_tensors=cls._foreach_takes_tensors)
+        cls._check_options(group)
+
+    @classmethod
+    def _check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse what this class refuses beyond the table of all options."""
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -23,7 +23,7 @@ class ParamExplanation:
         shape: of the parameter.
         engine: what ran its latest update: ``"native"``, ``"torch"``, ``"reference"`` or
             ``"triton"``; ``None`` before the first.
-        reason: why it was not the native engine; empty where it was.
+        reason: why it was not the native engine, or why it is slow; empty if it is neither.
         state_bytes: the size of its state. Memory is used only for rows that were updated.
         rows_behind: with ``semantics="dense"``, how many rows wait for a catch-up.
     """
@@ -60,10 +60,22 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        notes = dict.fromkeys(f"{each.name}: {each.reason}" for each in self.params if each.reason)
-        return "\n".join([*table, *notes])
+        names: dict[str, list[str]] = {}
+        for each in self.params:
+            if each.reason:
+                names.setdefault(each.reason, []).append(each.name)
+        return "\n".join([*table, *(f"{_listed(who)}: {why}" for why, who in names.items())])
 
     __repr__ = __str__
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a list; the table above has all of them."""
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+
+
+_MOST_NAMES = 8
 
 
 def _cells(param: ParamExplanation) -> tuple[str, ...]:

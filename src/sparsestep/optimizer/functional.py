@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, counted, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.plan import Plan
@@ -112,9 +112,8 @@ class FunctionalOptimizer:
         gradients = list(gradients)
         if len(params) != len(gradients):
             raise InputError(
-                f"{type(self).__name__}: the gradients passed in does not equal to the size of the "
-                f"parameters! Params length: {len(params)}. Gradients length: {len(gradients)}. "
-                "Pass None for a parameter without a gradient."
+                f"{type(self).__name__}: expected {counted(len(params), 'gradient')}, got "
+                f"{len(gradients)}. Pass None for a parameter without a gradient."
             )
         targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
         with self._alone_with(targets):

@@ -7,6 +7,7 @@ has changed, and the settings of the last step are used again.
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
 from operator import is_
 from typing import Any
 
@@ -18,15 +19,14 @@ from sparsestep.contract.derived import refusal
 from sparsestep.contract.rule import Rule
 from sparsestep.engines.native import Before
 from sparsestep.engines.protocol import Settings
-from sparsestep.engines.torch_kernels import NUMBERS, SWITCHES
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.optimizer.declaration import Declaration
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
 
-_CONSTANT = (float, int, str, torch.dtype, type(None))
+_CONSTANT = (float, int, str, torch.dtype, type(None), Real)
 
 
 def _is_constant(value: Any) -> bool:
@@ -93,8 +93,8 @@ class Groups:
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
         gradients are being applied, it is too late to.
         """
-        with usable(f"the options of param group {group_index} must be valid for this optimizer"):
-            return _settings(optimizer, group_index, group)
+        optimizer._check_group(group)
+        return _settings(optimizer, group_index, group)
 
     @staticmethod
     def selections_of(
@@ -125,17 +125,6 @@ class Groups:
 
 
 def _settings(optimizer: Declaration, group_index: int, group: Group) -> Settings:
-    if optimizer._has_torch_kernel:
-        checks.torch_kernel(group, takes_tensors=optimizer._foreach_takes_tensors)
-        _check_numbers(group_index, group)
-    missing = optimizer._required_options - group.keys()
-    if missing:
-        raise InputError(sentence("it must have every option", f"no {', '.join(sorted(missing))}"))
-    check_switches(optimizer, group)
-    # They may have been changed since the optimizer was made. As with torch, lr may then be any
-    # number: schedules go below zero.
-    optimizer._check_options({**group, "lr": 0.0} if "lr" in group else group)
-    options.check(group)
     rule = optimizer._stored_rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer._own_options
@@ -143,55 +132,31 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
         name: group[name] if name in own else options.to_numbers(group[name])
         for name in rule.hyperparameters
     }
-    lr = options.to_number(group.get("lr", 0.0))  # a user's own rule may have none, or another kind
-    if "lr" not in own:
-        lr = lr + 0.0  # neither text nor a pair
-    if "lr" in hyper:
-        hyper["lr"] = lr
-    decay = 0.0 if "weight_decay" in optimizer._own_options else group.get("weight_decay", 0.0)
-    if decay:
-        decay = options.to_number(decay)
+    lr = group.get("lr", 0.0)
+    if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyper:
+        lr = hyper["lr"] = lr.item()
+    decay = 0.0
+    if "weight_decay" not in own:
+        decay = float(options.to_number(group.get("weight_decay", 0.0)))
     decoupled = decay and (
         optimizer._always_decoupled or options.read(group, "decoupled_weight_decay")
     )
+    # A user's own rule may have an lr of any kind, but not where decoupled decay multiplies by it.
+    left = 1 - checks.number("lr", lr) * decay if decoupled else 1.0
     if optimizer.semantics == "dense":
-        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=1 - lr * decay)
-    if rule.is_native:
-        rule.numbers(hyper)  # they must be numbers
-    for spec in rule.state:
-        if isinstance(spec.initial, str):
-            float(group[spec.initial])
+        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=left)
     return Settings(
         rule,
         hyper,
         -1.0 if group.get("maximize") and "maximize" not in optimizer._own_options else 1.0,
-        0.0 if decoupled else float(decay),
-        float(1 - lr * decay) if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        left,
         group.get("state_dtype"),
         options.seed_of(group),
         bool(options.read(group, "stochastic_rounding")),
         partial(name_of, type(optimizer).__name__, group, group_index),
         optimizer._uses_torch(group),
     )
-
-
-def _check_numbers(group_index: int, group: Group) -> None:
-    """Refuse what is no number; a formula may not look at an option that torch's kernel takes."""
-    for name in NUMBERS:
-        if name in group:
-            with usable(f"{name} of param group {group_index} must be a number"):
-                options.to_number(group[name]) + 0.0
-
-
-def check_switches(optimizer: Declaration, group: Group) -> None:
-    """Refuse what is neither true nor false; a formula's own options may be anything."""
-    for name in SWITCHES:
-        if name in optimizer._own_options:
-            continue
-        if not hasattr(group.get(name, False), "__bool__"):
-            raise InputError(sentence(f"{name} must be True or False", repr(group[name])))
-        with usable(f"{name} must be True or False"):
-            bool(group.get(name))  # a table is neither
 
 
 def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:

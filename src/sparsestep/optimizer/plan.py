@@ -17,10 +17,11 @@ from sparsestep.engines.programs import Recorded
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.torch_kernels import TorchKernels
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, SlowWarning, warn_once
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.memory.files import mapped_files, written
+from sparsestep.optimizer import dense_embedding
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.announcing import announce
 from sparsestep.optimizer.records import StateKeeper
@@ -53,6 +54,8 @@ class Plan:
         if optimizer.semantics == "dense":
             self._catch_ups = PendingCatchUps(optimizer._clocks, optimizer.engine)
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
+        # Of parameters with a dense gradient: whether that is an embedding's.
+        self._are_embeddings: list[tuple[ParamUpdate, bool]] = []
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
         self.repeats: list[tuple[int, int]] = []
@@ -87,7 +90,8 @@ class Plan:
             if all(grad is None for grad in given):
                 self._params_before += len(params)
                 return  # as with torch, options do not matter where there is no gradient
-            raise InputError(f"{type(optimizer).__name__}: {error}") from None
+            who = f"{type(optimizer).__name__}: param group {group_index}"
+            raise InputError(f"{who}: {error}") from None
         if mapped_files:
             announce(optimizer.state, some, grads, masks.listed(group.get("mask"), params)[first:])
         for index in self._declined(group, settings, selections, first, some, grads):
@@ -107,7 +111,16 @@ class Plan:
                 raise InputError(f"{settings.who(index)}: {error}") from None
         self._params_before += len(params)
 
+    def skip_groups(self, groups: Sequence[Group]) -> None:
+        """Pass over param groups; random bits depend on the number of parameters before."""
+        self._params_before += sum(len(group["params"]) for group in groups)
+
     def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+        if selection is None and update.touched.positions is None:
+            known = self._optimizer._embeddings.get(id(update.owner))
+            if known is None or known[0] is not update.owner:
+                is_embedding = dense_embedding.looks_like_embedding(update.grad)
+                self._are_embeddings.append((update, is_embedding))
         if self._catch_ups is not None:
             self._catch_ups.add(update, selection)
         if selection is None and update.settings.uses_torch:
@@ -198,6 +211,14 @@ class Plan:
         if mapped_files:
             written(self._optimizer._all_params())
 
+    def _warn_of_embeddings(self) -> None:
+        """Warn of embeddings with dense gradients, once for each parameter."""
+        for update, is_embedding in self._are_embeddings:
+            if is_embedding:
+                who = update.settings.who(update.index)
+                warn_once(SlowWarning, dense_embedding.warning(who, update.owner.shape))
+            self._optimizer._embeddings[id(update.owner)] = (update.owner, is_embedding)
+
     def _note_engines(self) -> None:
         """For ``explain()``: who did what. A step that is done again is the core's."""
         optimizer = self._optimizer
@@ -207,7 +228,13 @@ class Plan:
         dense = [] if self._torch is None else self._torch.claimed
         for update in (*self._updates, *dense):
             engine = update.engine or "torch"
-            reason = update.reason if update.engine else "torch's own kernel takes dense gradients."
+            reason = (
+                update.reason if update.engine else "dense gradient: updated by torch's kernel."
+            )
+            if update.touched.positions is None:
+                owner, is_embedding = optimizer._embeddings.get(id(update.owner), (None, False))
+                if is_embedding and owner is update.owner:
+                    reason = dense_embedding.REASON
             optimizer._ran[id(update.owner)] = (update.owner, engine, reason)
 
     def _prepare(self) -> None:
@@ -221,6 +248,8 @@ class Plan:
             with labelled("sparsestep: catch up"):
                 self._catch_ups.prepare()
         self._engines.prepare()  # from values that are up to date
+        if self._are_embeddings:
+            self._warn_of_embeddings()
 
     def _commit(self) -> None:
         """Write everything; nothing can fail."""

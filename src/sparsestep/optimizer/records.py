@@ -35,6 +35,8 @@ class StateKeeper(Declaration):
         known: by the parameter's id: itself, so that no other comes to have its id, and the
             addresses of its memory and that of its state, when they were looked at.
         ran: by the parameter's id: itself, the engine of its latest update, and why not another.
+        embeddings: by the parameter's id: itself, and whether its dense gradient is zero in most
+            rows, as that of an embedding is.
         rounds: how often ``step()`` or ``zero_grad()`` was called.
         updates: how often parameters were updated without ``step()``.
         huge_pages: parameters and state that wait for them.
@@ -45,6 +47,7 @@ class StateKeeper(Declaration):
     _clocks: dict[int, RowClock]
     _known: dict[int, tuple[Any, ...]]
     _ran: dict[int, tuple[Tensor, str, str]]
+    _embeddings: dict[int, tuple[Tensor, bool]]
     _rounds: int
     _updates: int
     _huge_pages: HugePages

@@ -11,6 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from sparsestep.contract.options import to_number
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.touched import COMPLEX, FLOATS
@@ -103,7 +104,8 @@ def _made(
 
 def initial(spec: State, options: Mapping[str, Any]) -> float:
     """What every element of a state begins with; of a complex one, both of its parts."""
-    value = float(options[spec.initial] if isinstance(spec.initial, str) else spec.initial)
+    value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
+    value = float(to_number(value))
     return value if spec.first is None else spec.first(value)
 
 

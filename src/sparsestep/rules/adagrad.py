@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -140,15 +139,6 @@ class Adagrad(RuleOptimizer, Optimizer):
             fused=batch.group["fused"],
             **{name: batch.group[name] for name in names},
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("epsilon", group["eps"])
-        for name in ("lr_decay", "weight_decay", "initial_accumulator_value"):
-            checks.at_least_zero(name, group[name])
-        checks.implementation(group)
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -159,15 +158,6 @@ class Family(RuleOptimizer):
             has_complex=batch.has_complex,
             **{name: group[name] for name in _KERNEL_OPTIONS},
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"], group)
-        checks.at_least_zero("epsilon", group["eps"])
-        checks.betas(group["betas"], group)
-        checks.at_least_zero("weight_decay", group["weight_decay"])
-        checks.implementation(group)
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

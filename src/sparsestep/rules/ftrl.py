@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.motion import Recompute
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -142,13 +141,6 @@ class Ftrl(RuleOptimizer, Optimizer):
             defaults,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        for name in ("beta", "l1", "l2", "initial_accumulator_value"):
-            checks.at_least_zero(name, group[name])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

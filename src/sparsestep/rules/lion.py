@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks, options
+from sparsestep.contract import options
 from sparsestep.contract.motion import SignDrift
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -102,13 +102,6 @@ class Lion(RuleOptimizer, Optimizer):
             defaults,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.betas(group["betas"])
-        checks.at_least_zero("weight_decay", group["weight_decay"])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.radam import radam as torch_radam
 
-from sparsestep.contract import checks, options
+from sparsestep.contract import options
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
@@ -194,14 +194,6 @@ class RAdam(RuleOptimizer, Optimizer):
             has_complex=batch.has_complex,
             **{name: batch.group[name] for name in _KERNEL_OPTIONS},
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("epsilon", group["eps"])
-        checks.betas(group["betas"])
-        checks.at_least_zero("weight_decay", group["weight_decay"])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

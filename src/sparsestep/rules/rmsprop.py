@@ -15,10 +15,11 @@ from sparsestep.contract.motion import Geometric, Motion, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
@@ -242,14 +243,6 @@ class RMSprop(RuleOptimizer, Optimizer):
             **{name: batch.group[name] for name in names},
         )
 
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("epsilon", group["eps"])
-        for name in ("momentum", "weight_decay", "alpha"):
-            checks.at_least_zero(name, group[name])
-
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
@@ -306,9 +299,9 @@ def rmsprop_(
     hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
     rule = RULES[grad_avg is not None, momentum_buffer is not None]
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
-    with usable("rmsprop_: momentum must be a number"):
-        needs_buffer = bool(momentum) and momentum_buffer is None
-    if needs_buffer:
+    with speaking("rmsprop_"):
+        checks.check({"momentum": momentum})
+    if momentum and momentum_buffer is None:
         contract = "rmsprop_: momentum needs a momentum_buffer"
         raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
     apply_(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.motion import Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -110,14 +109,6 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             decoupled_weight_decay=decoupled_weight_decay,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("epsilon", group["eps"])
-        for name in ("weight_decay", "initial_accumulator_value"):
-            checks.at_least_zero(name, group[name])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.motion import Quotient
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
@@ -136,14 +135,6 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
             bias_correction=bias_correction,
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
-
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("epsilon", group["eps"])
-        checks.betas(group["betas"])
-        checks.at_least_zero("weight_decay", group["weight_decay"])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:

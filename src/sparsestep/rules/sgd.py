@@ -15,10 +15,11 @@ from sparsestep.contract.motion import Geometric, Still
 from sparsestep.contract.options import Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.engines.torch_kernels import Batch
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 
 
@@ -173,15 +174,11 @@ class SGD(RuleOptimizer, Optimizer):
             **{name: batch.group[name] for name in names},
         )
 
-    @staticmethod
-    def _check_options(group: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(group["lr"])
-        checks.at_least_zero("momentum", group["momentum"])
-        checks.at_least_zero("weight_decay", group["weight_decay"])
+    @classmethod
+    def _check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse Nesterov momentum without momentum, or with dampening."""
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise InputError("Nesterov momentum requires a momentum and zero dampening.")
-        checks.implementation(group)
 
     @classmethod
     def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
@@ -240,9 +237,9 @@ def sgd_(
         >>> weight[:, 0].tolist()
         [0.0, -1.0]
     """
-    with usable("sgd_: the options must have the right types: numbers, True or False"):
-        needs_more = bool(nesterov and (momentum <= 0 or dampening != 0))
-    if needs_more:
+    with speaking("sgd_"):
+        checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+    if nesterov and (momentum <= 0 or dampening != 0):
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None and momentum:
         contract = "sgd_: momentum needs a momentum_buffer"

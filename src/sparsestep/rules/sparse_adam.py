@@ -11,12 +11,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.contract import checks
 from sparsestep.contract.motion import Quotient
-from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common, to_number
+from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
 from sparsestep.optimizer.applying import apply_
 from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.functional import FunctionalOptimizer, takes
 from sparsestep.rules import bias
 
@@ -134,12 +135,10 @@ class SparseAdam(RuleOptimizer, Optimizer):
             **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
         )
 
-    @staticmethod
-    def _check_options(options: dict[str, Any]) -> None:
-        """Refuse values that the formula cannot work with."""
-        checks.learning_rate(options["lr"])
-        checks.at_least_zero("epsilon", options["eps"], but_not_zero=True)  # 0 / 0, as in torch
-        checks.betas(options["betas"])
+    @classmethod
+    def _check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse an eps of 0, as torch does: a gradient of 0 would become 0 / 0."""
+        checks.positive("eps", group["eps"])
 
     @classmethod
     def _rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -188,10 +187,8 @@ def sparse_adam_(
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
-    with usable("sparse_adam_: eps must be a number"):
-        is_zero = to_number(eps) == 0
-    if is_zero:
-        raise InputError(sentence("sparse_adam_: eps must be greater than 0", eps))
+    with speaking("sparse_adam_"):
+        checks.positive("eps", eps)
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]
     apply_(

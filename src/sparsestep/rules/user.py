@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.contract import checks
 from sparsestep.contract.options import DEFAULTS, Engine, Mask, Semantics, common
 from sparsestep.contract.rule import Rule, State
 from sparsestep.errors import InputError, sentence
@@ -59,12 +58,6 @@ class UserOptimizer(RuleOptimizer):
         }
         extras = common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed)
         super().__init__(params, defaults, **extras, **options)
-
-    @classmethod
-    def _check_options(cls, group: dict[str, Any]) -> None:
-        """Refuse what the engines cannot work with; the formula's own options are its own."""
-        if "weight_decay" not in cls._options:
-            checks.at_least_zero("weight_decay", group["weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which has to have every option without a default."""
