@@ -8,6 +8,7 @@ sent. A lookup that gets others sends them as usual, and so do all ranks with it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import queue
 import threading
 import zlib
@@ -117,24 +118,25 @@ class Sending:
         try:
             for call, given in zip(self.calls, self.given, strict=True):
                 asked.append(call.module._requests(*given))
+            tables = [request for each in asked for request in each]
+            mine = numbers_of(tables)
+            largest = max(sent_bytes(tables, row) for row in mine.tolist())
         except Exception:  # the lookup itself will say so, on all ranks
             refuses = 1
-        tables = [request for each in asked for request in each]
         # All ranks call the same modules, so all have as many tables.
         count = sum(call.module._width for call in self.calls)
         numbers = torch.zeros(wire.world, 2 + NUMBERS * count, dtype=torch.int64)
         numbers[:, 0] = refuses
         if not refuses:
-            numbers[:, 2:] = numbers_of(tables)
-            numbers[:, 1] = max(sent_bytes(tables, row) for row in numbers[:, 2:].tolist())
+            numbers[:, 2:], numbers[:, 1] = mine, largest
         theirs = wire.numbers(numbers).tolist()
         if any(row[0] for row in theirs):
             return
         largest = max(row[1] for row in theirs)
-        incoming = send_ids(wire, tables, [row[2:] for row in theirs], largest)
+        incoming = iter(send_ids(wire, tables, [row[2:] for row in theirs], largest)())
         for place, requests in enumerate(asked):
-            mine, incoming = incoming[: len(requests)], incoming[len(requests) :]
-            self.sent[place] = Sent(self.first + place, requests, mine)
+            found = list(itertools.islice(incoming, len(requests)))
+            self.sent[place] = Sent(self.first + place, requests, found)
 
     def take(self, module: Any, arguments: Any) -> Sent | None:
         """What has been sent for a call, once."""
