@@ -65,6 +65,8 @@ def on_threads(
             wire, module = Threads(hall, rank), modules[rank]
             options: Any = {"kind": kind, "owner": 1, "reduce": "sum", "order": order}
             table = Table("", 0, module, wire, **options)
+            table.make_rows(0)
+            table.build_local(module)
             make_sharded(module, table, Exchange(wire, [table], 1))
             outputs[rank] = module(*calls[rank])
             outputs[rank].backward(grads[rank])

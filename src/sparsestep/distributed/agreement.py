@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.wire import Wire, describe_failure, status_of
+from sparsestep.distributed.wire import Wire, describe_failure, raise_failure, status_of
 from sparsestep.errors import InputError, sentence
 
 
@@ -165,6 +165,24 @@ def agree(
         contract = "all ranks must train sharded tables with the same optimizer and options"
         raise different_facts(wire, facts or {}, contract)
     return lines
+
+
+def compare_facts(
+    wire: Wire, facts: Facts, contract: str, error: BaseException | None = None
+) -> None:
+    """Raise on every rank if one has an error, or facts differ.
+
+    Args:
+        wire: the ranks.
+        facts: what must be the same on all ranks.
+        contract: what the message says is required.
+        error: of this rank.
+    """
+    mine = torch.tensor([status_of(error), digest(facts)]).repeat(wire.world, 1)
+    statuses, digests = wire.numbers(mine).t().tolist()
+    raise_failure(statuses, error)
+    if len(set(digests)) > 1:
+        raise different_facts(wire, facts, contract)
 
 
 def different_facts(wire: Wire, facts: Facts, contract: str) -> InputError:
