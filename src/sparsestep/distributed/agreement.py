@@ -43,7 +43,7 @@ _DOES = {
     Doing.GROW: "grows {}",
     Doing.MERGE: "merges ids of {} with others",
     Doing.EXPORT: "exports {}",
-    Doing.STEP: "has its gradients and is about to use them",
+    Doing.STEP: "takes a step or reads gradients",
 }
 
 
@@ -202,11 +202,15 @@ def different_facts(wire: Wire, facts: Facts, contract: str) -> InputError:
         mine, theirs = first.get(name, "none"), other.get(name, "none")
         if mine != theirs:
             found.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
+            if name in STRUCTURE:  # the rest follows from it
+                break
     shown = "; ".join(found[:_MOST_SHOWN])
     more = len(found) - _MOST_SHOWN
-    return InputError(sentence(contract, f"{shown}; and {more} more" if more > 0 else shown))
+    got = f"{shown}; and {more} more" if more > 0 else shown
+    return InputError(sentence(contract, got, "Nothing has changed on any rank"))
 
 
+STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
 _MOST_SHOWN = 3
 
 

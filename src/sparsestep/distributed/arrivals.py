@@ -104,7 +104,7 @@ def exchange_grads(ledger: Ledger, facts: Facts, error: BaseException | None = N
     sent: list[_Sent] = []
     numbers = torch.empty(0, dtype=torch.int64)
     lengths = [0] * wire.world
-    frozen = [repr(table.name) for table in tables if not table.weight.requires_grad]
+    frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
     try:
         sent = _collected(tables)
         numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
@@ -115,7 +115,7 @@ def exchange_grads(ledger: Ledger, facts: Facts, error: BaseException | None = N
             room[:, : len(numbers)] = numbers
     except BaseException as raised:
         error = error or raised
-    lines = ledger.agree(line, room, error, {**facts, "frozen tables": ", ".join(frozen)})
+    lines = ledger.agree(line, room, error, {**facts, "frozen tables": frozen})
     pieces: Callable[[], dict[tuple[int, int], _Piece]] = dict
     theirs: list[list[_Said]] = []
     if any(lines["payload"]):

@@ -113,7 +113,7 @@ class _Sharding:
             Placement(name, *_sizes(module.weight)) for name, module in self._modules.items()
         ]
         self.placements: list[Placement] = placed(placements, wire.world, plan)
-        if order not in ("fast", "global"):
+        if not isinstance(order, str) or order not in ("fast", "global"):
             raise InputError(sentence("shard: order must be one of fast, global", repr(order)))
         reduces = _reduces(list(self._modules), reduce)
         self.tables: list[Table] = []
@@ -234,16 +234,24 @@ def _sizes(weight: Tensor) -> tuple[int, int, int]:
     return rows, dim, weight.dtype.itemsize
 
 
+_REDUCES: tuple[Reduce, ...] = ("mean", "sum")
+
+
 def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
     """How each table's gradient is reduced."""
     found: dict[str, Reduce] = dict.fromkeys(names, "mean")
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
-        if how not in ("mean", "sum") or len(matching) != 1:
-            contract = "shard: reduce must be mean or sum, for all tables or by table name"
-            raise InputError(sentence(contract, f"{how!r} for {name!r}"))
-        found[matching[0]] = how
+        contract = "shard: reduce must be mean or sum, for all tables or by table name"
+        known = next((each for each in _REDUCES if isinstance(how, str) and each == how), None)
+        if known is None:
+            got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
+            raise InputError(sentence(contract, got))
+        if len(matching) != 1:
+            tables = f"The tables are {', '.join(map(repr, names))}"
+            raise InputError(sentence(contract, f"a table {name!r}", tables))
+        found[matching[0]] = known
     return found
 
 

@@ -18,13 +18,13 @@ def facts_for(optimizer: StateKeeper, source: Source) -> dict[str, str]:
 
     Param groups without such a table do not count: a rank may have parameters of its own.
     """
-    facts = {"optimizer": type(optimizer).__name__, "semantics": optimizer.semantics}
-    for group in optimizer.param_groups:
-        names = list(filter(None, map(source.name_of, group["params"])))
+    facts = {"caller": f"{type(optimizer).__name__}.step()", "semantics": optimizer.semantics}
+    named = [list(filter(None, map(source.name_of, g["params"]))) for g in optimizer.param_groups]
+    facts["param groups"] = "; ".join(", ".join(names) for names in named if names)
+    for group, names in zip(optimizer.param_groups, named, strict=True):
         if not names:
             continue
         whose = names[0] if len(names) == 1 else f"the group of {names[0]}"
-        facts[f"tables in {whose}"] = ", ".join(names)
         for option in (*optimizer._option_names, *optimizer._extras):
             if option in group and option not in _LOCAL:
                 facts[f"{option} for {whose}"] = str(_plain(group[option]))
