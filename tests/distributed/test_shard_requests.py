@@ -14,7 +14,7 @@ from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.modules import make_sharded
 from sparsestep.distributed.plan import Placement
 from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Wire, _packed
+from sparsestep.distributed.wire import Wire
 from sparsestep.nn import lookup
 
 WORLD, ROWS, DIM = 3, 10, 4
@@ -40,17 +40,17 @@ class Hall:
 class Threads(Wire):
     def __init__(self, hall: Hall, rank: int) -> None:
         self.group, self.hall, self.rank, self.world = None, hall, rank, WORLD
+        self._allocate_buffers()
 
     def numbers(self, outgoing: Tensor) -> Tensor:
         return torch.stack(self.hall.swap(self.rank, list(outgoing)))
 
-    def _at_once(self, outgoing: Any, sizes: Any) -> Tensor:
-        packed = [_packed(tensors) for tensors in outgoing]
+    def _swap(self, outgoing: Tensor, incoming: Tensor, lengths: Any, sizes: Any) -> None:
         with self.hall.lock:
-            self.hall.sent += sum(len(p) for rank, p in enumerate(packed) if rank != self.rank)
-        found = self.hall.swap(self.rank, packed)
+            self.hall.sent += sum(max(0, n - 1) for r, n in enumerate(lengths) if r != self.rank)
+        found = self.hall.swap(self.rank, list(outgoing.split(lengths)))
         assert [len(each) for each in found] == list(sizes)
-        return torch.cat(found)
+        incoming.copy_(torch.cat(found))
 
 
 def on_threads(
@@ -65,6 +65,8 @@ def on_threads(
             wire, module = Threads(hall, rank), modules[rank]
             options: Any = {"kind": kind, "owner": 1, "reduce": "sum", "order": order}
             table = Table("", 0, module, wire, **options)
+            table.make_rows(0)
+            table.build_local(module)
             make_sharded(module, table, Exchange(wire, [table], 1))
             outputs[rank] = module(*calls[rank])
             outputs[rank].backward(grads[rank])

@@ -6,12 +6,15 @@ instead of misreading each other's numbers or waiting forever.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.wire import Wire
+from sparsestep.distributed.wire import Wire, describe_failure, raise_failure, status_of
 from sparsestep.errors import InputError, sentence
 
 
@@ -27,6 +30,7 @@ class Doing(IntEnum):
     GROW = 7
     MERGE = 8
     EXPORT = 9
+    STEP = 10
 
 
 _DOES = {
@@ -39,6 +43,7 @@ _DOES = {
     Doing.GROW: "grows {}",
     Doing.MERGE: "merges ids of {} with others",
     Doing.EXPORT: "exports {}",
+    Doing.STEP: "takes a step or reads gradients",
 }
 
 
@@ -55,16 +60,17 @@ class Line:
         back: the most bytes that it expects from another in return.
         payload: whatever else the exchange needs.
         ahead: which ids have been sent already; 0 for none.
+        digest: of facts that must be the same on all ranks; 0 if there are none.
     """
 
     FIELDS = (
-        *("refuses", "doing", "table", "turn", "count", "oldest"),
-        *("largest", "back", "payload", "ahead"),
+        *("status", "doing", "table", "turn", "count", "oldest"),
+        *("largest", "back", "payload", "ahead", "digest"),
     )
     # What all ranks must say alike.
     AGREED = ("doing", "table", "turn", "count")
 
-    refuses: int
+    status: int
     doing: Doing
     table: int
     turn: int
@@ -74,10 +80,11 @@ class Line:
     back: int
     payload: int
     ahead: int
+    digest: int
 
     def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
-        self.refuses, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
-        self.count = self.largest = self.back = self.payload = self.ahead = 0
+        self.status, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
+        self.count = self.largest = self.back = self.payload = self.ahead = self.digest = 0
 
     def numbers(self) -> list[int]:
         """What all ranks get."""
@@ -101,8 +108,29 @@ class Lines:
         return self._of[name]
 
 
+Facts = Mapping[str, str]
+
+
+def digest(facts: Facts) -> int:
+    """A number that differs if facts do, and is not 0 unless there are none.
+
+    Example:
+        >>> digest({}), digest({"lr": "0.1"}) == digest({"lr": "0.2"})
+        (0, False)
+    """
+    if not facts:
+        return 0
+    code = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(code, "little", signed=True) or 1
+
+
 def agree(
-    wire: Wire, line: Line, room: Tensor, names: list[str], error: Exception | None = None
+    wire: Wire,
+    line: Line,
+    room: Tensor,
+    names: list[str],
+    error: BaseException | None = None,
+    facts: Facts | None = None,
 ) -> Lines:
     """Exchange lines; raise on every rank where one refuses, or does something else.
 
@@ -112,8 +140,9 @@ def agree(
         room: for each rank a row of numbers, always equally many.
         names: of the tables.
         error: why this rank refuses.
+        facts: what must be the same on all ranks.
     """
-    line.refuses = int(error is not None)
+    line.status, line.digest = status_of(error), digest(facts or {})
     fields = len(Line.FIELDS)
     outgoing = room.new_empty(wire.world, fields + room.shape[1])
     outgoing[:, :fields] = torch.tensor(line.numbers())
@@ -121,11 +150,10 @@ def agree(
     lines = Lines(wire.numbers(outgoing))
     if error is not None:
         raise error
-    for rank, refuses in enumerate(lines["refuses"]):
-        if refuses:
-            what = _says(lines, rank, names)
-            contract = f"rank {rank}, which {what}, rejected its input; see that rank's message"
-            raise InputError(f"{contract}. Nothing has changed on any rank.")
+    for rank, status in enumerate(lines["status"]):
+        if status:
+            what = f"rank {rank}, which {_says(lines, rank, names)}, {describe_failure(status)}"
+            raise InputError(f"{what}; see that rank's message. Nothing has changed on any rank.")
     for rank in range(wire.world):
         if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
             contract = "all ranks must call sharded tables in the same order"
@@ -133,7 +161,57 @@ def agree(
             got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"
             remedy = "A rank without data must take part with empty batches: see lockstep"
             raise InputError(sentence(contract, got, remedy))
+    if len(set(lines["digest"])) > 1:
+        contract = "all ranks must train sharded tables with the same optimizer and options"
+        raise different_facts(wire, facts or {}, contract)
     return lines
+
+
+def compare_facts(
+    wire: Wire, facts: Facts, contract: str, error: BaseException | None = None
+) -> None:
+    """Raise on every rank if one has an error, or facts differ.
+
+    Args:
+        wire: the ranks.
+        facts: what must be the same on all ranks.
+        contract: what the message says is required.
+        error: of this rank.
+    """
+    mine = torch.tensor([status_of(error), digest(facts)]).repeat(wire.world, 1)
+    statuses, digests = wire.numbers(mine).t().tolist()
+    raise_failure(statuses, error)
+    if len(set(digests)) > 1:
+        raise different_facts(wire, facts, contract)
+
+
+def different_facts(wire: Wire, facts: Facts, contract: str) -> InputError:
+    """Exchange facts that ranks do not agree on; the same message for all ranks.
+
+    Args:
+        wire: the ranks.
+        facts: of this rank.
+        contract: what is required.
+    """
+    everybody: list[dict[str, str]] = list(map(json.loads, wire.texts(json.dumps(facts))))
+    first = everybody[0]
+    rank = next((n for n, each in enumerate(everybody) if each != first), 0)
+    other = everybody[rank]
+    found = []
+    for name in dict.fromkeys([*first, *other]):
+        mine, theirs = first.get(name, "none"), other.get(name, "none")
+        if mine != theirs:
+            found.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
+            if name in STRUCTURE:  # the rest follows from it
+                break
+    shown = "; ".join(found[:_MOST_SHOWN])
+    more = len(found) - _MOST_SHOWN
+    got = f"{shown}; and {more} more" if more > 0 else shown
+    return InputError(sentence(contract, got, "Nothing has changed on any rank"))
+
+
+STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
+_MOST_SHOWN = 3
 
 
 def _says(lines: Lines, rank: int, names: list[str]) -> str:

@@ -8,6 +8,7 @@ sent. A lookup that gets others sends them as usual, and so do all ranks with it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import queue
 import threading
 import zlib
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS, Asked, numbers_of, send_ids, sent_bytes
 from sparsestep.distributed.wire import Wire
@@ -117,24 +118,25 @@ class Sending:
         try:
             for call, given in zip(self.calls, self.given, strict=True):
                 asked.append(call.module._requests(*given))
+            tables = [request for each in asked for request in each]
+            mine = numbers_of(tables)
+            largest = max(sent_bytes(tables, row) for row in mine.tolist())
         except Exception:  # the lookup itself will say so, on all ranks
             refuses = 1
-        tables = [request for each in asked for request in each]
         # All ranks call the same modules, so all have as many tables.
         count = sum(call.module._width for call in self.calls)
         numbers = torch.zeros(wire.world, 2 + NUMBERS * count, dtype=torch.int64)
         numbers[:, 0] = refuses
         if not refuses:
-            numbers[:, 2:] = numbers_of(tables)
-            numbers[:, 1] = max(sent_bytes(tables, row) for row in numbers[:, 2:].tolist())
+            numbers[:, 2:], numbers[:, 1] = mine, largest
         theirs = wire.numbers(numbers).tolist()
         if any(row[0] for row in theirs):
             return
         largest = max(row[1] for row in theirs)
-        incoming = send_ids(wire, tables, [row[2:] for row in theirs], largest)
+        incoming = iter(send_ids(wire, tables, [row[2:] for row in theirs], largest)())
         for place, requests in enumerate(asked):
-            mine, incoming = incoming[: len(requests)], incoming[len(requests) :]
-            self.sent[place] = Sent(self.first + place, requests, mine)
+            found = list(itertools.islice(incoming, len(requests)))
+            self.sent[place] = Sent(self.first + place, requests, found)
 
     def take(self, module: Any, arguments: Any) -> Sent | None:
         """What has been sent for a call, once."""
@@ -162,7 +164,7 @@ class Loop:
     """A loop over batches whose ids are sent ahead."""
 
     def __init__(self) -> None:
-        self._wire = Wire(dist.new_group(backend="gloo"))
+        self._wire = Wire(new_group_like(None, backend="gloo"))
         self._tensors: list[Tensor] = []  # of the batch that computes
         self._calls: list[_Call] = []  # that it has led to
         self._others = 0  # lookups that were given something else

@@ -7,14 +7,14 @@ rank sends all others the rows that it has summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.agreement import Doing, Lines
+from sparsestep.distributed.agreement import Doing, Facts, Lines
 from sparsestep.distributed.ledger import Answer, Ledger, Ticket
 from sparsestep.distributed.owners import added_up
 from sparsestep.distributed.sending import NUMBERS
@@ -59,43 +59,94 @@ class _Said(NamedTuple):
         return self.entries * (8 + self.block * answer.table.weight.dtype.itemsize)
 
 
-def arrive(ledger: Ledger) -> None:
-    """Exchange all gradients that are pending; all ranks at once."""
-    wire = ledger.wire
-    sent = _collected(ledger.tables)
-    numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
-    line = ledger.line(Doing.ARRIVAL)
-    line.payload = len(sent)
-    line.largest = max(sum(each.bytes_for(rank) for each in sent) for rank in range(wire.world))
-    room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
-    if len(numbers) <= ledger.room:
-        room[:, : len(numbers)] = numbers
-    lines = ledger.agree(line, room)
-    parts: dict[int, list[Touched]] = {}  # by table
+class Arrival:
+    """The gradients of one exchange, which this rank may still give back.
+
+    Attributes:
+        error: why this rank could not use what has come. The others have to be told.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.error: BaseException | None = None
+        self._before = [
+            (weight, weight.grad, _attributes(weight.grad))
+            for weight in {id(table.weight): table.weight for table in tables}.values()
+        ]
+
+    def undo(self) -> None:
+        """Let weights have the gradients that they had before."""
+        for weight, grad, attributes in self._before:
+            weight.grad = grad
+            if grad is not None:
+                vars(grad).update(attributes)
+
+
+def _attributes(grad: Tensor | None) -> dict[str, Any]:
+    if not isinstance(grad, Compact):
+        return {}
+    names = ("_parts", "_materialized", "arrived_from", "is_divided")
+    return {name: getattr(grad, name) for name in names}
+
+
+def exchange_grads(ledger: Ledger, facts: Facts, error: BaseException | None = None) -> Arrival:
+    """Exchange all gradients that are pending; all ranks at once.
+
+    Args:
+        ledger: of the ranks.
+        facts: what must be the same on all ranks.
+        error: why this rank refuses.
+
+    Returns:
+        What was done. Ranks have to agree on it before anybody uses the gradients.
+    """
+    wire, tables = ledger.wire, ledger.tables
+    line, room = ledger.line(Doing.ARRIVAL), None
+    sent: list[_Sent] = []
+    numbers = torch.empty(0, dtype=torch.int64)
+    lengths = [0] * wire.world
+    frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
+    try:
+        sent = _collected(tables)
+        numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
+        lengths = [sum(each.bytes_for(rank) for each in sent) for rank in range(wire.world)]
+        line.payload, line.largest = len(sent), max(lengths)
+        room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
+        if len(numbers) <= ledger.room:
+            room[:, : len(numbers)] = numbers
+    except BaseException as raised:
+        error = error or raised
+    lines = ledger.agree(line, room, error, {**facts, "frozen tables": frozen})
+    pieces: Callable[[], dict[tuple[int, int], _Piece]] = dict
+    theirs: list[list[_Said]] = []
     if any(lines["payload"]):
-        _fetch(ledger, lines, sent, numbers, parts)
-    for index, new in parts.items():
-        _give(ledger.tables[index], new)
-    for table in ledger.tables:
-        _settle(table.weight)
+        theirs = _listed(ledger, lines, numbers)
+        pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]), lengths)
+    arrival = Arrival(tables)
+    try:
+        parts = _parts(ledger, theirs, pieces())
+        for index, new in parts.items():
+            _give(tables[index], new)
+        for table in tables:
+            _settle(table.weight)
+    except BaseException as raised:
+        arrival.error = raised
+    return arrival
 
 
-def _fetch(
+def _parts(
     ledger: Ledger,
-    lines: Lines,
-    sent: Sequence[_Sent],
-    numbers: Tensor,
-    parts: dict[int, list[Touched]],
-) -> None:
-    """Send what this rank has, and make parts of what has come."""
-    theirs = _listed(ledger, lines, numbers)
-    pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]))
+    theirs: Sequence[Sequence[_Said]],
+    pieces: Mapping[tuple[int, int], _Piece],
+) -> dict[int, list[Touched]]:
+    """What has come, as parts of the gradients of tables, by their index."""
+    parts: dict[int, list[Touched]] = {}
     # In the order of the first rank that has any: where all ranks run the same, that of all.
     for index in dict.fromkeys(each.ticket for said in theirs for each in said):
         answer = ledger.answers[index]
         arrived = [pieces.get((rank, index)) for rank in range(ledger.wire.world)]
         new = _of_all(answer.table, arrived) if answer.parts is None else _part(answer, arrived)
         parts.setdefault(answer.table.index, []).extend(new)
+    return parts
 
 
 def _collected(tables: Sequence[Table]) -> list[_Sent]:
@@ -156,10 +207,15 @@ def _listed(ledger: Ledger, lines: Lines, mine: Tensor) -> list[list[_Said]]:
     if max(counts) > ledger.room:
         sizes = [8 * count for count in counts]
         readers = ledger.wire.send([[mine]] * len(sizes), sizes, max(sizes))
-        found = [
-            reader.take(count, torch.int64).tolist()
-            for reader, count in zip(readers, counts, strict=True)
-        ]
+        error: BaseException | None = None
+        try:
+            found = [
+                reader.take(count, torch.int64).tolist()
+                for reader, count in zip(readers, counts, strict=True)
+            ]
+        except BaseException as raised:
+            error = raised
+        ledger.wire.check(error)  # who cannot read them does not know how much comes next
     return [[_Said(*row[n : n + NUMBERS]) for n in range(0, len(row), NUMBERS)] for row in found]
 
 
@@ -171,36 +227,48 @@ class _Piece(NamedTuple):
 
 
 def _exchanged(
-    ledger: Ledger, sent: Sequence[_Sent], theirs: Sequence[Sequence[_Said]], largest: int
-) -> dict[tuple[int, int], _Piece]:
-    """Send values to where they belong; what has come, by rank and ticket."""
-    outgoing: list[list[Tensor]] = [[] for _ in theirs]
-    for each in sent:
-        if each.positions is not None:
-            for tensors in outgoing:
-                tensors += [each.positions, each.values]
-        elif each.ticket.is_summed:  # the gradient of a sum is that of all that was summed
-            for tensors in outgoing:
-                tensors.append(each.values)
-        else:
-            for rank, part in shares(each.values, each.ticket.bags):
-                outgoing[rank].append(part)
+    ledger: Ledger,
+    sent: Sequence[_Sent],
+    theirs: Sequence[Sequence[_Said]],
+    largest: int,
+    lengths: Sequence[int],
+) -> Callable[[], dict[tuple[int, int], _Piece]]:
+    """Send values to where they belong; a function that reads what has come, by rank and ticket."""
     answers = ledger.answers
+
+    def outgoing() -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in theirs]
+        for each in sent:
+            if each.positions is not None:
+                for tensors in found:
+                    tensors += [each.positions, each.values]
+            elif each.ticket.is_summed:  # the gradient of a sum is that of all that was summed
+                for tensors in found:
+                    tensors.append(each.values)
+            else:
+                for rank, part in shares(each.values, each.ticket.bags):
+                    found[rank].append(part)
+        return found
+
+    def read() -> dict[tuple[int, int], _Piece]:
+        found: dict[tuple[int, int], _Piece] = {}
+        for rank, reader in enumerate(readers):
+            for ticket, entries, block in theirs[rank]:
+                answer = answers[ticket]
+                dtype, dim, positions = answer.table.weight.dtype, answer.table.dim, None
+                if entries >= 0:
+                    positions, dim = reader.take(entries, torch.int64), block
+                count = answer.bags[rank] if entries < 0 else entries
+                values = reader.take(count * dim, dtype).view(count, dim)
+                found[rank, ticket] = _Piece(values, positions)
+        return found
+
     sizes = [
         sum(said.bytes_of(answers[said.ticket], rank) for said in some)
         for rank, some in enumerate(theirs)
     ]
-    found: dict[tuple[int, int], _Piece] = {}
-    for rank, reader in enumerate(ledger.wire.send(outgoing, sizes, largest)):
-        for ticket, entries, block in theirs[rank]:
-            answer = answers[ticket]
-            dtype, dim, positions = answer.table.weight.dtype, answer.table.dim, None
-            if entries >= 0:
-                positions, dim = reader.take(entries, torch.int64), block
-            count = answer.bags[rank] if entries < 0 else entries
-            values = reader.take(count * dim, dtype).view(count, dim)
-            found[rank, ticket] = _Piece(values, positions)
-    return found
+    readers = ledger.wire.send(outgoing, sizes, largest, lengths)
+    return read
 
 
 def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]:

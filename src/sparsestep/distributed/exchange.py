@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed import arrivals, lookups
-from sparsestep.distributed.agreement import Doing, Lines
+from sparsestep.distributed.agreement import Doing, Facts, Lines
 from sparsestep.distributed.ahead import Sent
 from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
@@ -38,7 +38,11 @@ class Exchange:
         self._ledger = Ledger(wire, tables, most)
         self._dealt = {id(t.weight) for t in tables if t.kind == "rows"}
         self._divided = {id(t.weight) for t in tables if t.kind != "copy" and wire.world > 1}
+        self._names: dict[int, str] = {}
         for table in tables:
+            self._names.setdefault(
+                id(table.weight), repr(table.name) if table.name else "the table"
+            )
             arriving.register(table.weight, self)
 
     def look_up(
@@ -52,7 +56,7 @@ class Exchange:
         doing: Doing,
         table: Table,
         counts: Tensor | None = None,
-        error: Exception | None = None,
+        error: BaseException | None = None,
         largest: int = 0,
     ) -> Lines:
         """Begin an exchange that is no lookup of a table; raises on all ranks where one refuses.
@@ -72,9 +76,22 @@ class Exchange:
         return self._ledger.agree(line, room, error)
 
     @torch.no_grad()
-    def arrive(self) -> None:
-        """Exchange all gradients that are pending."""
-        arrivals.arrive(self._ledger)
+    def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> arrivals.Arrival:
+        """Exchange all gradients that are pending; see ``arrivals.exchange_grads``."""
+        return arrivals.exchange_grads(self._ledger, facts, error)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if one has an error."""
+        self._ledger.agree(self._ledger.line(Doing.STEP), None, error)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exchange failed half-way: other ranks cannot be reached any more."""
+        return self.wire.is_lost
+
+    def name_of(self, param: Tensor) -> str | None:
+        """The name of the table that has a parameter, if it is one of these."""
+        return self._names.get(id(param))
 
     def is_divided(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""

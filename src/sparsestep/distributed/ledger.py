@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.agreement import Doing, Line, Lines, agree
+from sparsestep.distributed.agreement import Doing, Facts, Line, Lines, agree
 from sparsestep.distributed.answers import Parts
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS
@@ -77,12 +77,18 @@ class Ledger:
         """What this rank says at the begin of an exchange."""
         return Line(doing, table, self.turn, min(self.alive, default=self.turn))
 
-    def agree(self, line: Line, room: Tensor | None, error: Exception | None = None) -> Lines:
+    def agree(
+        self,
+        line: Line,
+        room: Tensor | None,
+        error: BaseException | None = None,
+        facts: Facts | None = None,
+    ) -> Lines:
         """Begin an exchange, and drop answers whose gradient cannot come from any rank."""
         if room is None:
             room = torch.zeros(self.wire.world, self.room, dtype=torch.int64)
         names = [table.name for table in self.tables]
-        lines = agree(self.wire, line, room, names, error)
+        lines = agree(self.wire, line, room, names, error, facts)
         oldest = min(lines["oldest"])
         for index in [each for each in self.answers if each < oldest]:
             del self.answers[index]

@@ -60,8 +60,12 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
         tensor([3, 1])
         tensor([4])
     """
-    if prefetch not in (0, 1):
-        raise InputError(sentence("lockstep: prefetch must be 0 or 1", prefetch))
+    if not isinstance(prefetch, int) or prefetch not in (0, 1):
+        raise InputError(sentence("lockstep: prefetch must be 0 or 1", repr(prefetch)))
+    given: Any = loader
+    if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+        contract = "lockstep: the loader must be iterable"
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
     if not prefetch or not _is_shared():
         return (batch for batch, _ in _in_step(iter(loader), lambda _: 0))
     return _ahead(iter(loader))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsestep.distributed import answers
-from sparsestep.distributed.agreement import Doing
+from sparsestep.distributed.agreement import Doing, Lines
 from sparsestep.distributed.ahead import Sent
 from sparsestep.distributed.ledger import Answer, Ledger, Ticket
 from sparsestep.distributed.requests import Request
@@ -18,6 +19,7 @@ from sparsestep.distributed.sending import (
     Asked,
     is_sent,
     numbers_of,
+    rows_bytes,
     send_ids,
     sent_bytes,
 )
@@ -47,7 +49,7 @@ def look_up(
     line = ledger.line(Doing.LOOK_UP, first.index)
     room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
     asked: Sequence[Request] = []
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         asked = list(prepare()) if ahead is None else ahead.asked
         count = NUMBERS * len(asked)
@@ -56,17 +58,18 @@ def look_up(
         line.back = max(_bytes_back(asked, rank) for rank in range(wire.world))
         line.count, line.payload = len(asked), int(torch.is_grad_enabled())
         line.ahead = 0 if ahead is None else ahead.turn
-    except Exception as raised:
+    except BaseException as raised:
         error = raised
     lines = ledger.agree(line, room, error)
+    read: Callable[[], list[Asked | None]]
     if ahead is not None and set(lines["ahead"]) == {ahead.turn}:
-        incoming = ahead.incoming
+        read = partial(list, ahead.incoming)
     else:
-        incoming = send_ids(wire, asked, lines.room, max(lines["largest"]))
+        read = send_ids(wire, asked, lines.room, max(lines["largest"]))
     tickets = [Ticket(ledger.turn + n, each) for n, each in enumerate(asked)]
     ledger.turn += len(asked)
-    looked_up = _answer(ledger, asked, tickets, incoming, wants_grad=any(lines["payload"]))
-    rows_found = _send_rows(ledger, asked, incoming, looked_up, max(lines["back"]))
+    answer = partial(_answer, ledger, asked, tickets, wants_grad=any(lines["payload"]))
+    rows_found = _send_rows(ledger, asked, lines, lambda: answer(read()))
     weights = [each.table.weight for each in asked]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         ledger.alive.update({ticket.index: ticket for ticket in tickets})
@@ -88,7 +91,7 @@ def _answer(
     incoming: Sequence[Asked | None],
     *,
     wants_grad: bool,
-) -> list[Tensor]:
+) -> list[tuple[Asked | None, Tensor]]:
     """Look up what this rank is asked for; of copies, what it asks for itself."""
     tables = [each.table for each in asked]
     mine = [one if theirs is None else theirs for one, theirs in zip(asked, incoming, strict=True)]
@@ -99,25 +102,31 @@ def _answer(
                 ticket.parts = looked.parts
             parts, bags = (None, []) if theirs is None else (looked.parts, theirs.bags)
             ledger.answers[ticket.index] = Answer(ticket.table, parts, bags)
-    return [looked.rows for looked in found]
+    return [(theirs, looked.rows) for theirs, looked in zip(incoming, found, strict=True)]
 
 
 def _send_rows(
     ledger: Ledger,
     asked: Sequence[Request],
-    incoming: Sequence[Asked | None],
-    looked_up: Sequence[Tensor],
-    largest: int,
+    lines: Lines,
+    answer: Callable[[], list[tuple[Asked | None, Tensor]]],
 ) -> list[Tensor]:
     """Send rows to who asked for them; those that this rank has asked for, of each table."""
     world = ledger.wire.world
-    outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-    for theirs, rows in zip(incoming, looked_up, strict=True):
-        if theirs is not None:
-            for rank, part in shares(rows, theirs.bags):
-                outgoing[rank].append(part)
+    looked_up: list[Tensor] = []
+
+    def outgoing() -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in range(world)]
+        for theirs, rows in answer():
+            looked_up.append(rows)
+            if theirs is not None:
+                for rank, part in shares(rows, theirs.bags):
+                    found[rank].append(part)
+        return found
+
     sizes = [_bytes_back(asked, rank) for rank in range(world)]
-    readers = ledger.wire.send(outgoing, sizes, largest)
+    lengths = [rows_bytes(asked, row) for row in lines.room]
+    readers = ledger.wire.send(outgoing, sizes, max(lines["back"]), lengths)
     found = []
     for each, rows in zip(asked, looked_up, strict=True):
         if not is_sent(each):

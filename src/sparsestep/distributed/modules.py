@@ -35,8 +35,19 @@ class _Sharded:
         raise NotImplementedError
 
     def _look_up(self, first: Table, *arguments: Any) -> list[Tensor]:
-        sent = ahead.look_up(self, arguments)
-        return self._exchange.look_up(first, lambda: self._requests(*arguments), sent)
+        sent: ahead.Sent | None = None
+        error: Exception | None = None
+        try:
+            sent = ahead.look_up(self, arguments)
+        except Exception as raised:  # while it was sent; the other ranks must be told
+            error = raised
+
+        def prepare() -> list[Request]:
+            if error is not None:
+                raise error
+            return self._requests(*arguments)
+
+        return self._exchange.look_up(first, prepare, sent)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         contract = "a sharded table cannot be copied or pickled: other ranks hold parts of it"

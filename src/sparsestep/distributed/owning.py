@@ -24,6 +24,7 @@ from sparsestep.surroundings import stack
 # New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
 SEED_BITS = 40
 _NUMBER_BYTES = 8
+_MOST_ROWS = 1 << 62
 _SHARED = -1  # instead of what tells ordinary vocabularies apart
 
 
@@ -81,12 +82,12 @@ class OwnsIds(nn.Module):
             >>> vocabulary(torch.tensor([7, 8, 9])), table.num_embeddings
             (tensor([1, 2, 3]), 5)
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         commits: list[Callable[[], object]] = []
         with self.local._lock:
             try:
                 commits = self._prepare_to_grow(rows)
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
             contract = "Vocabulary.grow: all ranks must name the same number of rows"
             self._agree(Doing.GROW, rows if error is None else 0, error, contract)
@@ -94,8 +95,11 @@ class OwnsIds(nn.Module):
 
     def _prepare_to_grow(self, rows: int) -> list[Callable[[], object]]:
         """Do all that may raise; what is returned does the rest, and cannot fail."""
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < self.rows:
-            contract = f"Vocabulary.grow: rows must be a whole number, at least {self.rows}"
+        is_whole = isinstance(rows, int) and not isinstance(rows, bool)
+        if not is_whole or not self.rows <= rows <= _MOST_ROWS:
+            is_large = is_whole and rows > _MOST_ROWS
+            limit = f"at most {_MOST_ROWS}" if is_large else f"at least {self.rows}"
+            contract = f"Vocabulary.grow: rows must be a whole number, {limit}"
             raise InputError(sentence(contract, repr(rows)))
         wire, local = self._wire, self.local
         there, longest = len(range(wire.rank, rows, wire.world)), -(-rows // wire.world)
@@ -147,7 +151,7 @@ class OwnsIds(nn.Module):
             >>> vocabulary.merge(today), vocabulary.as_dict()
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         merged: tuple[Ids, Tensor] | None = None
         theirs, which = None, _SHARED
         with self.local._lock:
@@ -158,15 +162,21 @@ class OwnsIds(nn.Module):
                 if not isinstance(other, OwnsIds):
                     owned = _owned(theirs, self._wire, self.local._options.shared)
                 merged = self.local._merged(owned)
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
             contract = "Vocabulary.merge: all ranks must pass the same vocabulary"
             self._agree(Doing.MERGE, which, error, contract)
             assert merged is not None
             assert theirs is not None
-            self.local._ids, rows = merged
-        rows = self._whole(rows)
-        return rows if isinstance(other, OwnsIds) else self._of_all(theirs, rows)
+            try:
+                rows = self._whole(merged[1])
+                if not isinstance(other, OwnsIds):
+                    rows = self._of_all(theirs, rows)
+            except BaseException as raised:
+                error = raised
+            self._wire.check(error)
+            self.local._ids = merged[0]
+        return rows
 
     def _saved_of(self, other: Any) -> Saved:
         """What another vocabulary knows; raises if it cannot be merged with this one."""
@@ -226,19 +236,25 @@ class OwnsIds(nn.Module):
             known = self._checked("Vocabulary.export", table)
         except InputError as raised:
             error = raised
-        with self.local._lock:
-            used = self._agree(Doing.EXPORT, self.used, error, "", known)
-            saved = self.local._ids.save()
-            values = known.weight.detach()[: saved.used]
-        mine = [[saved.ids[: saved.used], values], *([] for _ in range(wire.world - 1))]
+        others: list[list[Tensor]] = [[] for _ in range(wire.world - 1)]
         size = _NUMBER_BYTES + known.row_bytes
-        sizes = [count * size if wire.rank == 0 else 0 for count in used]
-        readers = wire.send(mine, sizes, max(used) * size)
+
+        def outgoing() -> list[list[Tensor]]:
+            saved = self.local._ids.save()
+            return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
+
+        with self.local._lock:
+            mine = self.used
+            used = self._agree(Doing.EXPORT, mine, error, "", known)
+            sizes = [count * size if wire.rank == 0 else 0 for count in used]
+            lengths = [mine * size] + [0] * len(others)
+            readers = wire.send(outgoing, sizes, max(used) * size, lengths)
         if wire.rank != 0:
             return None
         ids = joined([each.take(n, torch.int64) for each, n in zip(readers, used, strict=True)])
         pieces = [
-            each.take(n * known.dim, values.dtype) for each, n in zip(readers, used, strict=True)
+            each.take(n * known.dim, known.weight.dtype)
+            for each, n in zip(readers, used, strict=True)
         ]
         numbers = [torch.arange(n) * wire.world + rank for rank, n in enumerate(used)]
         order = joined(numbers).argsort()
@@ -260,7 +276,7 @@ class OwnsIds(nn.Module):
         self,
         doing: Doing,
         number: int,
-        error: Exception | None,
+        error: BaseException | None,
         alike: str,
         table: ShardedTable | None = None,
     ) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,9 @@ KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")
 # On all ranks together, a table that is copied must not have more: each rank sends every other what
 # it has touched of it.
 _TINY_BYTES = 256 << 10
+# Of sizes and numbers of ranks: what is larger is a mistake, and takes forever to add up.
+_MOST = 1 << 62
+_MOST_RANKS_AT_ALL = 1 << 20
 # For each table that is whole on one rank, there must not be more: each of them asks that one.
 _MOST_RANKS = 8
 
@@ -45,6 +50,17 @@ class Placement:
     owner: int = 0
     why: str = "your plan"
 
+    def __post_init__(self) -> None:
+        name: Any = self.name
+        if not isinstance(name, str):
+            contract = "Placement: name must be a string"
+            raise InputError(sentence(contract, f"a {type(name).__name__}"))
+        if self.kind not in KINDS:
+            contract = f"Placement: kind must be one of {', '.join(KINDS)}"
+            raise InputError(sentence(contract, repr(self.kind)))
+        for field, least in (("rows", 0), ("dim", 0), ("item", 1), ("owner", 0)):
+            _check_whole("Placement", field, getattr(self, field), least)
+
     @property
     def size(self) -> int:
         """Bytes of the whole table."""
@@ -58,6 +74,7 @@ class Placement:
             >>> [table.rows_on(rank, 3) for rank in range(3)]
             [4, 3, 3]
         """
+        _check_rank("Placement.rows_on", rank, world)
         if self.kind == "copy":
             return self.rows
         if self.kind == "tables":
@@ -77,6 +94,10 @@ class Placement:
             >>> table.bytes_per_step(world=2, batch=256)
             16896
         """
+        who = "Placement.bytes_per_step"
+        _check_whole(who, "world", world, 1, _MOST_RANKS_AT_ALL)
+        _check_whole(who, "batch", batch, 0)
+        _check_length(f"{who}: length", length)
         away = (world - 1) / world  # of what is asked for, as much is elsewhere
         ids, row = batch * length, self.dim * self.item
         if self.kind == "copy":
@@ -104,6 +125,7 @@ class Placement:
             >>> [table.bytes_sent_by(rank, world=3, batch=256) for rank in range(3)]
             [17408, 32768, 17408]
         """
+        _check_rank("Placement.bytes_sent_by", rank, world)
         if self.kind != "tables":
             return self.bytes_per_step(world, batch, length)
         rows = batch * self.dim * self.item
@@ -120,6 +142,9 @@ class Plan:
         world: the number of ranks.
         batch: the number of bags that each rank looks up in a step, to compute the bytes sent.
         lengths: the number of ids of a bag, by table name; 1 by default.
+
+    Raises:
+        InputError: an argument is of the wrong kind.
 
     Example:
         >>> import torch, sparsestep
@@ -140,25 +165,48 @@ class Plan:
         lengths: Mapping[str, float] | None = None,
         tables: Sequence[Table] = (),
     ) -> None:
+        given: Any = placements
+        if not isinstance(given, Sequence) or not all(isinstance(p, Placement) for p in given):
+            contract = "Plan: placements must be a list of Placement"
+            raise InputError(sentence(contract, f"a {type(given).__name__}"))
         self.placements: tuple[Placement, ...] = tuple(placements)
+        _check_whole("Plan", "world", world, 1, _MOST_RANKS_AT_ALL)
+        _check_whole("Plan", "batch", batch, 0)
         self.world: int = world
         self.batch: int = batch
-        self.lengths: dict[str, float] = dict(lengths or {})
+        self.lengths: dict[str, float] = self._lengths("Plan", lengths)
         self._tables: tuple[Table, ...] = tuple(tables)
 
     def __getitem__(self, name: str) -> Placement:
         return self.placements[_found(name, [each.name for each in self.placements], "plan")]
 
-    def for_batch(self, batch: int, lengths: Mapping[str, float] | None = None) -> Plan:
+    def for_batch(self, batch: int, lengths: float | Mapping[str, float] | None = None) -> Plan:
         """The same plan, with the bytes that are sent for other batches.
 
         Args:
             batch: the number of bags that each rank looks up in a step.
-            lengths: the number of ids of a bag, by table name.
+            lengths: the number of ids of a bag, for all tables or by table name.
+
+        Example:
+            >>> plan = Plan([Placement("user", 1000, 16, 4, "rows")], world=2)
+            >>> plan.bytes_sent_by(0), plan.for_batch(512, 20).bytes_sent_by(0)
+            (67584, 88064)
         """
-        names = [each.name for each in self.placements]
-        known = {names[_found(k, names, "for_batch")]: v for k, v in (lengths or {}).items()}
+        _check_whole("Plan.for_batch", "batch", batch, 0)
+        known = self._lengths("Plan.for_batch", lengths)
         return Plan(self.placements, self.world, batch, known, self._tables)
+
+    def _lengths(self, who: str, lengths: Any) -> dict[str, float]:
+        """The number of ids of a bag, by table name."""
+        names = [each.name for each in self.placements]
+        if lengths is None:
+            return {}
+        if not isinstance(lengths, Mapping):
+            _check_length(f"{who}: lengths, for all tables or by table name,", lengths)
+            return dict.fromkeys(names, lengths)
+        for name, length in lengths.items():
+            _check_length(f"{who}: the length for {name!r}", length)
+        return {names[_found(name, names, who)]: length for name, length in lengths.items()}
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
         """Select this rank's part of a tensor that has one entry per row of a table.
@@ -178,6 +226,10 @@ class Plan:
         """
         index = _found(name, [table.name for table in self._tables], "Plan.local")
         table = self._tables[index]
+        given: Any = tensor
+        if not isinstance(given, Tensor) or not given.dim():
+            contract = f"Plan.local: it must be a tensor with {table.rows} rows"
+            raise InputError(sentence(contract, f"a {type(given).__name__}"))
         if len(tensor) != table.rows:
             contract = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
             raise InputError(sentence(contract, len(tensor)))
@@ -185,10 +237,12 @@ class Plan:
 
     def bytes_on(self, rank: int) -> int:
         """The bytes of all tables on a rank."""
+        _check_rank("Plan.bytes_on", rank, self.world)
         return sum(p.rows_on(rank, self.world) * p.dim * p.item for p in self.placements)
 
     def bytes_sent_by(self, rank: int) -> int:
         """The bytes that a rank sends in a step."""
+        _check_rank("Plan.bytes_sent_by", rank, self.world)
         of = (rank, self.world, self.batch)
         return sum(p.bytes_sent_by(*of, self.lengths.get(p.name, 1.0)) for p in self.placements)
 
@@ -282,26 +336,55 @@ def _asked(tables: Sequence[Placement], plan: str | Mapping[str, str]) -> dict[s
     contract = "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
     names = [each.name for each in tables]
     if isinstance(plan, str):
-        if plan == "auto":
-            return {}
-        plan = dict.fromkeys(names, plan)
-    if not isinstance(plan, Mapping):
-        raise InputError(sentence(contract, type(plan).__name__))
+        kind = _kind(plan, contract, repr(plan))
+        return {} if kind is None else dict.fromkeys(names, kind)
+    given: Any = plan
+    if not isinstance(given, Mapping):
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
     found: dict[str, Kind] = {}
-    for name, kind in plan.items():
-        index = _found(name, names, "shard")
-        known = next((each for each in KINDS if each == kind), None)
-        if known is None and kind != "auto":
-            raise InputError(sentence(contract, f"{kind!r} for {name!r}"))
-        if known is not None:
-            found[names[index]] = known
+    for name, asked in given.items():
+        index = _found(name, names, "shard: plan")
+        kind = _kind(asked, contract, f"{asked!r} for {name!r}")
+        if kind is not None:
+            found[names[index]] = kind
     return found
+
+
+def _kind(asked: object, contract: str, got: str) -> Kind | None:
+    """The kind that a plan names; ``None`` for ``"auto"``."""
+    if isinstance(asked, str):
+        if asked == "auto":
+            return None
+        for kind in KINDS:
+            if asked == kind:
+                return kind
+        close = difflib.get_close_matches(asked, ("auto", *KINDS), n=1)
+        raise InputError(sentence(contract, got, f"Use {close[0]!r}" if close else ""))
+    raise InputError(sentence(contract, got))
+
+
+def _check_whole(who: str, name: str, value: object, least: int, most: int = _MOST) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:  # type: ignore[operator]
+        limits = f"in [{least}, {most}]" if most < _MOST else f"at least {least}"
+        raise InputError(sentence(f"{who}: {name} must be a whole number, {limits}", repr(value)))
+
+
+def _check_rank(who: str, rank: object, world: int) -> None:
+    _check_whole(who, "world", world, 1, _MOST_RANKS_AT_ALL)
+    _check_whole(who, "rank", rank, 0, world - 1)
+
+
+def _check_length(what: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MOST:  # type: ignore[operator]
+        raise InputError(sentence(f"{what} must be a number of ids, at least 0", repr(value)))
 
 
 def _found(name: object, names: Sequence[str], who: str) -> int:
     """The index of a table, by its name or the last word of it."""
-    if name in names:
-        return names.index(str(name))
+    if isinstance(name, str) and name in names:
+        return names.index(name)
     short = [n for n, each in enumerate(names) if each.rpartition(".")[2] == name]
     if len(short) == 1:
         return short[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,29 @@ def sent_bytes(asked: Sequence[Request], numbers: Sequence[int]) -> int:
     return total
 
 
+def _length(request: Request, rank: int) -> int:
+    """How many bytes go to a rank."""
+    if not is_sent(request):
+        return 0
+    of_factors = 0 if request.factors is None else request.factors.dtype.itemsize
+    lengths = 0 if request.lengths is None else request.bags[rank] * LENGTHS.itemsize
+    return request.counts[rank] * (request.table.id_dtype.itemsize + of_factors) + lengths
+
+
+def rows_bytes(asked: Sequence[Request], numbers: Sequence[int]) -> int:
+    """How many bytes of rows a rank gets back, from what it has said."""
+    total = 0
+    for n, request in enumerate(asked):
+        ids, bags, _ = numbers[NUMBERS * n : NUMBERS * (n + 1)]
+        total += _bags(ids, bags) * request.table.row_bytes if is_sent(request) else 0
+    return total
+
+
+def _bags(ids: int, bags: int) -> int:
+    """How many bags there are; a negative number is the length of each."""
+    return ids // -bags if bags < 0 else bags
+
+
 class Asked(NamedTuple):
     """What all ranks ask of this one in a table, one after the other.
 
@@ -65,27 +88,39 @@ class Asked(NamedTuple):
 
 def send_ids(
     wire: Wire, asked: Sequence[Request], numbers: Sequence[Sequence[int]], largest: int
-) -> list[Asked | None]:
-    """Send ids to their owners; what this rank is asked for, in each table; ``None`` of copies.
+) -> Callable[[], list[Asked | None]]:
+    """Send ids to their owners.
 
     Args:
         wire: the ranks.
         asked: what this rank asks for.
         numbers: what each rank has said of what it asks of this one.
         largest: how many bytes any rank sends another.
+
+    Returns:
+        A function that reads what this rank is asked for, in each table; ``None`` for copies.
+        Other ranks wait for the answer, so what it raises must be reported to them.
     """
-    outgoing: list[list[Tensor]] = [[] for _ in numbers]
-    for each in filter(is_sent, asked):
-        for piece, dtype, counts in _pieces(each):
-            for rank, part in shares(piece, counts):
-                outgoing[rank].append(part if rank == wire.rank else part.to(dtype))
+
+    def outgoing() -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in numbers]
+        for each in filter(is_sent, asked):
+            for piece, dtype, counts in _pieces(each):
+                for rank, part in shares(piece, counts):
+                    found[rank].append(part if rank == wire.rank else part.to(dtype))
+        return found
+
+    def read() -> list[Asked | None]:
+        found: list[Asked | None] = []
+        for n, each in enumerate(asked):
+            said = [row[NUMBERS * n : NUMBERS * (n + 1)] for row in numbers]
+            found.append(_read(each.table, readers, said) if is_sent(each) else None)
+        return found
+
     sizes = [sent_bytes(asked, row) for row in numbers]
-    readers = wire.send(outgoing, sizes, largest)
-    found: list[Asked | None] = []
-    for n, each in enumerate(asked):
-        said = [row[NUMBERS * n : NUMBERS * (n + 1)] for row in numbers]
-        found.append(_read(each.table, readers, said) if is_sent(each) else None)
-    return found
+    lengths = [sum(_length(each, rank) for each in asked) for rank in range(wire.world)]
+    readers = wire.send(outgoing, sizes, largest, lengths)
+    return read
 
 
 def _pieces(request: Request) -> Iterator[tuple[Tensor, torch.dtype, list[int]]]:
@@ -106,7 +141,7 @@ def _read(table: Table, readers: Sequence[Reader], said: Sequence[Sequence[int]]
     dtype = table.weight.dtype
     for reader, (count, some, has_factors) in zip(readers, said, strict=True):
         ids.append(reader.take(count, table.id_dtype))
-        bags.append(count // -some if some < 0 else some)
+        bags.append(_bags(count, some))
         if some >= 0:
             lengths.append(reader.take(some, LENGTHS))
         elif not length:

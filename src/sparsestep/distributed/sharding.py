@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sparsestep.distributed.agreement import compare_facts
 from sparsestep.distributed.exchange import Exchange
+from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.modules import make_collection_sharded, make_sharded
 from sparsestep.distributed.plan import Placement, Plan, placed
 from sparsestep.distributed.table import Order, Reduce, Table, check
 from sparsestep.distributed.wire import Wire
+from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fusing import why_not
@@ -64,7 +67,8 @@ def shard(
         The plan. Print it to see where each table is, and why.
 
     Raises:
-        InputError: a table cannot be sharded, or there is no table of a name; nothing has changed.
+        InputError: a table cannot be sharded, there is no table of a name, or ranks pass different
+            tables or arguments. Every rank raises, and nothing has changed on any.
 
     Example:
         >>> import torch, sparsestep
@@ -77,39 +81,114 @@ def shard(
         >>> optimizer.step()
     """
     wire = Wire(_group(mesh))
-    modules = _tables(model)
-    placements = [Placement(name, *_sizes(module.weight)) for name, module in modules.items()]
-    chosen = placed(placements, wire.world, plan)
-    if order not in ("fast", "global"):
-        raise InputError(sentence("shard: order must be one of fast, global", repr(order)))
-    reduces = _reduces(list(modules), reduce)
-    tables = []
-    for index, (where, module) in enumerate(zip(chosen, modules.values(), strict=True)):
-        table = Table(
-            where.name,
-            index,
-            module,
-            wire,
-            kind=where.kind,
-            owner=where.owner,
-            reduce=reduces[where.name],
-            order=order,
-        )
-        check(table, module)
-        tables.append(table)
-    _check_ties(model, tables)
-    _make_rows(tables, list(modules.values()))
-    collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection)]
-    most = max([len(tables), *(len(each.tables) for each in collections)])
-    exchange = Exchange(wire, tables, most)
-    for table, module in zip(tables, modules.values(), strict=True):
-        make_sharded(module, table, exchange)
-        if table.kind == "copy" and wire.world > 1:
-            dist.broadcast(table.weight.data, group_src=0, group=wire.group)
-    for collection in collections:
-        make_collection_sharded(collection, exchange)
-    _leave_to_us(model, tables)
-    return Plan(chosen, wire.world, tables=tables)
+    error: BaseException | None = None
+    sharding: _Sharding | None = None
+    try:
+        sharding = _Sharding(model, wire, plan, reduce, order)
+    except BaseException as raised:
+        error = raised
+    compare_facts(
+        wire,
+        {} if sharding is None else sharding.facts(),
+        "shard: all ranks must shard the same tables with the same arguments",
+        error,
+    )
+    assert sharding is not None
+    uninterrupted(sharding.commit)
+    return Plan(sharding.placements, wire.world, tables=sharding.tables)
+
+
+class _Sharding:
+    """A model that is about to be sharded: everything that depends on this rank alone is done.
+
+    Attributes:
+        placements: one for each table.
+        tables: the tables.
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire, plan: Any, reduce: Any, order: Any) -> None:
+        self._model, self._wire, self._order = model, wire, order
+        self._modules = _tables(model)
+        placements = [
+            Placement(name, *_sizes(module.weight)) for name, module in self._modules.items()
+        ]
+        self.placements: list[Placement] = placed(placements, wire.world, plan)
+        if not isinstance(order, str) or order not in ("fast", "global"):
+            raise InputError(sentence("shard: order must be one of fast, global", repr(order)))
+        reduces = _reduces(list(self._modules), reduce)
+        self.tables: list[Table] = []
+        for where, module in zip(self.placements, self._modules.values(), strict=True):
+            options: Any = {"kind": where.kind, "owner": where.owner, "order": order}
+            options["reduce"] = reduces[where.name]
+            table = Table(where.name, len(self.tables), module, wire, **options)
+            check(table, module)
+            self.tables.append(table)
+        _check_ties(model, self.tables)
+        self._shared = self._make_rows()
+        for table, module in zip(self.tables, self._modules.values(), strict=True):
+            table.build_local(module)
+        self._collections = {
+            name: each
+            for name, each in model.named_modules()
+            if isinstance(each, EmbeddingBagCollection)
+        }
+
+    def _make_rows(self) -> list[int]:
+        """Make this rank's rows; for each table, the first one that has the same weight."""
+        first: dict[int, Table] = {}
+        shared = []
+        for table, module in zip(self.tables, self._modules.values(), strict=True):
+            known = first.setdefault(id(module.weight), table)
+            shared.append(known.index)
+            if known is table:
+                table.make_rows(torch.initial_seed() + self._wire.world * table.index)
+            else:
+                table.weight, table.here = known.weight, known.here
+        return shared
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        facts = {"tables": ", ".join(map(repr, self._modules)), "order": self._order}
+        for table, module, first in zip(
+            self.tables, self._modules.values(), self._shared, strict=True
+        ):
+            of = f"of {table.name!r}" if table.name else "of the table"
+            facts[f"module {of}"] = "EmbeddingBag" if table.is_bag else "Embedding"
+            facts[f"shape {of}"] = f"{table.rows} x {table.dim}"
+            facts[f"dtype {of}"] = str(table.weight.dtype)
+            facts[f"plan {of}"] = _plan_of(table)
+            facts[f"reduce {of}"] = table.reduce
+            facts[f"weight {of}"] = f"that of {self.tables[first].name!r}"
+            for option in _OPTIONS:
+                facts[f"{option} {of}"] = str(getattr(module, option, None))
+            facts[f"requires_grad {of}"] = str(table.weight.requires_grad)
+        for name, each in self._collections.items():
+            facts[f"tables of collection {name!r}"] = ", ".join(each.tables._modules)
+        return facts
+
+    def commit(self) -> None:
+        """Shard the model, on all ranks at once."""
+        for table, first in zip(self.tables, self._shared, strict=True):
+            if table.kind == "copy" and self._wire.world > 1 and first == table.index:
+                dist.broadcast(table.here, group_src=0, group=self._wire.group)
+        widths = [len(each.tables) for each in self._collections.values()]
+        exchange = Exchange(self._wire, self.tables, max([len(self.tables), *widths]))
+        for table, module in zip(self.tables, self._modules.values(), strict=True):
+            make_sharded(module, table, exchange)
+        for collection in self._collections.values():
+            make_collection_sharded(collection, exchange)
+        _leave_to_us(self._model, self.tables)
+
+
+_OPTIONS = (
+    *("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+    *("mode", "include_last_offset"),
+)
+
+
+def _plan_of(table: Table) -> str:
+    """The plan of a table, for comparison across ranks."""
+    return f"{table.kind!r} on rank {table.owner}" if table.kind == "tables" else repr(table.kind)
 
 
 def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
@@ -117,8 +196,7 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
-        made: ProcessGroup = dist.new_group()
-        return made
+        return new_group_like(None)
     if not hasattr(mesh, "get_group"):
         contract = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
         raise InputError(sentence(contract, f"a {type(mesh).__name__}"))
@@ -156,16 +234,24 @@ def _sizes(weight: Tensor) -> tuple[int, int, int]:
     return rows, dim, weight.dtype.itemsize
 
 
+_REDUCES: tuple[Reduce, ...] = ("mean", "sum")
+
+
 def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
     """How each table's gradient is reduced."""
     found: dict[str, Reduce] = dict.fromkeys(names, "mean")
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
-        if how not in ("mean", "sum") or len(matching) != 1:
-            contract = "shard: reduce must be mean or sum, for all tables or by table name"
-            raise InputError(sentence(contract, f"{how!r} for {name!r}"))
-        found[matching[0]] = how
+        contract = "shard: reduce must be mean or sum, for all tables or by table name"
+        known = next((each for each in _REDUCES if isinstance(how, str) and each == how), None)
+        if known is None:
+            got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
+            raise InputError(sentence(contract, got))
+        if len(matching) != 1:
+            tables = f"The tables are {', '.join(map(repr, names))}"
+            raise InputError(sentence(contract, f"a table {name!r}", tables))
+        found[matching[0]] = known
     return found
 
 
@@ -186,22 +272,6 @@ def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
                 table_name = known[id(param)].name
                 contract = f"shard: only tables may use the weight of {table_name!r}"
                 raise InputError(sentence(contract, f"{name!r}, which uses it, too"))
-
-
-def _make_rows(tables: Sequence[Table], modules: Sequence[Any]) -> None:
-    """Make the rows of tables on the device ``meta``; those that share a weight go on to do so."""
-    made: dict[int, Table] = {}
-    for table, module in zip(tables, modules, strict=True):
-        weight = module.weight
-        if not weight.is_meta:
-            continue
-        first = made.get(id(weight))
-        if first is None:
-            made[id(weight)] = table
-            table.make_rows(module, torch.initial_seed() + table.wire.world * table.index)
-        else:
-            module.weight = table.weight = first.weight
-            table.here = first.here
 
 
 def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:

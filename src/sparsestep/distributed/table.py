@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparsestep.distributed.wire import Wire
 from sparsestep.errors import InputError, sentence
+from sparsestep.memory.files import has_mapped_memory
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
 from sparsestep.torch_internals import is_watched
@@ -65,7 +66,7 @@ class Table:
         self.padding: int | None = module.padding_idx
         self.by_frequency: bool = bool(module.scale_grad_by_freq)
         self.whole: Any = _whole(module, name)
-        self.here: Tensor = part_here(self, module.weight.detach())
+        self.here: Tensor = module.weight.detach()
         self.local: Embedding | EmbeddingBag | None = None
         self._is_simple: bool = self.mode != "max" and module.max_norm is None
 
@@ -100,25 +101,31 @@ class Table:
             return padding
         return padding // self.wire.world if self._has(padding) else -1
 
-    def make_rows(self, module: Any, seed: int) -> None:
-        """Make the rows that are here, for a weight on the device ``meta``, which has none.
+    def make_rows(self, seed: int) -> None:
+        """Make the rows that are here, without changing the module.
 
-        So no rank ever has the whole of a table. They are drawn as torch draws them, but each rank
-        draws its own.
+        A weight on the device ``meta`` has none: they are drawn as torch draws them, but each rank
+        draws its own, so no rank ever has the whole of a table.
         """
+        self.here = part_here(self, self.weight.detach())
+        if self.kind == "copy" and self.wire.world > 1:
+            # Rank 0 sends its values; until all ranks have them, the weight keeps its own.
+            self.here = torch.empty_like(self.here, memory_format=torch.contiguous_format).copy_(
+                self.here
+            )
+        if not self.weight.is_meta:
+            return
         draw = torch.Generator().manual_seed(seed + self.wire.rank)
         self.here = torch.empty(self.here.shape, dtype=self.here.dtype).normal_(generator=draw)
-        module.weight = self.weight = nn.Parameter(self.here, module.weight.requires_grad)
+        self.weight = nn.Parameter(self.here, self.weight.requires_grad)
         if self.padding_here >= 0:
             self.here[self.padding_here] = 0
 
     def _has(self, row: int) -> bool:
         return row % self.wire.world == self.wire.rank
 
-    def take_over(self, module: Any) -> None:
-        """Keep the part that is here alone, and make the module that looks up in it."""
-        self.weight.grad = None
-        self.weight.data = self.here
+    def build_local(self, module: Any) -> None:
+        """Make the module that looks up rows of the part that is here."""
         options: dict[str, Any] = {
             "padding_idx": None if self.padding_here < 0 else self.padding_here,
             "max_norm": module.max_norm,
@@ -136,6 +143,13 @@ class Table:
         assert self.local is not None
         self.local.weight = self.weight
         self.local.name = self.name
+
+    def take_over(self, module: Any) -> None:
+        """Keep only the part that is here."""
+        self.weight.grad = None
+        self.weight.data = self.here
+        if module.weight is not self.weight:
+            module.weight = self.weight
 
     def grow(self, rows: int) -> None:
         """Say that there are more rows; the weight has those that are here already."""
@@ -190,7 +204,11 @@ def part_here(table: Table, whole: Tensor) -> Tensor:
 def check(table: Table, module: Any) -> None:
     """Refuse what cannot be sharded."""
     weight = module.weight
-    who = f"shard: {table.name!r}"
+    who = f"shard: {table.name!r}" if table.name else "shard: the table"
+    if has_mapped_memory(weight):
+        contract = f"{who} must be in memory"
+        remedy = "Load it into memory (weight.detach().clone()), or train it in one process"
+        raise InputError(sentence(contract, "a table in a file (storage.mapped)", remedy))
     if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
         contract = f"{who} must have an ordinary weight on the CPU"
         raise InputError(sentence(contract, f"a {type(weight).__name__} on {weight.device}"))

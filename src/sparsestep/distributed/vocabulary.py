@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,22 +110,36 @@ class Vocabulary(OwnsIds):
         Raises:
             InputError: these are no ids, on this rank or on another; nothing was changed anywhere.
         """
-        error, flat = None, torch.empty(0, dtype=torch.int64)
+        wire = self._wire
+        error: BaseException | None = None
+        flat = order = torch.empty(0, dtype=torch.int64)
+        counts = torch.zeros(wire.world, dtype=torch.int64)
         try:
             flat = flat_ids(ids)
-        except InputError as raised:
+            owners = owner_of(flat, wire.world)
+            order, counts = owners.argsort(stable=True), owners.bincount(minlength=wire.world)
+        except BaseException as raised:
             error = raised
-        wire = self._wire
-        owners = owner_of(flat, wire.world)
-        order = owners.argsort(stable=True)
-        counts = owners.bincount(minlength=wire.world)
         asked: list[int] = counts.tolist()
         lines = self._exchange.begin(Doing.IDS, self._table, counts, error, _ID_BYTES * max(asked))
         come, largest = [room[0] for room in lines.room], max(lines["largest"])
-        sent = wire.send([[each] for each in flat[order].split(asked)], _bytes_of(come), largest)
-        theirs = joined([each.take(n, torch.int64) for each, n in zip(sent, come, strict=True)])
-        found = self._look_up(theirs)
-        back = wire.send([[each] for each in found.split(come)], _bytes_of(asked), largest)
+        bytes_asked, bytes_come = _bytes_of(asked), _bytes_of(come)
+        sent = wire.send(
+            lambda: [[each] for each in flat[order].split(asked)],
+            sizes=bytes_come,
+            largest=largest,
+            lengths=bytes_asked,
+        )
+
+        def read() -> Tensor:
+            return joined([each.take(n, torch.int64) for each, n in zip(sent, come, strict=True)])
+
+        back = wire.send(
+            lambda: [[each] for each in self._look_up(read).split(come)],
+            sizes=bytes_asked,
+            largest=largest,
+            lengths=bytes_come,
+        )
         rows = torch.empty_like(flat)
         rows[order] = joined(
             [
@@ -134,13 +149,25 @@ class Vocabulary(OwnsIds):
         )
         return rows.view(ids.shape).to(ids.device)
 
-    def _look_up(self, ids: Tensor) -> Tensor:
-        """The rows here of ids that this rank owns; nothing is changed before all agree to it."""
+    def _look_up(self, read: Callable[[], Tensor]) -> Tensor:
+        """The rows here of ids that this rank owns; nothing changes before all ranks agree.
 
-        def agree(error: Exception | None) -> None:
+        Args:
+            read: returns the ids.
+        """
+        is_agreed = False
+
+        def agree(error: BaseException | None) -> None:
+            nonlocal is_agreed
+            is_agreed = True
             self._exchange.begin(Doing.IDS, self._table, None, error)
 
-        return self.local._look_up(ids, agree)
+        try:
+            return self.local._look_up(read(), agree)
+        except BaseException as error:
+            if not is_agreed:  # the other ranks still wait for this one
+                agree(error)
+            raise
 
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
         """Initialize the rows of another table anew, too, when they go to another id.

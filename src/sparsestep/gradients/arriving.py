@@ -7,7 +7,7 @@ then, the gradient has ``Pending`` parts, which autograd adds up and numbers sca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
@@ -19,6 +19,22 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.surroundings import stack
 from sparsestep.torch_internals import foreach_unscale_, without_torch_function
 
+Facts = Mapping[str, str]
+
+
+class Arrival(Protocol):
+    """Gradients that have come, and may be given back until all processes agree.
+
+    Attributes:
+        error: why this process could not use what has come.
+    """
+
+    error: BaseException | None
+
+    def undo(self) -> None:
+        """Let parameters have the gradients that they had before."""
+        ...
+
 
 class Source(Protocol):
     """Who has the gradients of some parameters that are still elsewhere.
@@ -29,8 +45,26 @@ class Source(Protocol):
 
     index: int
 
-    def arrive(self) -> None:
-        """Bring them here; all processes call it."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether other processes cannot be reached any more."""
+        ...
+
+    def exchange_grads(self, facts: Facts, error: BaseException | None) -> Arrival:
+        """Bring them here; all processes call it.
+
+        Args:
+            facts: what must be the same in all processes.
+            error: why this process refuses; then all raise.
+        """
+        ...
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise in every process if one has an error; all processes call it."""
+        ...
+
+    def name_of(self, param: Tensor) -> str | None:
+        """What messages call a parameter; ``None`` if it is not one of this source's."""
         ...
 
     def is_divided(self, param: Tensor) -> bool:
@@ -95,15 +129,74 @@ def _in_order(sources: Iterable[Source | None]) -> list[Source]:
     return sorted(found.values(), key=lambda source: source.index)
 
 
-def arrive(params: Iterable[Tensor]) -> None:
+class GradExchange:
+    """An exchange of gradients that counts only if all processes agree on what follows.
+
+    A process with an error still takes part in the exchanges that follow: then nobody waits for it.
+    An exchange that raises does so in all processes of its source, and is over.
+
+    Args:
+        sources: of the gradients.
+        facts: returns what must be the same in all processes of a source.
+    """
+
+    def __init__(self, sources: Sequence[Source], facts: Callable[[Source], Facts]) -> None:
+        self._exchanged: list[tuple[Source, Arrival]] = []
+        self._error: BaseException | None = None
+        for source in sources:
+            try:
+                arrival = source.exchange_grads(facts(source), self._error)
+                self._exchanged.append((source, arrival))
+                self._error = self._error or arrival.error
+            except BaseException as raised:
+                self._fail(source, raised)
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise in every process if one has an error; then no gradient has been exchanged.
+
+        Args:
+            error: of this process.
+        """
+        self._error = self._error or error
+        for source, _ in self._exchanged:
+            try:
+                source.agree(self._error)
+            except BaseException as raised:
+                self._fail(source, raised)
+        if self._error is not None:
+            self._undo()
+            raise self._error
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has gone wrong so far."""
+        return self._error
+
+    def _fail(self, source: Source, error: BaseException) -> None:
+        self._error = self._error or error
+        if source.is_lost:
+            self._undo()
+            raise error
+
+    def _undo(self) -> None:
+        for _, arrival in self._exchanged:
+            arrival.undo()
+
+
+def arrive(params: Iterable[Tensor], reader: str = "reads gradients") -> None:
     """Bring the gradients here that are still elsewhere; all processes call it.
+
+    Args:
+        params: the parameters.
+        reader: what needs them; the same in all processes.
 
     Example:
         >>> import torch
         >>> arrive([torch.zeros(3)])  # nothing is elsewhere
     """
-    for source in sources_of(params):
-        source.arrive()
+    sources = sources_of(params)
+    if sources:
+        GradExchange(sources, lambda _: {"caller": reader}).agree()
 
 
 class _Held(Protocol):

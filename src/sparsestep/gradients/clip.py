@@ -181,7 +181,7 @@ def _gradients(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
-    arrive(params)
+    arrive(params, function)
     held = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):

@@ -246,6 +246,14 @@ def file_of(tensor: Tensor) -> MappedFile | None:
     return file if is_all and tensor.stride() == file.record.strides(name) else None
 
 
+def has_mapped_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is a file's, all of it or a part."""
+    if not mapped_files or tensor.is_meta:
+        return False
+    begin = tensor.data_ptr()
+    return any(file.address <= begin < file.address + len(file) for file in _alive())
+
+
 def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> None:
     """Make ready for rows to be written, and for those of the state; raises where that cannot be.
 

@@ -7,7 +7,7 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import RLock
 from typing import Any, overload
 
@@ -29,7 +29,7 @@ from sparsestep.engines.protocol import Settings
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
-from sparsestep.gradients.arriving import arrive, elsewhere
+from sparsestep.gradients.arriving import GradExchange, Source, elsewhere, sources_of
 from sparsestep.memory.beside import settle
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
@@ -40,6 +40,7 @@ from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.explaining import Explains
 from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
+from sparsestep.optimizer.shared_options import facts_for
 from sparsestep.surroundings import labelled
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
 
@@ -189,12 +190,16 @@ class RuleOptimizer(Explains):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            if elsewhere:
-                arrive(self._all_params())
-            if mapped_files:
+            sources = sources_of(self._all_params()) if elsewhere else ()
+            if mapped_files and not sources:
                 announce(self.state, self._all_params())
             before = self._before if self.engine in ("auto", "native") else None
-            if before is None or not step_again(self.param_groups, before, self.state, self._known):
+            if sources:
+                # A rank that stops in the middle of an exchange keeps the others waiting.
+                uninterrupted(lambda: self._step_together(sources))
+            elif before is None or not step_again(
+                self.param_groups, before, self.state, self._known
+            ):
                 self._plan_step()
             if mapped_files:
                 written(self._all_params())
@@ -202,12 +207,39 @@ class RuleOptimizer(Explains):
                 self._huge_pages.move(self._rounds)
         return loss
 
-    def _plan_step(self) -> None:
+    def _step_together(self, sources: Sequence[Source]) -> None:
+        """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
+        exchange = GradExchange(sources, lambda source: facts_for(self, source))
+        plan: Plan | None = None
+        error = exchange.error
+        if error is None:
+            try:
+                if mapped_files:
+                    announce(self.state, self._all_params())
+                plan = self._planned()
+                plan.prepare()
+            except BaseException as raised:
+                plan, error = None, raised
+        try:
+            exchange.agree(error)
+        except BaseException:
+            if plan is not None:
+                plan.cancel()
+            raise
+        assert plan is not None
+        plan.commit()
+        self._run_repeats(plan)
+
+    def _planned(self) -> Plan:
         before, self._before = self._before, None
         plan = Plan(self, before.made if before is not None else ())
         with labelled("sparsestep: plan"):
             for group_index, group in enumerate(self.param_groups):
                 plan.add_group(group_index, group)
+        return plan
+
+    def _plan_step(self) -> None:
+        plan = self._planned()
         if plan.repeats:
             uninterrupted(lambda: self._run_with_repeats(plan))
             return
@@ -217,6 +249,9 @@ class RuleOptimizer(Explains):
 
     def _run_with_repeats(self, plan: Plan) -> None:
         plan.run()
+        self._run_repeats(plan)
+
+    def _run_repeats(self, plan: Plan) -> None:
         for group_index, index in plan.repeats:
             # A parameter given more than once (torch warns of it) goes on from where it arrived.
             another = Plan(self)

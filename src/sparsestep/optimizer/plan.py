@@ -187,13 +187,14 @@ class Plan:
         if torch.compiler.is_compiling():  # the functional optimizers' steps are in no graph
             _uncompiled_run(self)
             return
+        self.prepare()
+        self.commit()
+
+    def prepare(self) -> None:
+        """Do everything that can raise. ``commit`` or ``cancel`` must follow."""
         if self.is_all_claimed:
             if self._native is not None:
                 self._native.prepare()
-                self._native.commit()  # one call of the core, which counts the steps as well
-            self._note_engines()
-            if mapped_files:
-                written(self._optimizer._all_params())
             return
         self._engines = SparseEngines(
             self._optimizer.engine, self._native, self._optimizer._all_params
@@ -202,11 +203,21 @@ class Plan:
             with labelled("sparsestep: prepare"):
                 self._prepare()
         except BaseException:
-            if self._catch_ups is not None:
-                self._catch_ups.cancel()
+            self.cancel()
             raise
-        with labelled("sparsestep: commit"):
-            uninterrupted(self._commit)
+
+    def cancel(self) -> None:
+        """Give up what was prepared."""
+        if self._catch_ups is not None:
+            self._catch_ups.cancel()
+
+    def commit(self) -> None:
+        """Write what was prepared."""
+        if not self.is_all_claimed:
+            with labelled("sparsestep: commit"):
+                uninterrupted(self._commit)
+        elif self._native is not None:
+            self._native.commit()  # one call of the core, which counts the steps as well
         self._note_engines()
         if mapped_files:
             written(self._optimizer._all_params())
