@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -236,6 +237,19 @@ def is_watched(module: nn.Module) -> bool:
 
 
 # Distributed
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """The timeout of a process group's collectives, to give it to other groups.
+
+    ``None`` if this torch does not tell: then a group that gets it has torch's default.
+    """
+    devices = getattr(group, "_device_types", ())
+    for device in sorted(devices, key=lambda each: each.type != "cpu"):  # prefer the CPU's
+        with suppress(AttributeError, RuntimeError):
+            found: timedelta = group._get_backend(device).options._timeout
+            return found
+    return None
 
 
 def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> None:

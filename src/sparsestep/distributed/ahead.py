@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS, Asked, numbers_of, send_ids, sent_bytes
 from sparsestep.distributed.wire import Wire
@@ -162,7 +162,7 @@ class Loop:
     """A loop over batches whose ids are sent ahead."""
 
     def __init__(self) -> None:
-        self._wire = Wire(dist.new_group(backend="gloo"))
+        self._wire = Wire(new_group_like(None, backend="gloo"))
         self._tensors: list[Tensor] = []  # of the batch that computes
         self._calls: list[_Call] = []  # that it has led to
         self._others = 0  # lookups that were given something else

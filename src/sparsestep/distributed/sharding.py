@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsestep.distributed.exchange import Exchange
+from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.modules import make_collection_sharded, make_sharded
 from sparsestep.distributed.plan import Placement, Plan, placed
 from sparsestep.distributed.table import Order, Reduce, Table, check
@@ -117,8 +118,7 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
-        made: ProcessGroup = dist.new_group()
-        return made
+        return new_group_like(None)
     if not hasattr(mesh, "get_group"):
         contract = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
         raise InputError(sentence(contract, f"a {type(mesh).__name__}"))
