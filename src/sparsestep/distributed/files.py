@@ -76,7 +76,11 @@ class _Files(FileSystem):
         self.names.add(Path(path).name)
         with super().create_stream(path, mode) as stream:
             summed = _Summed(stream)
-            yield summed
+            try:
+                yield summed
+            finally:
+                if summed.error is not None:
+                    raise summed.error
         self.sums[Path(path).name] = Sum(summed.size, summed.crc)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
@@ -91,15 +95,23 @@ class _Files(FileSystem):
 
 
 class _Summed:
-    """A stream that knows the size and the checksum of what was written."""
+    """A stream that computes the size and the checksum of what is written.
+
+    It keeps the error of a write, since ``torch.save`` raises another one in its place.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.size: int = 0
         self.crc: int = 0
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> Any:
-        written = self._stream.write(data)
+        try:
+            written = self._stream.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
         self.size += memoryview(data).nbytes
         self.crc = zlib.crc32(data, self.crc)
         return written

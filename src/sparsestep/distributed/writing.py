@@ -87,11 +87,18 @@ def write(content: Content, folder: Path, peers: Peers) -> None:
     sums = peers.gather(writer.sums)
     with peers.agreeing(undo=writer.discard):
         _check_that_disk_is_shared(folder, save_id, peers, sums)
-    with peers.agreeing(undo=writer.discard):
-        if peers.rank == 0:
+    publication, error = _Publication(folder), None
+    if peers.rank == 0:
+        try:
             files = {name: each for some in sums for name, each in some.items()}
             files[METADATA] = files.pop(manifest.pending_name(save_id))
-            _publish(folder, Manifest(save_id, files, _entries_of(metadata), content.about))
+            entries = _entries_of(metadata)
+            publication.run(Manifest(save_id, files, entries, content.about))
+        except BaseException as raised:
+            error = as_documented(raised)
+    peers.agree(None if publication.is_done else error, undo=writer.discard)
+    if error is not None:
+        raise error
 
 
 def _check_that_disk_is_shared(
@@ -111,38 +118,44 @@ def _check_that_disk_is_shared(
                     raise InputError(sentence(contract, got, "The checkpoint was not saved"))
 
 
-def _publish(folder: Path, content: Manifest) -> None:
-    """Make a checkpoint the one that the folder has."""
-    temporary = folder / f".{content.id}.json"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+class _Publication:
+    """Makes a checkpoint the one that the folder has.
 
-    def replace() -> None:
+    Attributes:
+        is_done: whether it is, even if an error or a signal came later.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.is_done: bool = False
+
+    def run(self, content: Manifest) -> None:
+        """Write the manifest and replace the earlier one."""
+        temporary = self._folder / f".{content.id}.json"
         try:
-            os.replace(temporary, folder / manifest.NAME)
-        except OSError:
+            with open(temporary, "wb") as file:
+                file.write(content.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            uninterrupted(lambda: self._replace(temporary, content))
+        except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        # The checkpoint counts from here on, so nothing below may raise.
-        with suppress(OSError):
+
+    def _replace(self, temporary: Path, content: Manifest) -> None:
+        folder, pending = self._folder, manifest.pending_name(content.id)
+        os.replace(temporary, folder / manifest.NAME)
+        self.is_done = True  # so an error below must not make the checkpoint fail
+        with suppress(Exception):
             _sync(folder)
-        with suppress(OSError):
-            os.replace(folder / manifest.pending_name(content.id), folder / METADATA)
-        with suppress(OSError):
+        with suppress(Exception):
+            os.replace(folder / pending, folder / METADATA)
+        with suppress(Exception):
             for pattern in (f"__*{PART}", f".*{METADATA}", f".*{METADATA}.tmp", ".*.json"):
                 for path in folder.glob(pattern):
-                    if path.name not in (*content.files, manifest.pending_name(content.id)):
+                    if path.name not in (*content.files, pending):
                         path.unlink()
-
-    uninterrupted(replace)
 
 
 def _sync(folder: Path) -> None:
