@@ -34,11 +34,18 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     it has. Any number of ranks loads it, one process too; and a model that was not sharded may be
     saved and loaded by one that is.
 
+    Atomic: if it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact.
+
     Args:
-        path: a folder that all ranks see.
+        path: a folder on a disk that all ranks share.
         model: sharded or not; within ``DistributedDataParallel`` or not. Its vocabularies are saved
             with it.
-        optimizer: of its parameters.
+        optimizer: of its parameters. Options in its param groups must be numbers, strings, dtypes,
+            tensors or ``None``, or lists, tuples and dicts of these.
+
+    Raises:
+        InputError: ranks do not share the disk, or an option is of another kind.
+        OSError: on all ranks, if a rank cannot write.
 
     Example:
         >>> import tempfile, sparsestep
@@ -67,11 +74,11 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
 
     Everything is copied first: that takes as much memory as the checkpoint has, and what is saved
     is of this moment, whatever the next steps do. The ranks write it by a process group of its own.
-    A checkpoint that was not written to its end cannot be loaded, so use another folder for each.
-    Where tables are shared by some of the processes, it is written before this returns.
+    Do not save to the same folder again before it has finished. If only some of the processes share
+    the tables, it is written before this returns.
 
     Args:
-        path: a folder that all ranks see.
+        path: a folder on a disk that all ranks share.
         model: as for :func:`save`.
         optimizer: of its parameters.
 
@@ -104,6 +111,8 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     tables move with them, values and state. Owners that have too few rows give up the ids that they
     would evict first.
 
+    All files are verified first: size and checksum. Loading executes no code from them.
+
     Args:
         path: the folder.
         model: with the same tables; sharded in whatever way, or not.
@@ -111,8 +120,8 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
             checkpoint, but for masks.
 
     Raises:
-        InputError: the checkpoint does not fit, or a vocabulary with ``evict=None`` has too few
-            rows on a rank; nothing was changed.
+        InputError: on all ranks, if the checkpoint does not fit, a file is missing or damaged, or
+            a vocabulary with ``evict=None`` has too few rows on a rank; nothing has changed.
 
     Example:
         >>> import tempfile, torch, sparsestep
@@ -163,7 +172,7 @@ def consolidate(path: StrPath) -> dict[str, Any]:
     """A checkpoint as an ordinary dict, read by one process.
 
     Args:
-        path: the folder that :func:`save` wrote.
+        path: the folder that :func:`save` wrote. It is verified as by :func:`load`.
 
     Returns:
         ``"model"``, which the model loads as it was before ``shard``, with an ordinary
