@@ -7,29 +7,45 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsestep.distributed.contents import ABOUT, About, Contents, parted, targets
+from sparsestep.distributed.contents import About, Contents, parted, targets
+from sparsestep.distributed.manifest import Manifest
 from sparsestep.distributed.moving import Move
+from sparsestep.distributed.peers import Peers
 from sparsestep.distributed.restoring import Restoring, alone
 from sparsestep.distributed.stored import Stored
 from sparsestep.distributed.wire import Wire
-from sparsestep.distributed.writing import Path, read, write, write_in_background
+from sparsestep.distributed.writing import (
+    Checkpoint,
+    Content,
+    StrPath,
+    folder_of,
+    write,
+    write_in_background,
+)
 from sparsestep.nn.ids import Options
 from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 
 
-def save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
+def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     """Save a model and its optimizer; all ranks call it.
 
     This is ``torch.distributed.checkpoint`` underneath: a folder, to which each rank writes what
     it has. Any number of ranks loads it, one process too; and a model that was not sharded may be
     saved and loaded by one that is.
 
+    Atomic: if it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact.
+
     Args:
-        path: a folder that all ranks see.
+        path: a folder on a disk that all ranks share.
         model: sharded or not; within ``DistributedDataParallel`` or not. Its vocabularies are saved
             with it.
-        optimizer: of its parameters.
+        optimizer: of its parameters. Options in its param groups must be numbers, strings, dtypes,
+            tensors or ``None``, or lists, tuples and dicts of these.
+
+    Raises:
+        InputError: ranks do not share the disk, or an option is of another kind.
+        OSError: on all ranks, if a rank cannot write.
 
     Example:
         >>> import tempfile, sparsestep
@@ -46,20 +62,23 @@ def save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     check_model_and_optimizer("save", model, optimizer)
-    what = Contents(model, optimizer)
-    write(what.entries(), path, **what.processes())
+    folder, what = folder_of("save", path), Contents(model, optimizer)
+    peers = what.peers()
+    with peers.agreeing():
+        content = Content(what.entries(), what.about().pack())
+    write(content, folder, peers)
 
 
-def async_save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
+def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
     """Save in the background, while training goes on; all ranks call it.
 
     Everything is copied first: that takes as much memory as the checkpoint has, and what is saved
     is of this moment, whatever the next steps do. The ranks write it by a process group of its own.
-    A checkpoint that was not written to its end cannot be loaded, so use another folder for each.
-    Where tables are shared by some of the processes, it is written before this returns.
+    Do not save to the same folder again before it has finished. If only some of the processes share
+    the tables, it is written before this returns.
 
     Args:
-        path: a folder that all ranks see.
+        path: a folder on a disk that all ranks share.
         model: as for :func:`save`.
         optimizer: of its parameters.
 
@@ -78,16 +97,21 @@ def async_save(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> Future
         ...     load(path, model, optimizer)
     """
     check_model_and_optimizer("async_save", model, optimizer)
-    what = Contents(model, optimizer)
-    return write_in_background(what.entries(copy=True), path, **what.processes())
+    folder, what = folder_of("async_save", path), Contents(model, optimizer)
+    peers = what.peers()
+    with peers.agreeing():
+        content = Content(what.entries(copy=True), what.about().pack())
+    return write_in_background(content, folder, peers)
 
 
-def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
+def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     """Load what :func:`save` has saved, with any number of ranks; all ranks call it.
 
     Where a vocabulary is loaded by another number of ranks, ids get new owners, and rows of its
     tables move with them, values and state. Owners that have too few rows give up the ids that they
     would evict first.
+
+    All files are verified first: size and checksum. Loading executes no code from them.
 
     Args:
         path: the folder.
@@ -96,8 +120,8 @@ def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
             checkpoint, but for masks.
 
     Raises:
-        InputError: the checkpoint does not fit, or a vocabulary with ``evict=None`` has too few
-            rows on a rank; nothing was changed.
+        InputError: on all ranks, if the checkpoint does not fit, a file is missing or damaged, or
+            a vocabulary with ``evict=None`` has too few rows on a rank; nothing has changed.
 
     Example:
         >>> import tempfile, torch, sparsestep
@@ -117,49 +141,64 @@ def load(path: Path, model: nn.Module, optimizer: RuleOptimizer) -> None:
         {1000000000000000000: 1, -7: 2}
     """
     check_model_and_optimizer("load", model, optimizer)
-    what = Contents(model, optimizer)
-    about, stored = _about(path), _stored(path)
-    own, layouts = what.own(), about.layouts()
-    what.check(own, stored)
-    groups = what.loaded_groups(about.groups)
-    ids = what.restoring(layouts, stored)
-    for vocabulary in ids:
-        read(vocabulary.entries, path, **what.processes())
-    moves = what.settle(ids, layouts, stored)
-    chosen = {}
-    for key, each in stored.items():
-        kind, name, _ = parted(key)
-        if name in (own if kind == "model" else what.params):
-            chosen[key] = each
-    wanted = targets(about, chosen, moves, what.tables)
-    read({key: found.target for key, found in wanted.items()}, path, **what.processes())
-    what.take(own, {key: found.finish() for key, found in wanted.items()}, groups, ids)
+    folder, what = folder_of("load", path), Contents(model, optimizer)
+    peers = what.peers()
+    checkpoint = Checkpoint.open(folder, peers)
+    with peers.agreeing(), checkpoint.refusing():
+        about = About.unpack(checkpoint.manifest.about)
+        stored = _stored(checkpoint.manifest, about)
+        own, layouts = what.own(), about.vocabularies
+        what.check(own, stored)
+        groups = what.loaded_groups(about.groups)
+        ids = what.restoring(layouts, stored)
+    with checkpoint.refusing():
+        for vocabulary in ids:
+            checkpoint.read(vocabulary.entries)
+        moves = what.settle(ids, layouts, stored)
+    with peers.agreeing(), checkpoint.refusing():
+        chosen = {}
+        for key, each in stored.items():
+            kind, name, _ = parted(key)
+            if name in (own if kind == "model" else what.params):
+                chosen[key] = each
+        wanted = targets(about, chosen, moves, what.tables)
+    with checkpoint.refusing():
+        checkpoint.read({key: found.target for key, found in wanted.items()})
+        read = {key: found.finish() for key, found in wanted.items()}
+        what.take(own, read, groups, ids)
 
 
-def consolidate(path: Path) -> dict[str, Any]:
+def consolidate(path: StrPath) -> dict[str, Any]:
     """A checkpoint as an ordinary dict, read by one process.
 
     Args:
-        path: the folder that :func:`save` wrote.
+        path: the folder that :func:`save` wrote. It is verified as by :func:`load`.
 
     Returns:
         ``"model"``, which the model loads as it was before ``shard``, with an ordinary
         ``sparsestep.nn.Vocabulary`` where it had one that ranks share; and ``"optimizer"``, which
         this library's optimizers load, and torch's of the same name.
     """
-    about, stored = _about(path), _stored(path)
+    checkpoint = Checkpoint.open(folder_of("consolidate", path), Peers(None))
+    with checkpoint.refusing():
+        return _consolidated(checkpoint)
+
+
+def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
+    about = About.unpack(checkpoint.manifest.about)
+    stored = _stored(checkpoint.manifest, about)
     ids, moves = list[Restoring](), dict[str, Move]()
-    for name, layout in about.layouts().items():
+    for name, layout in about.vocabularies.items():
         options = Options(layout.rows, layout.shared, layout.admit, None)
         each = Restoring(name, Wire(None), options, layout, stored, alone)
-        read(each.entries, path, no_dist=True)
+        checkpoint.read(each.entries)
         each.settle({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
         moves.update(each.moves)
         ids.append(each)
     known = {key for each in ids for key in each.entries}
     others = {key: each for key, each in stored.items() if key not in known}
     wanted = targets(about, others, moves, {})
-    read({key: each.target for key, each in wanted.items()}, path, no_dist=True)
+    checkpoint.read({key: each.target for key, each in wanted.items()})
     groups, indices = [], dict[str, int]()
     for group in about.groups:
         for name in group["params"]:
@@ -178,22 +217,10 @@ def consolidate(path: Path) -> dict[str, Any]:
     return {"model": found, "optimizer": {"state": state, "param_groups": groups}}
 
 
-def _about(path: Path) -> About:
-    """What a checkpoint says about itself."""
-    found: dict[str, Any] = {ABOUT: ()}
-    read(found, path, no_dist=True)
-    return About(*found[ABOUT])
-
-
-def _stored(path: Path) -> dict[str, Stored]:
+def _stored(manifest: Manifest, about: About) -> dict[str, Stored]:
     """The tensors of a checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    tables = _about(path).tables
     found = {}
-    for key, each in FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        if isinstance(each, TensorStorageMetadata):
-            rows, lanes = tables.get(parted(key)[1], (0, 0))
-            found[key] = Stored(each.size, each.properties.dtype, rows, lanes)
+    for key, each in manifest.entries.items():
+        rows, lanes = about.tables.get(parted(key)[1], (0, 0))
+        found[key] = Stored(each.shape, each.dtype, rows, lanes)
     return found

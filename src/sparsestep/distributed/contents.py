@@ -3,46 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsestep.distributed.agreement import Doing
+from sparsestep.distributed.manifest import count, pack, unpack
 from sparsestep.distributed.modules import table_of
 from sparsestep.distributed.moving import Layout, Move
+from sparsestep.distributed.peers import Peers, as_documented
 from sparsestep.distributed.restoring import Held, Restoring, held_by
 from sparsestep.distributed.stored import Stored, Wanted, as_stored, wanted
 from sparsestep.distributed.table import Table
+from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
+from sparsestep.memory.files import about_to_write, written
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.state import initial
 
-ABOUT = "about"
-
 
 class About(NamedTuple):
-    """What a checkpoint says about itself; a dict would be taken for a part of the state dict.
+    """What the tensors of a checkpoint are.
 
     Attributes:
-        tables: for each sharded table how many rows it has, and among how many ranks they are
-            dealt.
+        tables: for each sharded table the number of its rows, and of the ranks that they were
+            assigned to, or 0.
         groups: the param groups, with names for parameters.
         vocabularies: the layout of each, by name.
-        initial: for tables of vocabularies, what their state begins with.
+        initial: for tables of vocabularies, the initial value of each state.
     """
 
     tables: dict[str, tuple[int, int]]
     groups: list[dict[str, Any]]
-    vocabularies: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
-    initial: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+    vocabularies: dict[str, Layout]
+    initial: dict[str, dict[str, float]]
 
-    def layouts(self) -> dict[str, Layout]:
-        """How vocabularies were stored."""
-        return {name: Layout(*each) for name, each in self.vocabularies.items()}
+    def pack(self) -> dict[str, Any]:
+        """Encode as JSON."""
+        return {**self._asdict(), "groups": [pack(group) for group in self.groups]}
+
+    @staticmethod
+    def unpack(found: Mapping[str, Any]) -> About:
+        """Decode; raises if it is nothing that :meth:`pack` has encoded."""
+        layouts = {}
+        for name, (rows, lanes, shared, admit, tables) in found["vocabularies"].items():
+            paddings = {key: None if row is None else count(row) for key, row in tables.items()}
+            sizes = count(rows), max(1, count(lanes)), count(shared), count(admit)
+            layouts[name] = Layout(*sizes, paddings)
+        groups = [unpack(group) for group in found["groups"]]
+        for group in groups:
+            group["params"] = [str(name) for name in group["params"]]
+        return About(
+            tables={name: (count(a), count(b)) for name, (a, b) in found["tables"].items()},
+            groups=groups,
+            vocabularies=layouts,
+            initial={
+                name: {key: float(value) for key, value in each.items()}
+                for name, each in found["initial"].items()
+            },
+        )
 
 
 class Contents:
@@ -102,13 +123,16 @@ class Contents:
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
                     found[f"state.{name}.{key}"] = as_stored(table, tensor, copy=copy)
         found = {key: value for key, value in found.items() if value is not None}
-        layouts = {}
-        for name, held in self.vocabularies.items():
+        for held in self.vocabularies.values():
             found.update(held.entries())
-            layouts[name] = tuple(held.layout(self._tables_of(held)))
-        groups = deepcopy(self.groups()) if copy else self.groups()
-        found[ABOUT] = tuple(About(self.stored_tables(), groups, layouts, self._initial()))
         return found
+
+    def about(self) -> About:
+        """What the entries are."""
+        layouts = {
+            name: held.layout(self._tables_of(held)) for name, held in self.vocabularies.items()
+        }
+        return About(self.stored_tables(), self.groups(), layouts, self._initial())
 
     def own(self) -> dict[str, Tensor]:
         """The state dict of the model, but for its vocabularies."""
@@ -174,13 +198,12 @@ class Contents:
             moves.update(each.moves)
         return moves
 
-    def processes(self) -> dict[str, Any]:
-        """Which processes save and load together."""
+    def peers(self) -> Peers:
+        """The ranks that save and load together: those that share tables, else all."""
         for table in self.tables.values():
-            if table.wire.group is None:
-                return {"no_dist": True}
-            return {"process_group": table.wire.group}
-        return {} if torch.distributed.is_initialized() else {"no_dist": True}
+            return Peers(table.wire.group)
+        is_initialized = dist.is_available() and dist.is_initialized()
+        return Peers(dist.group.WORLD if is_initialized else None)
 
     def stored_tables(self) -> dict[str, tuple[int, int]]:
         """For each sharded table how many rows it has, and among how many ranks they are dealt."""
@@ -228,41 +251,44 @@ class Contents:
         groups: list[dict[str, Any]],
         restored: list[Restoring],
     ) -> None:
-        """Become what was read. The optimizer first, for it may still refuse, on any rank."""
+        """Become what was read, on all ranks or on none; all ranks call it."""
+        peers, optimizer = self.peers(), self._optimizer
         indices = {name: index for index, name in enumerate(self.params)}
-        state: dict[int, dict[str, Any]] = {}
-        for key, tensor in read.items():
-            kind, name, entry = parted(key)
-            if kind == "state":
-                state.setdefault(indices[name], {})[entry] = tensor
-        before, error = self._optimizer.state_dict(), None
-        try:
-            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        except Exception as raised:
-            error = raised
-        try:
-            self._agree(error)
-        except Exception:
-            if error is None:
-                self._optimizer.load_state_dict(before)
-            raise
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if f"model.{name}" in read:
-                    tensor.copy_(read[f"model.{name}"])
-        for each in restored:
-            assert each.found is not None
-            self.vocabularies[each.name].local._become(*each.found)
+        with peers.agreeing():
+            state: dict[int, dict[str, Any]] = {}
+            for key, tensor in read.items():
+                kind, name, entry = parted(key)
+                if kind == "state":
+                    state.setdefault(indices[name], {})[entry] = tensor
+            values = [
+                (tensor, read[f"model.{name}"].to(tensor.dtype))
+                for name, tensor in own.items()
+                if f"model.{name}" in read
+            ]
+            for tensor, _ in values:
+                about_to_write(tensor, (), None)
 
-    def _agree(self, error: Exception | None) -> None:
-        """Raise on all ranks that share tables where one refuses."""
-        for module in self.model.modules():
-            table = table_of(module)
-            if table is not None:
-                vars(module)["_exchange"].begin(Doing.LOAD, table, None, error)
-                return
-        if error is not None:
-            raise error
+        def commit() -> None:
+            before, error = (optimizer.state, optimizer.param_groups), None
+            try:
+                optimizer.load_state_dict({"state": state, "param_groups": groups})
+            except Exception as raised:  # it has changed nothing
+                error = as_documented(raised)
+            try:
+                peers.agree(error)
+            except BaseException:
+                optimizer.state, optimizer.param_groups = before
+                raise
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
+            written(tensor for tensor, _ in values)
+            for each in restored:
+                assert each.found is not None
+                self.vocabularies[each.name].local._become(*each.found)
+
+        # From the moment when a rank agrees, the others count on it.
+        uninterrupted(commit)
 
 
 def _is_dealt(table: Table) -> bool:
