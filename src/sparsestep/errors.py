@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    texts = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
+    texts = ("allocate memory", "allocation failed", "not enough memory", "bad_alloc")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 

@@ -59,7 +59,8 @@ def _updated(crc: int, begin: int, data: memoryview) -> int:
 
 def _runs(descriptor: int) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset and content of each run of pages that are not zero."""
-    buffer = bytearray(_CHUNK_BYTES)
+    pages_of_file = -(-os.fstat(descriptor).st_size // _PAGE_BYTES)
+    buffer = bytearray(min(_CHUNK_BYTES, max(1, pages_of_file) * _PAGE_BYTES))
     memory, pages = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
     for begin, end in _chunks(descriptor):
         size = end - begin

@@ -7,6 +7,7 @@ is mapped there in place of the old one, in a single system call.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -25,18 +26,17 @@ def map_file(address: int, size: int, descriptor: int) -> None:
         size: how many bytes to map.
         descriptor: of the file.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_ssize_t,
-    )
     prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    found = libc.mmap(address, size, prot, flags, descriptor, 0)
+    found = _libc().mmap(address, size, prot, flags, descriptor, 0)
     if found != address:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_ssize_t)
+    return libc

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,14 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         before = manifests.read(folder)
         what = Contents(model, optimizer)
-        what.allocate_marks()
         try:
             manifest = _write(folder, before, what, extra)
-            uninterrupted(partial(_commit, folder, manifest, what))
-        finally:
-            # Whichever checkpoint is the latest now, if this one has failed.
-            manifests.remove_others(folder, manifests.read(folder))
+            note_as_saved = what.prepare_note(manifest)
+            uninterrupted(partial(_commit, folder, manifest, note_as_saved))
+        except BaseException:
+            with suppress(Exception):  # whichever checkpoint is the latest now
+                manifests.remove_others(folder, manifests.read(folder))
+            raise
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer) -> Any:
@@ -125,10 +126,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
             what.check(manifest)
             what.check_rest(rest)
             _stage(folder, manifest, what, replacements)
-            what.allocate_marks()
+            note_as_saved = what.prepare_note(manifest)
             load_rest = what.prepare(rest)
             replacements.prepare()
-            uninterrupted(partial(_replace, manifest, what, replacements, load_rest))
+            uninterrupted(partial(_replace, replacements, load_rest, note_as_saved))
     return rest["extra"]
 
 
@@ -207,9 +208,11 @@ def _copy(folder: Path, manifest: Manifest, what: Contents) -> bool:
     return True
 
 
-def _commit(folder: Path, manifest: Manifest, what: Contents) -> None:
+def _commit(folder: Path, manifest: Manifest, note_as_saved: Callable[[], None]) -> None:
     manifests.commit(folder, manifest)
-    what.note_as_saved(manifest)
+    note_as_saved()
+    with suppress(Exception):  # they only take space
+        manifests.remove_others(folder, manifest)
 
 
 def _stage(folder: Path, manifest: Manifest, what: Contents, replacements: Replacements) -> None:
@@ -243,22 +246,20 @@ def _stage(folder: Path, manifest: Manifest, what: Contents, replacements: Repla
 
 
 def _replace(
-    manifest: Manifest,
-    what: Contents,
     replacements: Replacements,
     load_rest: Callable[[ExitStack], None],
+    note_as_saved: Callable[[], None],
 ) -> None:
-    """Load a checkpoint that has been verified; undoes everything if anything fails after all."""
+    """Load a checkpoint that has been verified; undo everything if anything fails after all."""
     with ExitStack() as undo:
-        undo.callback(what.forget_saved)
         replacements.switch(undo)
         load_rest(undo)
         replacements.rename(undo)
-        what.note_as_saved(manifest)
-        for file in replacements.files:
-            if file.to_clear is not None:
-                file.to_clear.clear()
         undo.pop_all()
+    note_as_saved()
+    for file in replacements.files:
+        if file.to_clear is not None:
+            file.to_clear.clear()
 
 
 def _check_extra(extra: Any) -> None:

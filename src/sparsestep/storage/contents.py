@@ -131,30 +131,33 @@ class Contents:
         about = list(file.shape), name_of(file.dtype), file.record.row_bytes
         return Layout(name, *about, described(file.record.state), inside)
 
-    def allocate_marks(self) -> None:
-        """Allocate what ``note_as_saved`` needs, so that it cannot fail."""
+    def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
+        """Prepare to mark the rows that are written after a checkpoint, now that they are equal.
+
+        Returns:
+            A function that does it, and cannot fail.
+        """
+        marked = []
         for tensor, _ in self._tables.values():
             file = file_of(tensor)
             assert file is not None
             if file.marks is None:
                 rows = torch.Size([file.shape[0]])
                 file.marks = pages.zeros(rows, torch.bool, torch.device("cpu"))
+            marked.append((tensor, file, file.marks))
+        saved_in = [
+            (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
+            for name, file in self.files.items()
+        ]
 
-    def note_as_saved(self, manifest: Manifest) -> None:
-        """From now on, mark rows that are written, for files that a checkpoint has like this."""
-        for tensor, files in self._tables.values():
-            file = file_of(tensor)
-            assert file is not None
-            assert file.marks is not None
-            file.marks.zero_()
-            file.version = version_of(tensor)
-            for name, each in files.items():
-                each.saved_in = manifest.id if self.is_laid_out_alike(manifest, name) else None
+        def note() -> None:
+            for tensor, file, marks in marked:
+                marks.zero_()
+                file.version = version_of(tensor)
+            for file, checkpoint in saved_in:
+                file.saved_in = checkpoint
 
-    def forget_saved(self) -> None:
-        """Have the next checkpoint include all rows."""
-        for file in self.files.values():
-            file.saved_in = None
+        return note
 
     def is_laid_out_alike(self, manifest: Manifest, name: str) -> bool:
         """Whether a file has the same layout here as in a checkpoint."""

@@ -213,20 +213,15 @@ class _Reader:
 
 
 class _Writer:
-    """A file for ``torch.save``: keeps the checksum, and the error that torch would hide."""
+    """A file for ``torch.save``, with the checksum of what was written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.bytes, self.crc = 0, 0
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         memory = memoryview(data).cast("B")
-        try:
-            self.crc = _append(self._descriptor, memory, self.crc)
-        except OSError as error:
-            self.error = error
-            raise
+        self.crc = _append(self._descriptor, memory, self.crc)
         self.bytes += len(memory)
         return len(memory)
 
@@ -242,10 +237,11 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
         writer = _Writer(descriptor)
         try:
             torch.save({"version": _REST_VERSION, **content}, cast("IO[bytes]", writer))
-        except Exception:
-            if writer.error is not None:
-                raise writer.error from None
-            raise
+        except BaseException as error:
+            # Torch tries to complete its archive then, and raises what comes of that.
+            while error.__context__ is not None:
+                error = error.__context__
+            raise error from None
         os.fsync(descriptor)
         return File(name, writer.bytes, writer.crc)
     finally:
