@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import sparsestep
+from sparsestep.errors import InputError
 from sparsestep.memory import replacing
 from sparsestep.memory.files import file_of
 from sparsestep.storage import load, manifest, mapped, save, writing
@@ -71,7 +72,7 @@ FAULTS: list[tuple[Any, str, int, Callable[[], None], type[BaseException]]] = [
     (replacing._Swap, "switch", 1, raising(MemoryError), MemoryError),
     (torch, "load", 1, raising(RuntimeError, NO_MEMORY), MemoryError),
     (torch.optim.Optimizer, "load_state_dict", 1, raising(RuntimeError, NO_MEMORY), MemoryError),
-    (nn.Linear, "_load_from_state_dict", 1, raising(RuntimeError, "no"), RuntimeError),
+    (nn.Linear, "_load_from_state_dict", 1, raising(RuntimeError, "no"), InputError),
     (nn.Linear, "_load_from_state_dict", 1, raising(KeyboardInterrupt), KeyboardInterrupt),
 ]
 

@@ -52,8 +52,10 @@ def save(
             state: numbers, strings, tensors, and lists and dicts of these.
 
     Raises:
-        InputError: ``extra`` holds something else.
+        InputError: ``extra`` holds something else, or the folder has a manifest that is damaged or
+            of a newer release.
         OSError: for example, the disk is full. The previous checkpoint stays valid.
+        MemoryError: memory ran out. The previous checkpoint stays valid.
 
     Example:
         >>> import tempfile, sparsestep
@@ -91,6 +93,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 
     The files of the tables are restored, whatever was written to them since.
 
+    All files are verified before anything changes. The restored tables are written to temporary
+    files next to the working ones, which they replace at the end: they need as much disk space.
+    If the process is killed meanwhile, open the tables again and call this function again.
+
     Args:
         path: the folder.
         model: a model with the same tables in files, of the same shapes, as the saved one.
@@ -101,6 +107,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 
     Raises:
         InputError: there is no checkpoint, it does not match or is damaged; nothing has changed.
+        OSError: for example, the disk is full; nothing has changed.
+        MemoryError: memory ran out; nothing has changed.
 
     Example:
         >>> import tempfile, sparsestep

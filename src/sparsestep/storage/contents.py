@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, is_out_of_memory, sentence
 from sparsestep.memory import pages
 from sparsestep.memory.files import MappedFile, file_of
 from sparsestep.memory.record import TABLE, described, name_of
@@ -212,7 +212,13 @@ class Contents:
             undo.callback(vars(optimizer).update, attributes)
             optimizer.load_state_dict(rest["optimizer"])
             undo.callback(_restore, model, live, saved)
-            model.load_state_dict(rest["model"], strict=False)
+            try:
+                model.load_state_dict(rest["model"], strict=False)
+            except RuntimeError as error:
+                if isinstance(error, InputError) or is_out_of_memory(error):
+                    raise
+                contract = "load: the model must accept the checkpoint"
+                raise InputError(sentence(contract, f"an error: {error}")) from error
 
         return load
 
