@@ -76,6 +76,33 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. Torch's allocator for the CPU raises a plain ``RuntimeError``.
+
+    Example:
+        >>> try:
+        ...     torch.empty(1 << 60, dtype=torch.int8)
+        ... except RuntimeError as error:
+        ...     is_out_of_memory(error)
+        True
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    texts = ("allocate memory", "allocation failed", "not enough memory", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise ``MemoryError`` if memory runs out, whatever torch raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(_shortened(error)) from None
+
+
 @contextmanager
 def usable(what: str) -> Iterator[None]:
     """Turn errors about a wrong type into an ``InputError``.

@@ -48,5 +48,5 @@ def test_a_header_that_says_something_else_is_refused(tmp_path: Path):
     gc.collect()
     page = (tmp_path / "table").read_bytes()
     (tmp_path / "table").write_bytes(page.replace(b'"exp_avg": 96', b'"exp_avg": 97'))
-    with pytest.raises(sparsestep.InputError, match=r"must be a file that mapped\(\) has created"):
+    with pytest.raises(sparsestep.InputError, match=r"must be as mapped\(\) has created it"):
         mapped(tmp_path / "table", (ROWS, DIM))

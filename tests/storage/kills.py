@@ -4,7 +4,8 @@
 Each process loads the latest checkpoint, says what it found, trains and saves; then it is killed.
 What it found must have the bits of a run that was never killed, and must be no older than the last
 checkpoint that a process before it has finished. Half of the processes kill themselves at some call
-of a function, in Python or in C; the others are killed from outside, at any instruction.
+of a function, in Python or in C, some of them while they load; the others are killed from outside,
+at any instruction.
 """
 
 from __future__ import annotations
@@ -146,10 +147,11 @@ def train(folder: Path, kind: int, writer: int, die_at: int | None) -> None:
         if calls == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run = Run(folder, kind)
-    tell("found", run.done, run.digest())
+    tell("starts")
     if die_at is not None:
         sys.setprofile(count)
+    run = Run(folder, kind)
+    tell("found", run.done, run.digest())
     while run.done < LAST:
         run.step()
         tell("step", run.done)
@@ -181,8 +183,9 @@ def uninterrupted(folder: Path, kind: int, last: int) -> dict[int, str]:
 
 def kill_once(folder: Path, kind: int, chance: random.Random) -> tuple[str, str | None, int]:
     """Start a process and see it killed: what it found, its last line, what it had saved."""
-    die_at = chance.randint(1, 30_000) if chance.random() < 0.5 else None
-    lines_to_read = chance.randint(1, 12)
+    # A load takes some 15,000 calls.
+    die_at = chance.randint(1, chance.choice((15_000, 60_000))) if chance.random() < 0.5 else None
+    lines_to_read = chance.randint(1, 16)
     pid, reader = child(lambda writer: train(folder, kind, writer, die_at))
     found, last, saved, count = "", None, 0, 0
     with open(reader) as pipe:
@@ -190,7 +193,7 @@ def kill_once(folder: Path, kind: int, chance: random.Random) -> tuple[str, str 
             if not line.endswith("\n"):
                 break
             last, count = line.strip(), count + 1
-            if count == 1:
+            if last.startswith("found"):
                 found = last
             if last.startswith("saved"):
                 saved = int(last.split()[1])

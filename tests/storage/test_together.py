@@ -255,7 +255,8 @@ def test_a_checkpoint_that_is_refused_leaves_a_new_state(tmp_path: Path):
     del opt
     gc.collect()
     opt = adam(model.parameters())
-    (tmp_path / "saved" / "rest-000001").write_bytes(b"damaged")
+    base = tmp_path / "saved" / "base-000001.0"
+    base.write_bytes(base.read_bytes()[:-1] + b"!")
     with pytest.raises(sparsestep.InputError, match="must be unchanged"):
         sparsestep.storage.load(tmp_path / "saved", model, opt)
     assert not any(opt.state[model.weight][name].any() for name in ("exp_avg", "exp_avg_sq"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.storage import journal, load, save
+from sparsestep.storage import load, manifest, save
 from tests.table import same_bits
 
 ROWS, DIM = 300, 24
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def journals(self) -> list[int]:
-        found = journal.read_manifest(self.folder / "saved")
+        found = manifest.read(self.folder / "saved")
         return [sum(part.rows for part in each.parts) for each in found.journals]
 
 

@@ -1,7 +1,8 @@
 """The first page of a file with a tensor: what lies in it.
 
-It is JSON after a line that says whose it is: shape and dtype of the table, and, where rows have
-room for state, which state, and which of it an optimizer has used.
+Three lines, padded with spaces: the name of the format and its version; JSON with the shape and
+dtype of the table and, where rows have room for state, which state, and which of it an optimizer
+has used; and the CRC-32 of the JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,10 +18,12 @@ import torch
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import record as records
+from sparsestep.memory import schema
 from sparsestep.memory.record import Kind, Record, name_of
 
 HEADER_BYTES = 4096
-_MAGIC = b"sparsestep tensor 1\n"
+_VERSION = 2
+_MAGIC = b"sparsestep tensor "
 
 
 class Header(NamedTuple):
@@ -55,15 +59,18 @@ class Header(NamedTuple):
             about["row_bytes"] = self.record.row_bytes
             about["offsets"] = self.record.offsets
             about["used"] = sorted(self.used)
-        return (_MAGIC + json.dumps(about).encode()).ljust(HEADER_BYTES)
+        text = json.dumps(about).encode()
+        lines = _MAGIC + b"%d" % _VERSION, text, b"%08x" % zlib.crc32(text), b""
+        return b"\n".join(lines).ljust(HEADER_BYTES)
 
 
 def make(path: str, header: Header) -> None:
     """Make a file, under another name first, so that it is there as a whole or not at all."""
     page = header.encoded()
-    if len(page) > HEADER_BYTES:
+    most = len(header._replace(used=frozenset(header.state)).encoded())  # note_used adds them
+    if most > HEADER_BYTES:
         contract = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
-        raise InputError(sentence(contract, f"{len(page):,} bytes"))
+        raise InputError(sentence(contract, f"{most:,} bytes"))
     folder, name = os.path.split(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
     try:
@@ -79,30 +86,65 @@ def make(path: str, header: Header) -> None:
 
 
 def read(path: str, descriptor: int) -> Header:
-    """Read the header of a file; raises if it is another's."""
+    """Read the header of a file; raises if it is another's, damaged, or of a newer version."""
     page = os.pread(descriptor, HEADER_BYTES, 0)
     whole = os.fstat(descriptor).st_size
-    try:
-        if not page.startswith(_MAGIC):
-            raise ValueError
-        about: Any = json.loads(page.removeprefix(_MAGIC))
-        header = Header(
-            torch.Size(about["shape"]),
-            getattr(torch, about["dtype"]),
-            records.read(about.get("state", {})),
-            frozenset(about.get("used", ())),
-        )
-        laid_out = header.record
-        as_here = (laid_out.row_bytes, laid_out.offsets) == (
-            about.get("row_bytes", laid_out.row_bytes),
-            about.get("offsets", laid_out.offsets),
-        )
-        if whole != header.file_bytes or not as_here:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    if not page.startswith(_MAGIC):
         contract = f"{path} must be a file that mapped() has created, or not exist yet"
         got = f"another of {whole:,} bytes"
-        raise InputError(sentence(contract, got, "Choose another path")) from None
+        raise InputError(sentence(contract, got, "Choose another path"))
+    try:
+        version, text, *_ = page.removeprefix(_MAGIC).split(b"\n", 2)
+        check_version(path, version, _VERSION)
+        header = _parsed(text)
+        if header.encoded() != page:
+            raise ValueError("the header must be the one that was written, got other bytes")
+        if whole != header.file_bytes:
+            expected = f"{header.file_bytes:,}"
+            raise ValueError(f"the file must have {expected} bytes, got {whole:,}")
+    except InputError:
+        raise
+    except ValueError as error:
+        contract = f"{path} must be as mapped() has created it"
+        remedy = "It is damaged: delete it, and load a checkpoint into a new one"
+        raise InputError(sentence(contract, f"a file in which {error}", remedy)) from None
+    return header
+
+
+def check_version(path: str, found: bytes, known: int) -> None:
+    """Refuse a file whose format this release does not know.
+
+    Args:
+        path: of the file.
+        found: the version in the file, in digits.
+        known: the version that this release reads.
+    """
+    if not found.isdigit() or len(found) > 9:
+        raise ValueError("the version must be a number, got other bytes")
+    if int(found) > known:
+        contract = f"{path} must be of a format that this sparsestep reads, up to {known}"
+        got = f"format {int(found)}, written by a newer sparsestep"
+        raise InputError(sentence(contract, got, "Update sparsestep"))
+    if int(found) < known:
+        contract = f"{path} must be of format {known}"
+        got = f"format {int(found)}, written by an older sparsestep"
+        raise InputError(sentence(contract, got, "Use that one to read it"))
+
+
+def _parsed(text: bytes) -> Header:
+    about = schema.parse(text)
+    with_state = ("state", "row_bytes", "offsets", "used") if "state" in about else ()
+    schema.fields("the header", about, ("shape", "dtype", *with_state))
+    dtype = schema.dtype("dtype", about["dtype"])
+    shape = schema.shape("shape", about["shape"], dtype)
+    if not shape:
+        raise ValueError("shape must have a size, got none")
+    used = schema.items("used", about.get("used", []))
+    used = [schema.string("a name in used", name) for name in used]
+    header = Header(torch.Size(shape), dtype, records.read(about.get("state", {})), frozenset(used))
+    if not header.used <= header.state.keys():
+        raise ValueError("used must name state of the rows, got others")
+    schema.integer("the size of the file", header.file_bytes)
     return header
 
 

@@ -11,6 +11,7 @@ is written; and it marks the rows, so that a checkpoint knows which ones are oth
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -23,8 +24,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import sentence
-from sparsestep.memory import file_header, file_pages, pages
-from sparsestep.memory.copies import copy_data
+from sparsestep.memory import file_header, file_pages, mapping, pages
 from sparsestep.memory.file_header import HEADER_BYTES, Header
 from sparsestep.memory.parameters import address
 from sparsestep.memory.record import TABLE, Kind, Record
@@ -51,7 +51,7 @@ class MappedFile(mmap.mmap):
             nobody wants to know.
         version: how often the table had been written when it was last seen; ``None`` where it was
             not yet.
-        saved_in: the checkpoint that has its rows as they were when the marks were cleared.
+        saved_in: id of the checkpoint that has its rows as they were when the marks were cleared.
         to_clear: the state in its rows that somebody has yet to set to zero; ``None`` where that
             is not put off.
         settles_in: the file in whose rows its tensor will lie as state of this name, if it is here
@@ -66,7 +66,7 @@ class MappedFile(mmap.mmap):
     beside: dict[str, weakref.ref[MappedFile]]
     marks: Tensor | None
     version: int | None
-    saved_in: tuple[str, int] | None
+    saved_in: str | None
     to_clear: set[str] | None
     settles_in: tuple[MappedFile, str] | None
     reserved: Tensor
@@ -134,22 +134,24 @@ class MappedFile(mmap.mmap):
         """Have the file say that this state of its rows may no longer be zero."""
         self.header = file_header.note_used(self.descriptor, self.header, [name])
 
-    def become(self, source: int | None) -> None:
-        """Have the bytes of another file that was made for the same; or nothing but zeros.
+    def switch_to(self, descriptor: int, header: Header, reserved: Tensor) -> None:
+        """Map another file of the same layout in place of this one, at the same address.
 
         Args:
-            source: descriptor of the other file.
+            descriptor: of the other file; it is duplicated.
+            header: of the other file.
+            reserved: which pages of the other file are known to have blocks on the disk.
         """
-        self.reserved.zero_()
-        if source is None:
-            os.ftruncate(self.descriptor, 0)
-            os.ftruncate(self.descriptor, self.header.file_bytes)
-            os.pwrite(self.descriptor, self.header.encoded(), 0)
-        else:
-            copy_data(source, self.descriptor)
-            self.header = file_header.read(self.path, self.descriptor)
-        if self.to_clear is not None:
-            self.to_clear.clear()
+        mapping.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
+        os.dup2(descriptor, self.descriptor, inheritable=False)
+        self.header, self.reserved = header, reserved
+        self.asked.zero_()
+        self.pages_asked = 0
+        self._advise()
+
+    def _advise(self) -> None:
+        if hasattr(mmap, "MADV_RANDOM"):  # or a read of one row would read megabytes around it
+            self.madvise(mmap.MADV_RANDOM)
 
     @contextmanager
     def read_in_order(self) -> Iterator[None]:
@@ -159,8 +161,7 @@ class MappedFile(mmap.mmap):
         try:
             yield
         finally:
-            if hasattr(mmap, "MADV_RANDOM"):
-                self.madvise(mmap.MADV_RANDOM)
+            self._advise()
 
     def flush_to_disk(self) -> None:
         """Return when what was written is on the disk."""
@@ -198,7 +199,7 @@ def open_file(
             if os.path.sameopenfile(file.descriptor, descriptor):
                 os.close(descriptor)
                 return file
-        file = MappedFile(descriptor, header.file_bytes)
+        file = _map(descriptor, header.file_bytes)
     except BaseException:
         os.close(descriptor)
         raise
@@ -207,8 +208,8 @@ def open_file(
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
     file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
     weakref.finalize(file, os.close, descriptor)
-    if hasattr(mmap, "MADV_RANDOM"):  # or a read of one row would read megabytes around it
-        file.madvise(mmap.MADV_RANDOM)
+    file._advise()
+    _remove_leftovers(path)
     count = file_pages.count(file.rows)
     file.reserved, file.asked = (
         pages.zeros(torch.Size([count]), torch.bool, torch.device("cpu")) for _ in range(2)
@@ -219,6 +220,40 @@ def open_file(
     reference = weakref.ref(file, lambda _: [mapped_files.pop(begin, None) for begin in known])
     mapped_files.update(dict.fromkeys(known, reference))
     return file
+
+
+def _map(descriptor: int, size: int) -> MappedFile:
+    """Map a file over anonymous memory, so that ``mmap`` keeps no descriptor of its own.
+
+    That one would keep the file on the disk after a load has replaced it.
+    """
+    if not mapping.CAN_REMAP:
+        return MappedFile(descriptor, size)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages.NORESERVE
+    try:
+        file = MappedFile(-1, size, flags=flags)
+    except OSError:  # where the system hands out no more addresses than it has memory
+        return MappedFile(descriptor, size)
+    mapping.map_file(ctypes.addressof(ctypes.c_char.from_buffer(file)), size, descriptor)
+    return file
+
+
+def temporary_path(path: str, role: str) -> str:
+    """Path next to a file for content that replaces it, or that was replaced."""
+    folder, name = os.path.split(os.path.realpath(path))
+    return os.path.join(folder, f".{name}.sparsestep-{role}")
+
+
+def _remove_leftovers(path: str) -> None:
+    """Remove what a process that was killed in ``load`` has left next to a file."""
+    prefix = temporary_path(path, "")
+    try:
+        with os.scandir(os.path.dirname(prefix)) as found:
+            left = [each.path for each in found if each.name.startswith(os.path.basename(prefix))]
+        for each in left:
+            os.unlink(each)
+    except OSError:
+        pass  # they only take space
 
 
 def _alive() -> Iterator[MappedFile]:

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import sentence
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
@@ -20,9 +20,9 @@ _LAZY = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
 
 # The system is not asked to hold memory ready for pages that may never be touched: it would refuse
 # whatever is larger than all that it has. Python has a name for it from 3.13 on.
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
-    _NORESERVE = 0x4000
+    NORESERVE = 0x4000
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,11 +46,11 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     if device.type != "cpu" or size < _SMALL_BYTES or not _LAZY:
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     except OSError as error:
         contract = f"the state of a parameter needs {size:,} bytes of address space"
         remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
-        raise InputError(sentence(contract, error.strerror, remedy)) from None
+        raise MemoryError(sentence(contract, error.strerror, remedy)) from None
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparsestep.memory import schema
+
 # The field of the table itself.
 TABLE = ""
 
@@ -96,12 +98,20 @@ def described(state: Mapping[str, Kind]) -> dict[str, Any]:
     }
 
 
-def read(found: Mapping[str, Any]) -> dict[str, Kind]:
-    """What ``described`` has written."""
-    return {
-        name: Kind(tuple(each["shape"]), getattr(torch, each["dtype"]))
-        for name, each in found.items()
-    }
+def read(found: Any) -> dict[str, Kind]:
+    """Parse the output of ``described``; raises ``ValueError`` if it is anything else.
+
+    Example:
+        >>> read({"sum": {"shape": [], "dtype": "float32"}})
+        {'sum': Kind(shape=(), dtype=torch.float32)}
+    """
+    kinds = {}
+    for name, value in schema.mapping("state", found).items():
+        each = schema.fields(f"state {name!r}", value, ("shape", "dtype"))
+        dtype = schema.dtype("the dtype of state", each["dtype"])
+        shape = schema.shape("the shape of state", each["shape"], dtype)
+        kinds[schema.string("the name of state", name)] = Kind(tuple(shape), dtype)
+    return kinds
 
 
 def name_of(dtype: torch.dtype) -> str:

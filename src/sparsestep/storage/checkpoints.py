@@ -5,27 +5,31 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.engines.signals import uninterrupted
+from sparsestep.errors import InputError, is_out_of_memory, memory_errors, sentence
 from sparsestep.memory.beside import copy_rows, to_be_replaced
-from sparsestep.memory.files import MappedFile, about_to_write, file_of, written
+from sparsestep.memory.files import about_to_write, file_of, open_file, written
 from sparsestep.memory.record import TABLE
+from sparsestep.memory.replacing import Replacements
 from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.catching_up import row_numbers
 from sparsestep.storage import journal
+from sparsestep.storage import manifest as manifests
 from sparsestep.storage.ahead import check_table
 from sparsestep.storage.contents import Contents
-from sparsestep.storage.journal import Manifest, Table
+from sparsestep.storage.manifest import Manifest
 
-# Journals are written into the base when they are this much of it, but not for less than so much.
+# A new base is written when journals have grown to this part of the base, but not below a minimum.
 _MOST_OF_BASE = 0.5
 _LEAST_BYTES = 64 << 20
 
@@ -48,8 +52,10 @@ def save(
             state: numbers, strings, tensors, and lists and dicts of these.
 
     Raises:
-        InputError: ``extra`` holds something else.
+        InputError: ``extra`` holds something else, or the folder has a manifest that is damaged or
+            of a newer release.
         OSError: for example, the disk is full. The previous checkpoint stays valid.
+        MemoryError: memory ran out. The previous checkpoint stays valid.
 
     Example:
         >>> import tempfile, sparsestep
@@ -66,29 +72,30 @@ def save(
         {'step': 2}
     """
     check_model_and_optimizer("save", model, optimizer)
-    _check_extra(extra)
-    folder = Path(os.path.abspath(path))
-    folder.mkdir(parents=True, exist_ok=True)
-    what = Contents(model, optimizer)
-    before = journal.read_manifest(folder)
-    number = 1 if before is None else before.number + 1
-    rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
-    if before is not None and what.is_saved_in(folder, before):
-        rows = journal.write_rows(folder, number, what.written_rows(before))
-        journals = [*before.journals, rows] if rows.bytes else before.journals
-        manifest = Manifest(number, before.tables, journals, rest)
-    else:
-        manifest = Manifest(number, what.copy_to(folder, number), [], rest)
-    journal.commit(folder, manifest)
-    what.note_as_saved(folder, manifest)
-    journal.remove_others(folder, manifest)
-    _compact_now_and_then(folder, manifest)
+    with memory_errors():
+        _check_extra(extra)
+        folder = Path(os.path.abspath(path))
+        folder.mkdir(parents=True, exist_ok=True)
+        before = manifests.read(folder)
+        what = Contents(model, optimizer)
+        try:
+            manifest = _write(folder, before, what, extra)
+            note_as_saved = what.prepare_note(manifest)
+            uninterrupted(partial(_commit, folder, manifest, note_as_saved))
+        except BaseException:
+            with suppress(Exception):  # whichever checkpoint is the latest now
+                manifests.remove_others(folder, manifests.read(folder))
+            raise
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer) -> Any:
     """Load the latest checkpoint that :func:`save` has written to a folder.
 
     The files of the tables are restored, whatever was written to them since.
+
+    All files are verified before anything changes. The restored tables are written to temporary
+    files next to the working ones, which they replace at the end: they need as much disk space.
+    If the process is killed meanwhile, open the tables again and call this function again.
 
     Args:
         path: the folder.
@@ -100,6 +107,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 
     Raises:
         InputError: there is no checkpoint, it does not match or is damaged; nothing has changed.
+        OSError: for example, the disk is full; nothing has changed.
+        MemoryError: memory ran out; nothing has changed.
 
     Example:
         >>> import tempfile, sparsestep
@@ -113,18 +122,22 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     """
     check_model_and_optimizer("load", model, optimizer)
     folder = Path(os.path.abspath(path))
-    manifest = journal.read_manifest(folder)
-    if manifest is None:
-        contract = f"{folder} must be a folder with a checkpoint of save()"
-        raise InputError(sentence(contract, "a folder without one"))
-    with to_be_replaced(optimizer._all_params()):
-        what = Contents(model, optimizer)
-        what.check(manifest)
-        journal.check(folder, manifest)
+    with memory_errors(), Replacements() as replacements:
+        manifest = manifests.read(folder)
+        if manifest is None:
+            contract = f"{folder} must be a folder with a checkpoint of save()"
+            raise InputError(sentence(contract, "a folder without one"))
+        manifests.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
-        what.take(rest)
-        _restore(folder, manifest, what)
-    what.note_as_saved(folder, manifest)
+        with to_be_replaced(optimizer._all_params()):
+            what = Contents(model, optimizer)
+            what.check(manifest)
+            what.check_rest(rest)
+            _stage(folder, manifest, what, replacements)
+            note_as_saved = what.prepare_note(manifest)
+            load_rest = what.prepare(rest)
+            replacements.prepare()
+            uninterrupted(partial(_replace, replacements, load_rest, note_as_saved))
     return rest["extra"]
 
 
@@ -166,48 +179,95 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
     written([table])
 
 
-def _restore(folder: Path, manifest: Manifest, what: Contents) -> None:
-    """Make tables and state what they were, wherever each of them lies now."""
-    alike = {
-        number: what.files[table.name]
-        for number, table in enumerate(manifest.tables)
-        if what.is_laid_out_alike(manifest, table.name)
-    }
-    others = [table for number, table in enumerate(manifest.tables) if number not in alike]
-    if others and manifest.journals:
-        manifest = journal.compact(folder, manifest)
-    for number, file in alike.items():
-        source = os.open(folder / manifest.tables[number].base, os.O_RDONLY)
-        try:
-            file.become(source)
-        finally:
-            os.close(source)
-    journal.replay(folder, manifest, alike)
-    for file in what.files.values():
-        if not any(file is each for each in alike.values()):
-            file.become(None)
-    for table in others:
-        _copy_each(journal.open_base(folder, table), table, what)
+def _write(folder: Path, before: Manifest | None, what: Contents, extra: Any) -> Manifest:
+    """Write the files of a new checkpoint: a journal if the previous one has the rest."""
+    number = 1 if before is None else before.number + 1
+    rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
+    manifest = Manifest(manifests.new_id(), number, [], [], rest)
+    if before is not None and what.is_saved_in(before) and manifests.has_all_files(folder, before):
+        rows = what.written_rows(before)
+        size = manifests.journal_bytes([each.part for each in rows], before.tables)
+        manifest.tables, manifest.journals = before.tables, list(before.journals)
+        if not rows:
+            return manifest
+        if not _is_base_due(folder, before, size) or not _copy(folder, manifest, what):
+            manifest.journals.append(journal.write_journal(folder, number, size, rows))
+    else:
+        manifest.tables = what.copy_to(folder, number)
+    return manifest
 
 
-def _copy_each(base: MappedFile, table: Table, what: Contents) -> None:
-    """Copy the tensors of a table that has its state elsewhere than here."""
-    with base.read_in_order():
-        for name, of_state in {table.name: TABLE, **table.inside}.items():
-            place = what.places[name]
-            copy_rows(base.tensor(of_state), place.file.tensor(place.name))
+def _is_base_due(folder: Path, before: Manifest, size: int) -> bool:
+    """Whether journals, with one more of this size, take too much of the disk and of a load."""
+    journals = size + sum(each.file.bytes for each in before.journals)
+    base = sum((folder / each.base.file).stat().st_blocks * 512 for each in before.tables)
+    return journals >= max(_LEAST_BYTES, _MOST_OF_BASE * base)
 
 
-def _compact_now_and_then(folder: Path, manifest: Manifest) -> None:
-    journals = sum(each.bytes for each in manifest.journals)
-    base = sum((folder / table.base).stat().st_blocks * 512 for table in manifest.tables)
-    if journals < max(_LEAST_BYTES, _MOST_OF_BASE * base):
-        return
+def _copy(folder: Path, manifest: Manifest, what: Contents) -> bool:
+    """Write new bases in place of journals; returns whether the disk has room for them."""
     try:
-        journal.compact(folder, manifest)
+        manifest.tables, manifest.journals = what.copy_to(folder, manifest.number), []
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise  # with a full disk it is left for later: the checkpoint is there
+            raise
+        manifests.remove_others(folder, manifest)
+        return False
+    return True
+
+
+def _commit(folder: Path, manifest: Manifest, note_as_saved: Callable[[], None]) -> None:
+    manifests.commit(folder, manifest)
+    note_as_saved()
+    with suppress(Exception):  # they only take space
+        manifests.remove_others(folder, manifest)
+
+
+def _stage(folder: Path, manifest: Manifest, what: Contents, replacements: Replacements) -> None:
+    """Write what the files of the tables will be to temporary files, and verify it."""
+    copies, others = {}, {}
+    for number, table in enumerate(manifest.tables):
+        layout = table.layout
+        is_alike = what.is_laid_out_alike(manifest, layout.name)
+        file = what.places[layout.name].file
+        role = "loading" if is_alike else f"source-{number}"
+        path, descriptor = replacements.create(file, role)
+        journal.copy_base(folder, table, descriptor)
+        header = layout.header
+        copies[number] = open_file(path, header.shape, header.dtype, state=header.state)
+        if is_alike:
+            replacements.stage(file, copies[number])
+        else:
+            others[number] = layout
+    journal.replay(folder, manifest, copies)
+    alike = {id(file) for file in replacements.files}
+    staged = {
+        id(file): replacements.create_zeros(file)
+        for file in what.files.values()
+        if id(file) not in alike
+    }
+    for number, layout in others.items():
+        with copies[number].read_in_order():
+            for name, key in {layout.name: TABLE, **layout.inside}.items():
+                place = what.places[name]
+                copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.name))
+
+
+def _replace(
+    replacements: Replacements,
+    load_rest: Callable[[ExitStack], None],
+    note_as_saved: Callable[[], None],
+) -> None:
+    """Load a checkpoint that has been verified; undo everything if anything fails after all."""
+    with ExitStack() as undo:
+        replacements.switch(undo)
+        load_rest(undo)
+        replacements.rename(undo)
+        undo.pop_all()
+    note_as_saved()
+    for file in replacements.files:
+        if file.to_clear is not None:
+            file.to_clear.clear()
 
 
 def _check_extra(extra: Any) -> None:
@@ -216,6 +276,8 @@ def _check_extra(extra: Any) -> None:
     try:
         torch.save(extra, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         contract = "extra must hold only numbers, strings, tensors, and lists and dicts of these"
         raise InputError(sentence(contract, type(extra).__name__)) from None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, is_out_of_memory, sentence
 from sparsestep.memory import pages
-from sparsestep.memory.copies import copy_data
 from sparsestep.memory.files import MappedFile, file_of
 from sparsestep.memory.record import TABLE, described, name_of
 from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.storage.journal import Manifest, Table
+from sparsestep.storage.journal import Rows, write_base
+from sparsestep.storage.manifest import Layout, Manifest, Table
 from sparsestep.torch_internals import version_of
 
 
@@ -91,17 +92,16 @@ class Contents:
                     self.places[name] = Place(file, TABLE)
         saved["state"] = state
 
-    def is_saved_in(self, folder: Path, manifest: Manifest) -> bool:
-        """Whether a checkpoint has all but what is marked."""
-        there = (str(folder), manifest.number)
-        known = {table.name for table in manifest.tables}
+    def is_saved_in(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint has everything but the rows that are marked."""
+        known = {table.layout.name for table in manifest.tables}
         return known == self.files.keys() and all(
-            file.saved_in == there for file in self.files.values()
+            file.saved_in == manifest.id for file in self.files.values()
         )
 
-    def written_rows(self, manifest: Manifest) -> list[tuple[Tensor, dict[int, MappedFile]]]:
-        """The rows that were written since, and the tables by their numbers in the manifest."""
-        numbers = {table.name: number for number, table in enumerate(manifest.tables)}
+    def written_rows(self, manifest: Manifest) -> list[Rows]:
+        """Rows that were written since a checkpoint."""
+        numbers = {table.layout.name: number for number, table in enumerate(manifest.tables)}
         parts = []
         for tensor, files in self._tables.values():
             file = file_of(tensor)
@@ -111,30 +111,17 @@ class Contents:
                 file.mark(None)
             rows = file.marks.nonzero().squeeze(1)
             if len(rows):
-                parts.append((rows, {numbers[name]: each for name, each in files.items()}))
+                parts.append(Rows(rows, {numbers[name]: each for name, each in files.items()}))
         return parts
 
     def copy_to(self, folder: Path, number: int) -> list[Table]:
-        """Copy the tables as they are, as the base of further checkpoints."""
-        tables, made = [], []
-        try:
-            for index, (name, file) in enumerate(self.files.items()):
-                path = folder / f"base-{number:06}.{index}"
-                target = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                made.append(path)
-                try:
-                    copy_data(file.descriptor, target)
-                    os.fsync(target)
-                finally:
-                    os.close(target)
-                tables.append(self._described(name, path.name))
-        except BaseException:
-            for path in made:
-                path.unlink()
-            raise
-        return tables
+        """Copy the tables to a folder, as the bases of this and further checkpoints."""
+        return [
+            Table(self._layout(name), write_base(folder, f"base-{number:06}.{index}", file))
+            for index, (name, file) in enumerate(self.files.items())
+        ]
 
-    def _described(self, name: str, base: str) -> Table:
+    def _layout(self, name: str) -> Layout:
         file = self.files[name]
         inside = {
             each: place.name
@@ -142,58 +129,110 @@ class Contents:
             if place.file is file and place.name != TABLE
         }
         about = list(file.shape), name_of(file.dtype), file.record.row_bytes
-        return Table(name, *about, base, described(file.record.state), inside)
+        return Layout(name, *about, described(file.record.state), inside)
 
-    def note_as_saved(self, folder: Path, manifest: Manifest) -> None:
-        """From now on, mark what is written, where the checkpoint has a file as it lies here."""
-        for tensor, files in self._tables.values():
+    def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
+        """Prepare to mark the rows that are written after a checkpoint, now that they are equal.
+
+        Returns:
+            A function that does it, and cannot fail.
+        """
+        marked = []
+        for tensor, _ in self._tables.values():
             file = file_of(tensor)
             assert file is not None
-            rows = torch.Size([file.shape[0]])
             if file.marks is None:
+                rows = torch.Size([file.shape[0]])
                 file.marks = pages.zeros(rows, torch.bool, torch.device("cpu"))
-            file.marks.zero_()
-            file.version = version_of(tensor)
-            for name, each in files.items():
-                there = self.is_laid_out_alike(manifest, name)
-                each.saved_in = (str(folder), manifest.number) if there else None
+            marked.append((tensor, file, file.marks))
+        saved_in = [
+            (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
+            for name, file in self.files.items()
+        ]
+
+        def note() -> None:
+            for tensor, file, marks in marked:
+                marks.zero_()
+                file.version = version_of(tensor)
+            for file, checkpoint in saved_in:
+                file.saved_in = checkpoint
+
+        return note
 
     def is_laid_out_alike(self, manifest: Manifest, name: str) -> bool:
-        """Whether a file has the bytes here that it has in a checkpoint."""
+        """Whether a file has the same layout here as in a checkpoint."""
         if name not in self.files:
             return False
-        own = self._described(name, "")
-        return any(replace(table, base="") == own for table in manifest.tables)
+        own = self._layout(name)
+        return any(table.layout == own for table in manifest.tables)
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of something else."""
+        """Refuse a checkpoint of other tables."""
         own, there = {}, {}
         for name, (file, key) in self.places.items():
             shape, dtype = file.record.kinds[key]
             own[name] = [file.shape[0], *shape], name_of(dtype)
         for table in manifest.tables:
-            there[table.name] = table.shape, table.dtype
-            for name, key in table.inside.items():
-                there[name] = [table.shape[0], *table.room[key]["shape"]], table.room[key]["dtype"]
+            layout = table.layout
+            there[layout.name] = layout.shape, layout.dtype
+            for name, key in layout.inside.items():
+                kind = layout.room[key]
+                there[name] = [layout.shape[0], *kind["shape"]], kind["dtype"]
         if own != there:
             contract = "load: model and optimizer must have the same tables in files as they had"
             raise InputError(sentence(contract, f"{own} instead of {there}"))
 
-    def take(self, rest: dict[str, Any]) -> None:
-        """Become what was read, but for the tables. The optimizer first, for it may refuse."""
+    def check_rest(self, rest: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model."""
         own, there = self.rest["model"], rest["model"]
-        other = own.keys() ^ there.keys()
+        other = {str(name) for name in own.keys() ^ there.keys()}
         for name in own.keys() & there.keys():
-            if getattr(own[name], "shape", None) != getattr(there[name], "shape", None):
+            if _form(own[name]) != _form(there[name]):
                 other.add(name)
         if other:
             contract = "load: the model must have the checkpoint's parameters, buffers and shapes"
             raise InputError(sentence(contract, f"differences in {', '.join(sorted(other))}"))
+
+    def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
+        """Prepare to load everything but the content of the tables.
+
+        Returns:
+            A function that does it, and registers how to undo it before it changes anything.
+        """
         for name, (file, key) in self.places.items():
             kind, _, entry = name.partition(".")
             if kind == "optimizer":
                 index, _, of_state = entry.partition(".")
                 record = rest["optimizer"]["state"].setdefault(int(index), {})
                 record[of_state] = file.tensor(key)
-        self._optimizer.load_state_dict(rest["optimizer"])
-        self._model.load_state_dict(rest["model"], strict=False)
+        model, optimizer, live = self._model, self._optimizer, self.rest["model"]
+        saved, attributes = copy.deepcopy(live), dict(vars(optimizer))
+
+        def load(undo: ExitStack) -> None:
+            undo.callback(vars(optimizer).update, attributes)
+            optimizer.load_state_dict(rest["optimizer"])
+            undo.callback(_restore, model, live, saved)
+            try:
+                model.load_state_dict(rest["model"], strict=False)
+            except RuntimeError as error:
+                if isinstance(error, InputError) or is_out_of_memory(error):
+                    raise
+                contract = "load: the model must accept the checkpoint"
+                raise InputError(sentence(contract, f"an error: {error}")) from error
+
+        return load
+
+
+def _form(value: Any) -> object:
+    """What must agree for a value to be loaded."""
+    return (value.shape, value.layout) if isinstance(value, Tensor) else None
+
+
+def _restore(model: nn.Module, live: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Undo a ``load_state_dict``, even if a module refuses to load once more."""
+    try:
+        model.load_state_dict(saved, strict=False)
+    finally:
+        for name, value in live.items():
+            if isinstance(value, Tensor):
+                value.copy_(saved[name])

@@ -1,202 +1,126 @@
-"""What a checkpoint consists of on the disk, and how it comes to be there as a whole.
+"""The files of a checkpoint besides the manifest: bases, journals, and the rest.
 
-A checkpoint is a folder. ``manifest.json`` names the files that count; a file that it does not name
-is nothing. The tables lie in *base* files, as they were at some time, and *journals* hold the rows
-that were other in later checkpoints, in order. To read a table is to read its base and then every
-journal. A new checkpoint writes new files first, has them on the disk, and then replaces
-the manifest, which the file system does at once or not at all.
+The tables lie in *base* files, as they were at some checkpoint. *Journals* hold the rows that have
+changed in later ones. To restore a table is to copy its base and then apply every journal, oldest
+first. When the journals have grown too long, ``save`` writes a new base instead of another journal.
 
-*Compacting* writes the rows of the journals into the base, and then drops the journals. Should it
-be interrupted, the journals still stand, and to read them once more gives the same.
+No file is changed once the manifest names it, so its checksum can always be verified. Checksums are
+verified while the files are read into temporary ones, before anything else changes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
-from sparsestep.memory.files import MappedFile, open_file, words_of
+from sparsestep.errors import InputError, is_out_of_memory, sentence
+from sparsestep.memory import file_header
+from sparsestep.memory.copies import copy_sparse
+from sparsestep.memory.file_header import check_version
+from sparsestep.memory.files import MappedFile, words_of
+from sparsestep.storage.manifest import (
+    JOURNAL_HEADER,
+    JOURNAL_MAGIC,
+    JOURNAL_VERSION,
+    File,
+    Journal,
+    Manifest,
+    Part,
+    Table,
+    changed,
+    create,
+    open_checked,
+)
 
-_MANIFEST = "manifest.json"
-_VERSION = 1
+_REST_VERSION = 1
 _CHUNK_BYTES = 16 << 20
 
 
-@dataclass
-class Table:
-    """A tensor that lies in a file.
-
-    Attributes:
-        name: what it is called.
-        shape: of the tensor.
-        dtype: of the tensor.
-        row_bytes: how long a row of the file is.
-        base: the file in the checkpoint.
-        room: the state that a row of the file has room for.
-        inside: the tensors that lie in this room, each with the name of its state.
-    """
-
-    name: str
-    shape: list[int]
-    dtype: str
-    row_bytes: int
-    base: str
-    room: dict[str, dict[str, Any]]
-    inside: dict[str, str]
+# Bases
 
 
-@dataclass
-class Part:
-    """Rows of some tables, which have the same ones; in a journal, their numbers come first."""
-
-    tables: list[int]
-    rows: int
-
-
-@dataclass
-class Written:
-    """A file that was written once."""
-
-    file: str
-    bytes: int
-    crc: int
-    parts: list[Part] = field(default_factory=list)
-
-
-@dataclass
-class Manifest:
-    """What counts.
-
-    Attributes:
-        number: of the checkpoint, one more each time.
-        tables: in whatever order.
-        journals: from the oldest to the latest.
-        rest: everything that is no table.
-    """
-
-    number: int
-    tables: list[Table]
-    journals: list[Written]
-    rest: Written
-
-    @property
-    def files(self) -> set[str]:
-        """The files that it names."""
-        bases = {table.base for table in self.tables}
-        return {_MANIFEST, self.rest.file, *bases, *(each.file for each in self.journals)}
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """What the latest checkpoint in a folder says; ``None`` where there is none."""
+def write_base(folder: Path, name: str, file: MappedFile) -> File:
+    """Copy the file of a table."""
+    descriptor = create(folder, name)
     try:
-        text = (folder / _MANIFEST).read_text()
-    except FileNotFoundError:
-        return None
-    try:
-        found = json.loads(text)
-        if found.pop("version") != _VERSION:
-            raise ValueError
-        tables = [Table(**each) for each in found["tables"]]
-        journals = [_written(each) for each in found["journals"]]
-        return Manifest(found["number"], tables, journals, _written(found["rest"]))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        contract = f"{folder / _MANIFEST} must be written by save(), in format version {_VERSION}"
-        raise InputError(sentence(contract, "something else")) from None
-
-
-def _written(found: dict[str, Any]) -> Written:
-    parts = [Part(**part) for part in found.pop("parts")]
-    return Written(**found, parts=parts)
-
-
-def commit(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint the one that counts; what it names must be on the disk."""
-    text = json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1)
-    temporary = folder / f".{_MANIFEST}"
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
-    os.replace(temporary, folder / _MANIFEST)
-    _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+        crc = copy_sparse(file.descriptor, descriptor)
         os.fsync(descriptor)
+        return File(name, os.fstat(descriptor).st_size, crc)
     finally:
         os.close(descriptor)
 
 
-def remove_others(folder: Path, manifest: Manifest) -> None:
-    """Remove files of earlier checkpoints, and of such as were not written to their end."""
-    for kind in ("base-", "rows-", "rest-"):
-        for path in folder.glob(f"{kind}[0-9]*"):
-            if path.name not in manifest.files:
-                path.unlink()
+def copy_base(folder: Path, table: Table, target: int) -> None:
+    """Copy a base to an empty file, and verify it.
+
+    Args:
+        folder: of the checkpoint.
+        table: whose base.
+        target: descriptor of the file to write.
+    """
+    source = open_checked(folder, table.base)
+    try:
+        header = file_header.read(str(folder / table.base.file), source)
+        if header._replace(used=frozenset()) != table.layout.header:
+            raise changed(folder, table.base, "a header that differs from the manifest")
+        if copy_sparse(source, target) != table.base.crc:
+            raise changed(folder, table.base, "different bytes")
+    finally:
+        os.close(source)
 
 
-def write_rest(folder: Path, number: int, content: dict[str, Any]) -> Written:
-    """Write everything that is no table."""
-    path = folder / f"rest-{number:06}"
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(path.name, path.stat().st_size, _crc_of(path))
+# Journals
 
 
-def read_rest(folder: Path, rest: Written) -> dict[str, Any]:
-    """Read it again."""
-    found: dict[str, Any] = torch.load(folder / rest.file, weights_only=True, map_location="cpu")
-    return found
+class Rows:
+    """Rows of tables that are about to be saved.
+
+    Attributes:
+        rows: row numbers, ascending.
+        files: the files that have them, by index of the table in the manifest.
+    """
+
+    def __init__(self, rows: Tensor, files: Mapping[int, MappedFile]) -> None:
+        self.rows, self.files = rows, files
+
+    @property
+    def part(self) -> Part:
+        """Their entry in the manifest."""
+        return Part(list(self.files), len(self.rows))
 
 
-def write_rows(
-    folder: Path, number: int, parts: list[tuple[Tensor, dict[int, MappedFile]]]
-) -> Written:
+def write_journal(folder: Path, number: int, size: int, parts: Sequence[Rows]) -> Journal:
     """Write a journal.
 
     Args:
         folder: of the checkpoint.
         number: of the checkpoint.
-        parts: rows, and the tables of which they are to be written, by number.
+        size: of the journal; see ``journal_bytes``.
+        parts: its content.
     """
-    path = folder / f"rows-{number:06}"
-    size = sum(
-        len(rows) * (8 + sum(file.rows.row_bytes for file in files.values()))
-        for rows, files in parts
-    )
-    crc, descriptor = 0, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    name = f"rows-{number:06}"
+    descriptor = create(folder, name)
     try:
-        if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # a full disk is told before all else
-        for rows, files in parts:
-            crc = _append(descriptor, rows.view(torch.uint8), crc)
-            for file in files.values():
-                for some in _chunks(rows, file):
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # raises if the disk is full
+        crc = _append(descriptor, memoryview(JOURNAL_HEADER), 0)
+        for part in parts:
+            crc = _append(descriptor, _memory(part.rows), crc)
+            for file in part.files.values():
+                for some in _chunks(part.rows, file):
                     data = words_of(file).index_select(0, some)
-                    crc = _append(descriptor, data.view(torch.uint8).view(-1), crc)
+                    crc = _append(descriptor, _memory(data), crc)
         os.fsync(descriptor)
-    except BaseException:
-        path.unlink()
-        raise
     finally:
         os.close(descriptor)
-    counts = [Part(list(files), len(rows)) for rows, files in parts]
-    return Written(path.name, size, crc, counts)
+    return Journal(File(name, size, crc), [part.part for part in parts])
 
 
 def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
@@ -205,8 +129,7 @@ def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
         yield rows[first : first + step]
 
 
-def _append(descriptor: int, data: Tensor, crc: int) -> int:
-    memory = _memory(data)
+def _append(descriptor: int, memory: memoryview, crc: int) -> int:
     crc = zlib.crc32(memory, crc)
     while memory:
         memory = memory[os.write(descriptor, memory) :]
@@ -214,79 +137,153 @@ def _append(descriptor: int, data: Tensor, crc: int) -> int:
 
 
 def _memory(data: Tensor) -> memoryview:
-    """The memory of bytes; the tensor must outlive it."""
+    """The bytes of a contiguous tensor, which must outlive them."""
     if not data.numel():
         return memoryview(b"")
-    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
 
 
-def _crc_of(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while some := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(some, crc)
-    return crc
-
-
-def check(folder: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose files are not what they were when it was written."""
-    for each in (*manifest.journals, manifest.rest):
-        path = folder / each.file
-        size = path.stat().st_size if path.exists() else -1
-        if size != each.bytes or _crc_of(path) != each.crc:
-            contract = f"{path} must be unchanged since the checkpoint was written"
-            got = "no such file" if size < 0 else "different bytes"
-            remedy = "The disk or another program has changed it: use an earlier checkpoint"
-            raise InputError(sentence(contract, got, remedy))
-    for table in manifest.tables:
-        if not (folder / table.base).exists():
-            contract = "a checkpoint must have all its files"
-            raise InputError(sentence(contract, f"no file {table.base}"))
-
-
-def replay(folder: Path, manifest: Manifest, files: dict[int, MappedFile]) -> None:
-    """Write the rows of the journals into tables, from the oldest to the latest.
+def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
+    """Apply all journals to temporary files, oldest first, and verify them.
 
     Args:
         folder: of the checkpoint.
         manifest: of the checkpoint.
-        files: to write into, by the number of the table; those that are missing are left out.
+        files: a copy of each table's base, by index of the table.
     """
     for journal in manifest.journals:
-        with open(folder / journal.file, "rb") as source:
+        with open(open_checked(folder, journal.file), "rb", buffering=0) as source:
+            reader = _Reader(source, folder, journal.file)
+            header = bytes(reader.read(len(JOURNAL_HEADER)).tolist())
+            if header != JOURNAL_HEADER:
+                _check_journal_version(folder / journal.file.file, header)
+                raise changed(folder, journal.file, "another header")
             for part in journal.parts:
-                rows = _read(source, part.rows * 8).view(torch.int64)
-                for number in part.tables:
-                    file = files.get(number)
-                    if file is None:
-                        row_bytes = manifest.tables[number].row_bytes
-                        source.seek(part.rows * row_bytes, os.SEEK_CUR)
-                        continue
-                    file.reserve(rows)
-                    for some in _chunks(rows, file):
-                        data = _read(source, len(some) * file.rows.row_bytes)
-                        words = words_of(file)
-                        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
+                rows = reader.read(part.rows * 8).view(torch.int64)
+                count = min(manifest.tables[index].layout.shape[0] for index in part.tables)
+                if not _are_rows(rows, count):
+                    raise changed(folder, journal.file, f"rows outside of [0, {count})")
+                for index in part.tables:
+                    _replay_table(reader, rows, files[index])
+            if reader.crc != journal.file.crc:
+                raise changed(folder, journal.file, "different bytes")
 
 
-def _read(source: Any, size: int) -> Tensor:
-    data = torch.empty(size, dtype=torch.uint8)
-    source.readinto(_memory(data)) if size else None
-    return data
+def _check_journal_version(path: Path, header: bytes) -> None:
+    version = header.removeprefix(JOURNAL_MAGIC).split(b"\n", 1)[0]
+    if header.startswith(JOURNAL_MAGIC) and version.isdigit() and len(version) < 10:
+        check_version(str(path), version, JOURNAL_VERSION)
 
 
-def open_base(folder: Path, table: Table) -> MappedFile:
-    """The base of a table, mapped into memory."""
-    return open_file(folder / table.base, torch.Size(table.shape), getattr(torch, table.dtype))
+def _are_rows(rows: Tensor, count: int) -> bool:
+    """Whether row numbers are ascending and in range."""
+    if not len(rows) or int(rows[0]) < 0 or int(rows[-1]) >= count:
+        return False
+    return bool((rows[1:] > rows[:-1]).all())
 
 
-def compact(folder: Path, manifest: Manifest) -> Manifest:
-    """Write the rows of the journals into the base, and do without them from now on."""
-    files = {number: open_base(folder, table) for number, table in enumerate(manifest.tables)}
-    replay(folder, manifest, files)
-    for file in files.values():
-        file.flush_to_disk()
-    compacted = Manifest(manifest.number, manifest.tables, [], manifest.rest)
-    commit(folder, compacted)
-    remove_others(folder, compacted)
-    return compacted
+def _replay_table(reader: _Reader, rows: Tensor, file: MappedFile) -> None:
+    file.reserve(rows)
+    words = words_of(file)
+    for some in _chunks(rows, file):
+        data = reader.read(len(some) * file.rows.row_bytes)
+        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
+
+
+class _Reader:
+    """Reads a file from its beginning, with the checksum of what was read."""
+
+    def __init__(self, source: Any, folder: Path, file: File) -> None:
+        self._source, self._folder, self._file = source, folder, file
+        self.crc = 0
+
+    def read(self, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        memory = left = _memory(data)
+        while left:
+            count = self._source.readinto(left)
+            if not count:
+                raise changed(self._folder, self._file, "fewer bytes")
+            left = left[count:]
+        self.crc = zlib.crc32(memory, self.crc)
+        return data
+
+
+# The rest
+
+
+class _Writer:
+    """A file for ``torch.save``, with the checksum of what was written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.bytes, self.crc = 0, 0
+
+    def write(self, data: Any) -> int:
+        memory = memoryview(data).cast("B")
+        self.crc = _append(self._descriptor, memory, self.crc)
+        self.bytes += len(memory)
+        return len(memory)
+
+    def flush(self) -> None:
+        pass
+
+
+def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
+    """Write everything but the tables."""
+    name = f"rest-{number:06}"
+    descriptor = create(folder, name)
+    try:
+        writer = _Writer(descriptor)
+        try:
+            torch.save({"version": _REST_VERSION, **content}, cast("IO[bytes]", writer))
+        except BaseException as error:
+            # Torch tries to complete its archive then, and raises what comes of that.
+            while error.__context__ is not None:
+                error = error.__context__
+            raise error from None
+        os.fsync(descriptor)
+        return File(name, writer.bytes, writer.crc)
+    finally:
+        os.close(descriptor)
+
+
+def read_rest(folder: Path, file: File) -> dict[str, Any]:
+    """Read everything but the tables, and verify it."""
+    with open(open_checked(folder, file), "rb") as source:
+        if _crc_of(source) != file.crc:
+            raise changed(folder, file, "different bytes")
+        source.seek(0)
+        try:
+            found = torch.load(source, weights_only=True, map_location="cpu")
+        except Exception as error:
+            if isinstance(error, OSError) or is_out_of_memory(error):
+                raise
+            raise changed(folder, file, f"{type(error).__name__}: {error}") from None
+    return _checked_rest(folder / file.file, found)
+
+
+def _crc_of(source: BinaryIO) -> int:
+    crc = 0
+    while some := source.read(_CHUNK_BYTES):
+        crc = zlib.crc32(some, crc)
+    return crc
+
+
+def _checked_rest(path: Path, found: Any) -> dict[str, Any]:
+    if isinstance(found, dict) and type(found.get("version")) is int and found["version"] >= 0:
+        check_version(str(path), str(found["version"])[:9].encode(), _REST_VERSION)
+    is_valid = (
+        isinstance(found, dict)
+        and found.keys() == {"version", "model", "optimizer", "extra"}
+        and isinstance(found["model"], dict)
+        and isinstance(found["optimizer"], dict)
+        and found["optimizer"].keys() >= {"state", "param_groups"}
+        and isinstance(found["optimizer"]["state"], dict)
+        and all(isinstance(each, dict) for each in found["optimizer"]["state"].values())
+    )
+    if not is_valid:
+        contract = f"{path} must hold the state dicts of a model and of an optimizer"
+        raise InputError(sentence(contract, "something else"))
+    result: dict[str, Any] = found
+    return result
