@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from sparsestep.contract.rule import State
 from sparsestep.dense.pending import PendingCatchUps
 from sparsestep.engines import SparseEngines, native_engine
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.programs import Recorded
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
@@ -30,6 +31,7 @@ from sparsestep.torch_internals import disable_compiler
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
+_MISSING = object()
 
 
 class Plan:
@@ -55,6 +57,9 @@ class Plan:
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
+        # Of the commit: new state as (mapping, key, value, value before), and calls at the end.
+        self._entries: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        self._calls: list[Callable[[], object]] = []
         self.repeats: list[tuple[int, int]] = []
 
     def add_group(
@@ -177,10 +182,11 @@ class Plan:
         if self.is_all_claimed:
             if self._native is not None:
                 self._native.prepare()
-                self._native.commit()  # one call of the core, which counts the steps as well
             self._note_engines()
+            if self._native is not None:
+                self._native.commit()  # one call of the core, which counts the steps as well
             if mapped_files:
-                written(self._optimizer._all_params())
+                finish((lambda: written(self._optimizer._all_params()),))
             return
         self._engines = SparseEngines(
             self._optimizer.engine, self._native, self._optimizer._all_params
@@ -188,15 +194,15 @@ class Plan:
         try:
             with labelled("sparsestep: prepare"):
                 self._prepare()
+            self._note_engines()
+            with labelled("sparsestep: commit"):
+                uninterrupted(self._commit)
         except BaseException:
             if self._catch_ups is not None:
                 self._catch_ups.cancel()
             raise
-        with labelled("sparsestep: commit"):
-            uninterrupted(self._commit)
-        self._note_engines()
         if mapped_files:
-            written(self._optimizer._all_params())
+            finish((lambda: written(self._optimizer._all_params()),))
 
     def _note_engines(self) -> None:
         """For ``explain()``: who did what. A step that is done again is the core's."""
@@ -221,42 +227,67 @@ class Plan:
             with labelled("sparsestep: catch up"):
                 self._catch_ups.prepare()
         self._engines.prepare()  # from values that are up to date
-
-    def _commit(self) -> None:
-        """Write everything; nothing can fail."""
-        dense: list[ParamUpdate] = []
         if self._torch is not None:
-            self._torch.commit()
-            dense = self._torch.claimed
             for update in self._torch.firsts:
                 if update.record:
-                    self._optimizer.state[update.owner] = update.record
-        self._engines.commit()
+                    self._enter(self._optimizer.state, update.owner, update.record)
         for update in self._updates:
-            self._count(update)
+            self._prepare_count(update)
+        dense = [] if self._torch is None else self._torch.claimed
         apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
         if apart:
-            increment_version(apart)
-        if self._catch_ups is not None:
-            self._catch_ups.commit()
+            self._calls.append(partial(increment_version, apart))
 
-    def _count(self, update: ParamUpdate) -> None:
-        """Count the step; with the first, the parameter gets its state."""
+    def _commit(self) -> None:
+        """Write everything; what can still fail does so before the first write."""
+        with torch.no_grad():
+            self._enter_all()
+            if self._torch is not None:
+                self._torch.commit()
+            self._engines.commit()
+            finish(self._calls)
+            if self._catch_ups is not None:
+                self._catch_ups.commit()
+            if self._torch is not None:  # state that a kernel has made itself
+                for update in self._torch.firsts:
+                    if update.record and update.owner not in self._optimizer.state:
+                        self._optimizer.state[update.owner] = update.record
+
+    def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
+        self._entries.append((entries, key, value, entries.get(key, _MISSING)))
+
+    def _enter_all(self) -> None:
+        """Add new state to the optimizer's, all of it or, if memory runs out, nothing."""
+        try:
+            for entries, key, value, _ in self._entries:
+                entries[key] = value
+        except BaseException:
+            finish((self._leave_all,))
+            raise
+
+    def _leave_all(self) -> None:
+        for entries, key, _, before in self._entries:
+            if before is _MISSING:
+                entries.pop(key, None)
+            else:
+                entries[key] = before
+
+    def _prepare_count(self, update: ParamUpdate) -> None:
+        """Have the step counted; with the first, the parameter gets its state."""
         optimizer, record, group = self._optimizer, update.record, update.group
         if record is None:
             assert update.state is not None
             rule = update.settings.rule
             record = optimizer._new_record(group, rule, update.owner, update.state)
             if record:  # as with torch's SGD, nothing may show that the parameter is known
-                optimizer.state[update.owner] = record
+                self._enter(optimizer.state, update.owner, record)
         count = record.get("step")
         if isinstance(count, Tensor):
-            with torch.no_grad():
-                count.add_(1)
+            self._calls.append(partial(count.add_, 1))
         elif count is not None:
-            record["step"] = update.step
+            self._calls.append(partial(record.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            record["step"] = optimizer._new_count(group, update.param, update.step)
+            self._enter(record, "step", optimizer._new_count(group, update.param, update.step))
 
 
 _uncompiled_run = disable_compiler(Plan.run)
