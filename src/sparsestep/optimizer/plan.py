@@ -237,6 +237,10 @@ class Plan:
         apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
         if apart:
             self._calls.append(partial(increment_version, apart))
+        if self._catch_ups is not None:
+            for key, clock in self._catch_ups.new_clocks():
+                self._enter(self._optimizer._clocks, key, clock)
+            self._calls += self._catch_ups.calls()
 
     def _commit(self) -> None:
         """Write everything; what can still fail does so before the first write."""
@@ -246,8 +250,6 @@ class Plan:
                 self._torch.commit()
             self._engines.commit()
             finish(self._calls)
-            if self._catch_ups is not None:
-                self._catch_ups.commit()
             if self._torch is not None:  # state that a kernel has made itself
                 for update in self._torch.firsts:
                     if update.record and update.owner not in self._optimizer.state:
