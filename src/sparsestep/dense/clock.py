@@ -9,7 +9,8 @@ applies them to a row, in torch operations and in the core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from sparsestep.dense import history as histories
 from sparsestep.dense import kernel, reference
 from sparsestep.dense.history import History
 from sparsestep.dense.stamps import Stamps
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.protocol import Settings
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
 from sparsestep.memory.files import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.parameters import memory_of
 from sparsestep.torch_internals import version_of
+
+_MOST_COUNTED = 2**31 - 1  # the stamps of rows are int32
 
 
 class RowClock:
@@ -45,6 +49,7 @@ class RowClock:
     """
 
     def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
+        check_count(done)
         rule = settings.rule
         motion = rule.motion or motion_of(rule, done + 1, settings.hyper)
         self.rule: Rule = rule
@@ -84,18 +89,19 @@ class RowClock:
     def advance(self, settings: Settings, param: Tensor | None = None) -> None:
         """Take note of a step that was just done, with these settings, on this parameter.
 
-        Without the parameter, what others write to it until the next catch-up goes unnoticed.
+        Without the parameter, what others write to it until the next catch-up goes unnoticed. If
+        memory runs out, nothing has changed and it can be called again.
         """
-        self._mark = None if param is None else _mark_of(param)
-        self.busy = self.announced = False
-        self.read_by = None
-        hyper = settings.hyper
-        if hyper.get("lr"):  # FTRL rests where the latest rate put it
-            self.history.hyper = hyper
-        motion, step = self.history.motion, self.history.now + 1
+        mark = None if param is None else _mark_of(param)
+        hyper, motion, step = settings.hyper, self.history.motion, self.history.now + 1
         size, root = motion.size(step, hyper)
         shrink = settings.shrink * (motion.shrink(step, hyper) if motion.shrink else 1.0)
         self.history.advance(size, root, shrink)
+        if hyper.get("lr"):  # FTRL rests where the latest rate put it
+            self.history.hyper = hyper
+        self._mark = mark
+        self.busy = self.announced = False
+        self.read_by = None
 
     def is_under(self, settings: Settings) -> bool:
         """Whether rows that are behind may go on under these settings."""
@@ -257,9 +263,10 @@ class RowClock:
         stale = 0
         if self.is_behind:
             stale = self.catch_up_rows(param, state, self._that_miss(param), engine=engine)
-        self.history.begin_anew()
-        self.stamp_all(self.history.now, fresh=self.fresh)
-        self._swept = None
+        now = self.history.now
+        stamps = torch.where(self.fresh, ~now, now)
+        finish((self.history.begin_anew, partial(self.last.copy_, stamps)))
+        self._whole, self._swept = now, None
         return stale
 
     def _that_miss(self, param: Tensor) -> Tensor | None:
@@ -291,14 +298,22 @@ class RowClock:
 
     def stamp(self, rows: Tensor | None) -> None:
         """Mark rows as current after the step that touches them; ``None`` for all."""
+        self.prepare_stamp(rows)()
+
+    def prepare_stamp(self, rows: Tensor | None) -> Callable[[], object]:
+        """The call that does what ``stamp`` says, with everything allocated that it needs."""
         step = self.history.now + 1
+        check_count(step)
         if rows is None:
             self._stamps.begin(None)
-            self.last.fill_(step)
-            self._whole = step
-        else:
-            self._stamps.begin(rows.reshape(-1))
-            self.last.index_fill_(0, rows.cpu().long(), step)
+            return partial(self._stamp_whole, step)
+        rows = rows.reshape(-1).cpu().long()
+        self._stamps.begin(rows)
+        return partial(self.last.index_fill_, 0, rows, step)
+
+    def _stamp_whole(self, step: int) -> None:
+        self.last.fill_(step)
+        self._whole = step
 
     def grow(self, rows: int) -> None:
         """Have more rows, all those that were there being current."""
@@ -319,6 +334,13 @@ class RowClock:
 def _mark_of(param: Tensor) -> tuple[int, int]:
     """Changes whenever somebody writes the parameter, or gives it other memory."""
     return version_of(param), param.data_ptr()
+
+
+def check_count(steps: int) -> None:
+    """Refuse more steps than rows can remember."""
+    if steps >= _MOST_COUNTED:
+        contract = f"semantics='dense' counts at most {_MOST_COUNTED - 1} steps"
+        raise InputError(sentence(contract, f"{steps} steps", "Reset the state's 'step'"))
 
 
 def constants(settings: Settings) -> tuple[Any, ...]:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsestep.contract.motion import Motion, Quotient
+from sparsestep.engines.finishing import finish
 from sparsestep.surroundings import stack
 
 # What a term may be smaller than, relative to the first, to be left out.
@@ -100,17 +102,24 @@ class History:
             self._weight = array("d", [0.0]) * self._terms
             self._weights = _shared(self._weight).unsqueeze(1)
 
+    def reserve(self) -> None:
+        """Make room for one more step, so that ``advance`` allocates nothing of that size."""
+        if self.steps + 1 >= self.capacity:
+            self._reserve(2 * self.capacity)
+
     def _reserve(self, capacity: int) -> None:
         # Written as an array, which is much cheaper than one number at a time into a tensor.
         numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
         tables = _shared(numbers).view(-1, capacity)
         tables[:, : self._tables.shape[1]] = self._tables
-        self.capacity, self._numbers, self._tables = capacity, numbers, tables
-        self.inverse_decay, self.sizes, self.roots = tables[:3].unbind()
-        self.sums = tables[3:]
-        self._summed = self.sums[: self._terms]
         by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
-        self.powers = {name: by_factor[factor] for name, factor in self.decays.items()}
+        powers = {name: by_factor[factor] for name, factor in self.decays.items()}
+        (inverse_decay, sizes, roots), sums = tables[:3].unbind(), tables[3:]
+        summed = sums[: self._terms]
+        # Nothing of this fails: memory that runs out has done so above.
+        self.capacity, self._numbers, self._tables = capacity, numbers, tables
+        self.inverse_decay, self.sizes, self.roots = inverse_decay, sizes, roots
+        self.sums, self._summed, self.powers = sums, summed, powers
 
     @staticmethod
     def largest_ratio_for(dtype: torch.dtype) -> float:
@@ -146,32 +155,31 @@ class History:
         first = float(rest[0, 0])
         rest[0] /= first
         rest[3:] /= first
-        tables[:, : left + 1] = rest
-        tables[3:, left + 1 : self.steps + 1] = 0.0
-        self.base, self.steps = self.base + steps, left
-        self.latest_inverse_decay = float(rest[0, left])
+        base, latest = self.base + steps, float(rest[0, left])
+        kept, emptied = tables[:, : left + 1], tables[3:, left + 1 : self.steps + 1]
+        finish((partial(kept.copy_, rest), emptied.zero_))
+        self.base, self.steps, self.latest_inverse_decay = base, left, latest
 
     def advance(self, size: float, root: float, shrink: float) -> None:
-        """Take note of a step.
+        """Take note of a step, unless it raises.
 
         Args:
             size: that of its move.
             root: what ``Quotient`` divides the square root by; 1.0 for other motions.
             shrink: what weight decay leaves of the parameter.
         """
+        self.reserve()
         n = self.steps + 1
-        if n >= self.capacity:
-            self._reserve(2 * self.capacity)
         numbers, capacity = self._numbers, self.capacity
-        self.latest_inverse_decay /= shrink
-        numbers[n] = self.latest_inverse_decay
+        inverse_decay = self.latest_inverse_decay / shrink
+        numbers[n] = inverse_decay
         numbers[capacity + n], numbers[2 * capacity + n] = size, root
-        move = size * self.latest_inverse_decay
+        move = size * inverse_decay
         if self.motion.has_total:
             numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
         elif self._terms and self.converges:
             self._add(n, move, root)
-        self.steps = n
+        self.steps, self.latest_inverse_decay = n, inverse_decay
 
     def _add(self, n: int, move: float, root: float) -> None:
         """Add the n-th step's move to the sums of those before it, as far as it matters."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -53,10 +56,16 @@ class PendingCatchUps:
         for pending in self._pending:
             pending.cancel()
 
-    def commit(self) -> None:
+    def new_clocks(self) -> Iterator[tuple[int, RowClock]]:
+        """What ``clocks`` has to hold when the step is done."""
+        for pending in self._pending:
+            if pending.clock is not None:
+                yield pending.key, pending.clock
+
+    def calls(self) -> Iterator[Callable[[], object]]:
         """Take note of the step; in the end, for it remembers how often parameters were written."""
         for pending in self._pending:
-            pending.commit(self._clocks)
+            yield from pending.calls()
 
 
 class PendingCatchUp:
@@ -72,6 +81,7 @@ class PendingCatchUp:
         # As they are now: a mask makes the gradient smaller, and a first step makes state.
         self._positions, self._state = update.touched.positions, update.state
         self.clock: RowClock | None = None
+        self._stamp: Callable[[], object]
         self._stale = 0
         if self._positions is not None:
             check_positions(self._positions, self.rows)
@@ -82,28 +92,37 @@ class PendingCatchUp:
             self.clock = clock = self._known(clocks, engine) or self._anew()
         except InputError as error:
             raise self._update.refuse(error) from None
-        if self._positions is None or (self._state is None and clock.rule.state):
+        rows = None if self._positions is None else self._positions.reshape(-1)
+        rows = clock.among if rows is None else clock.that_may_move(rows)
+        try:
+            self._stamp = clock.prepare_stamp(rows)
+        except InputError as error:
+            raise self._update.refuse(error) from None
+        if rows is None or self._positions is None or (self._state is None and clock.rule.state):
             clock.busy = True
-            return self._stale  # all are current, or nothing is kept yet, so nothing was missed
-        rows = clock.that_may_move(self._positions.reshape(-1))
-        real = rows_of(self._update.param, self._state or [])
-        return clock.begin_step(*real, rows, engine=engine)
+            stale = self._stale  # all are current, or nothing is kept yet, so nothing was missed
+        else:
+            real = rows_of(self._update.param, self._state or [])
+            stale = clock.begin_step(*real, rows, engine=engine)
+        clock.history.reserve()
+        return stale
 
     def cancel(self) -> None:
         """The step is not done."""
         if self.clock is not None:
             self.clock.cancel_step()
 
-    def commit(self, clocks: Clocks) -> None:
+    def calls(self) -> Iterator[Callable[[], object]]:
         """Take note of the step that was just done."""
         clock = self.clock
         assert clock is not None
-        if self._positions is None:
-            clock.stamp(clock.among)
-        else:
-            clock.stamp(clock.that_may_move(self._positions.reshape(-1)))
-        clock.advance(self._update.settings, self._update.param)
-        clocks[id(self._update.owner)] = clock
+        yield self._stamp
+        yield partial(clock.advance, self._update.settings, self._update.param)
+
+    @property
+    def key(self) -> int:
+        """Of its clock among the optimizer's."""
+        return id(self._update.owner)
 
     @property
     def rows(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.history import History
+from sparsestep.engines.finishing import finish, reserve
+from sparsestep.engines.signals import uninterrupted
 
 
 @torch.no_grad()
@@ -34,8 +36,9 @@ def catch_up(
     behind = since < history.steps
     stamps = rows, torch.where(fresh, ~history.now, history.now).to(torch.int32)
     rows, since, fresh = rows[behind], since[behind], fresh[behind]
+    stamp = partial(last.index_put_, (stamps[0],), stamps[1])
     if not rows.numel() or not param.numel():
-        last[stamps[0]] = stamps[1]
+        stamp()
         return 0
     there = rows.to(param.device)
     before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
@@ -49,9 +52,16 @@ def catch_up(
     stale = int(motion.is_stale(missed, before, after).sum())
     if stale or motion.recomputes:  # else autograd is told of a change in vain
         written.append((param, after))
-    for tensor, new in written:
-        tensor[there] = new.to(tensor.dtype).reshape(tensor[there].shape)
-    last[stamps[0]] = stamps[1]  # in the end: whatever fails before, the rows are still behind
+    calls: list[Callable[[], object]] = [
+        partial(
+            tensor.detach().index_put_,
+            (there,),
+            new.to(tensor.dtype).reshape(len(there), *tensor.shape[1:]),
+        )
+        for tensor, new in written
+    ]
+    reserve()
+    uninterrupted(partial(finish, [*calls, stamp]))
     return stale
 
 

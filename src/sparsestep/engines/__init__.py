@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsestep import core
+from sparsestep.engines.finishing import reserve
 from sparsestep.engines.native import Native
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.engines.reference import Reference
@@ -101,6 +102,7 @@ class SparseEngines:
     def prepare(self) -> None:
         """The rest: what is computed from the values as they are now."""
         self._reference.prepare()
+        reserve()
         for reason in self._slow:  # a formula that does not work has said so instead
             slow = "the reference engine is used, about ten times slower than the native one"
             warn_once(SlowWarning, f"{slow}: {reason}")

@@ -6,14 +6,16 @@ no native kernel, and the documentation of the native engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsestep.contract import int8
 from sparsestep.engines import rounding
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.errors import InputError
 from sparsestep.gradients.merge import summed
@@ -30,10 +32,10 @@ class Result:
     new: list[Tensor]
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Store the new values, rounded to each tensor's own dtype."""
+    def writes(self) -> Iterator[Callable[[], object]]:
+        """Calls that store the new values, rounded to each tensor's own dtype."""
         for place, (tensor, new) in enumerate(zip(self.update.written, self.new, strict=False)):
-            _scatter(tensor, self.slots, self._rounded(place, new, tensor.dtype))
+            yield _scatter(tensor.detach(), self.slots, self._rounded(place, new, tensor.dtype))
 
     def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed, settings = self.update.seed, self.update.settings
@@ -70,8 +72,8 @@ class Reference:
     def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
         self._params = params
         self._updates: list[ParamUpdate] = []
-        self._results: list[Result] = []
-        self._shared: set[int] = set()
+        self._writes: list[Callable[[], object]] = []
+        self._late: list[ParamUpdate] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take any update."""
@@ -87,21 +89,30 @@ class Reference:
         """Compute, from the values as they are now."""
         if not self._updates:
             return
-        self._shared = overlapping(self._params())
+        shared = overlapping(self._params())
         for update in self._updates:
             try:
-                self._results.append(compute(update))
+                result = compute(update)
             except InputError as error:
                 raise update.refuse(error) from None
+            if id(update.owner) in shared:
+                # Another view of the same memory may be written meanwhile. That the rule can be run
+                # was seen now that it was run in vain.
+                self._late.append(update)
+            else:
+                self._writes += result.writes()
 
     def commit(self) -> None:
         """Write the new values."""
-        for result in self._results:
-            if id(result.update.owner) in self._shared:
-                # Another view of the same memory may have been written meanwhile. That the rule can
-                # be run was seen when it was run in vain.
-                result = compute(result.update)
-            result.write()
+        finish(self._writes)
+        for update in self._late:
+            late: list[Callable[[], object]] = []
+            finish((partial(_append_writes, update, late),))
+            finish(late)
+
+
+def _append_writes(update: ParamUpdate, writes: list[Callable[[], object]]) -> None:
+    writes[:] = compute(update).writes()
 
 
 @torch.no_grad()
@@ -151,14 +162,15 @@ def _gather(
     return tensor[_index(tensor, slots, block)].reshape(len(slots), block).to(dtype)
 
 
-def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> None:
+def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> Callable[[], object]:
+    """A call that writes new values, and allocates nothing of their size."""
     if slots is None:
-        tensor.copy_(new.reshape(tensor.shape))
-        return
+        return partial(tensor.copy_, new.reshape(tensor.shape))
     index = _index(tensor, slots, new.shape[1])
-    # An empty index selects the whole tensor.
-    shape = (*index[0].shape, *tensor.shape[len(index) :]) if index else tensor.shape
-    tensor[index] = new.reshape(shape)
+    if not index:  # the one slot is the whole tensor
+        return partial(tensor.copy_, new.reshape(tensor.shape))
+    shape = (*index[0].shape, *tensor.shape[len(index) :])
+    return partial(tensor.index_put_, index, new.reshape(shape))
 
 
 def _index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:

@@ -1,9 +1,15 @@
-"""Torch's own kernels, an engine like the others: for dense gradients under torch's formulas."""
+"""Torch's own kernels, an engine like the others: for dense gradients under torch's formulas.
+
+On the CPU a kernel is recorded in prepare and replayed in commit, where nothing of the size of a
+parameter is allocated (``replay``). On other devices, and for ``differentiable=True``, the kernel
+itself runs in commit: if its temporaries do not fit into the memory there, the step is torn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +17,22 @@ from torch import Tensor
 
 from sparsestep.contract.checks import NUMBERS, SWITCHES, pair
 from sparsestep.contract.options import to_number
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.protocol import ParamUpdate
+from sparsestep.engines.replay import (
+    PIECE,
+    CannotReplayError,
+    Recording,
+    Replay,
+    largest_piece,
+    pieces,
+)
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import parameters
 from sparsestep.torch_internals import capturable_devices, check_fused
 
 Record = dict[str, Any]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -29,6 +45,8 @@ class Batch:
         grads: one for each parameter.
         state: lists of state tensors by name; ``None`` where the kernel makes the tensor itself.
         steps: step counts, which the kernel advances.
+        is_first: whether this is the parameters' first step and ``state`` is there already, with
+            any values; only for rules that do not count steps.
     """
 
     group: Mapping[str, Any]
@@ -36,6 +54,7 @@ class Batch:
     grads: list[Tensor]
     state: dict[str, list[Any]]
     steps: list[Tensor]
+    is_first: bool = False
 
     @property
     def has_complex(self) -> bool:
@@ -67,40 +86,91 @@ class TorchKernels:
         self._state_dtype = state_dtype
         self.claimed: list[ParamUpdate] = []
         self.firsts: list[ParamUpdate] = []
-        self._batches: dict[tuple[int, bool], list[ParamUpdate]] = {}
-        self._records: dict[int, Record] = {}  # by id of the update: the state, or what is to be it
+        self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
+        self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
+        self._calls: list[Callable[[], object]] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
         if not update.settings.uses_torch or not self._fits(update):
             return False
-        # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and round
-        # the buffers of half precision differently where one is missing.
-        fused = bool(update.group.get("fused")) and not update.settings.rule.counts
-        kind = id(update.group), fused and update.record is None
-        self._batches.setdefault(kind, []).append(update)
+        group, param, counts = update.group, update.param, update.settings.rule.counts
+        is_first = update.record is None and not counts
+        if param.is_cpu and type(param) in _PLAIN and not group.get("differentiable"):
+            count = update.record["step"] if update.record and counts else None
+            step = None if count is None else (count.item(), count.dtype)
+            kind = id(group), is_first, param.dtype, param.dim() > 0, step
+            self._replayed.setdefault(kind, []).append(update)
+        else:
+            # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and
+            # round the buffers of half precision differently where one is missing.
+            self._direct.setdefault((id(group), is_first and group.get("fused")), []).append(update)
         self.claimed.append(update)
         if update.record is None:
             self.firsts.append(update)
         return True
 
     def prepare(self) -> None:
-        """Make new state; it is not the optimizer's before the commit."""
-        for update in self.claimed:
-            record = update.record
-            if record is None:  # torch takes a missing tensor for a first step
-                record = self._new_record(update) if update.settings.rule.counts else {}
-            self._records[id(update)] = record
+        """Make new state, which is not the optimizer's before the commit, and all calls."""
+        with torch.no_grad():
+            for kind, updates in self._replayed.items():
+                for update in updates:
+                    if update.record is None:
+                        update.record = self._new_record(update)
+                calls = self._calls_for(updates, is_first=kind[1])
+                if calls is None:
+                    self._direct[kind] = updates
+                else:
+                    self._calls += calls
+        for updates in self._direct.values():
+            for update in updates:
+                if update.record is None:  # torch takes a missing tensor for a first step
+                    counts = update.settings.rule.counts
+                    update.record = self._new_record(update) if counts else {}
 
     def commit(self) -> None:
-        """Let torch's kernels write; updates have their state in ``record`` afterwards."""
-        for updates in self._batches.values():
+        """Write; without autograd."""
+        finish(self._calls)
+        for updates in self._direct.values():
             self._run(updates)
 
-    def _run(self, updates: list[ParamUpdate]) -> None:
+    def _calls_for(
+        self, updates: list[ParamUpdate], *, is_first: bool
+    ) -> list[Callable[[], object]] | None:
+        """All that a commit has to call for parameters of one group that have come equally far.
+
+        ``None`` where the kernel cannot be replayed.
+        """
         group, rule = updates[0].group, updates[0].settings.rule
         names = [spec.name for spec in rule.state]
-        records = [self._records[id(update)] for update in updates]
+        param = updates[0].param
+        first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
+        inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
+        records = [update.record or {} for update in updates]
+        steps = [records[0]["step"].clone()] if rule.counts else []
+        state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
+        batch = Batch(_for_torch(group), inputs[:1], inputs[1:2], state, steps, is_first)
+        most = PIECE * torch.get_num_threads()
+        calls: list[Callable[[], object]] = []
+        try:
+            with Recording(inputs) as recording:
+                self._kernel(batch)
+            largest = max(largest_piece(update.param, most) for update in updates)
+            replay = Replay(recording, largest)
+            for update, record in zip(updates, records, strict=True):
+                tensors = [parameters.memory_of(record[name]) for name in names]
+                for piece in pieces([update.param, update.touched.values, *tensors], most):
+                    calls += replay.calls(piece)
+                calls += [partial(record["step"].copy_, step) for step in steps]
+        except CannotReplayError:
+            return None
+        return calls
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        """Let torch's kernel itself write."""
+        group, rule = updates[0].group, updates[0].settings.rule
+        names = [spec.name for spec in rule.state]
+        records = [update.record or {} for update in updates]
         memory = [
             {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
             for r in records

@@ -219,7 +219,7 @@ class RuleOptimizer(Explains):
                 plan = self._planned()
                 plan.prepare()
             except BaseException as raised:
-                plan, error = None, raised
+                error = raised
         try:
             exchange.agree(error)
         except BaseException:
@@ -243,9 +243,11 @@ class RuleOptimizer(Explains):
         if plan.repeats:
             uninterrupted(lambda: self._run_with_repeats(plan))
             return
-        plan.run()
+        before = None
         if plan.is_all_claimed and self.semantics == "masked":
-            self._before = self._groups.as_they_were(len(self.param_groups))
+            before = self._groups.as_they_were(len(self.param_groups))
+        plan.run()
+        self._before = before
 
     def _run_with_repeats(self, plan: Plan) -> None:
         plan.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from sparsestep.contract.rule import State
 from sparsestep.dense.pending import PendingCatchUps
 from sparsestep.engines import SparseEngines, native_engine
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.programs import Recorded
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.signals import uninterrupted
@@ -58,6 +59,7 @@ class Plan:
         self._are_embeddings: list[tuple[ParamUpdate, bool]] = []
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
+        self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
         self.repeats: list[tuple[int, int]] = []
 
     def add_group(
@@ -187,24 +189,22 @@ class Plan:
         if torch.compiler.is_compiling():  # the functional optimizers' steps are in no graph
             _uncompiled_run(self)
             return
-        self.prepare()
-        self.commit()
+        try:
+            self.prepare()
+            self.commit()
+        except BaseException:
+            self.cancel()
+            raise
 
     def prepare(self) -> None:
         """Do everything that can raise. ``commit`` or ``cancel`` must follow."""
         if self.is_all_claimed:
             if self._native is not None:
                 self._native.prepare()
-            return
-        self._engines = SparseEngines(
-            self._optimizer.engine, self._native, self._optimizer._all_params
-        )
-        try:
+        else:
             with labelled("sparsestep: prepare"):
                 self._prepare()
-        except BaseException:
-            self.cancel()
-            raise
+        self._note_engines()
 
     def cancel(self) -> None:
         """Give up what was prepared."""
@@ -218,9 +218,8 @@ class Plan:
                 uninterrupted(self._commit)
         elif self._native is not None:
             self._native.commit()  # one call of the core, which counts the steps as well
-        self._note_engines()
         if mapped_files:
-            written(self._optimizer._all_params())
+            finish((lambda: written(self._optimizer._all_params()),))
 
     def _warn_of_embeddings(self) -> None:
         """Warn of embeddings with dense gradients, once for each parameter."""
@@ -250,6 +249,9 @@ class Plan:
 
     def _prepare(self) -> None:
         """Do all that may raise."""
+        self._engines = SparseEngines(
+            self._optimizer.engine, self._native, self._optimizer._all_params
+        )
         for update in self._updates:
             self._engines.claim(update)
         self._engines.check()
@@ -261,42 +263,53 @@ class Plan:
         self._engines.prepare()  # from values that are up to date
         if self._are_embeddings:
             self._warn_of_embeddings()
+        if self._torch is not None:
+            for update in self._torch.firsts:
+                if update.record:
+                    self._enter(self._optimizer.state, update.owner, update.record)
+        for update in self._updates:
+            self._prepare_count(update)
+        dense = [] if self._torch is None else self._torch.claimed
+        apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
+        if apart:
+            self._calls.append(partial(increment_version, apart))
+        if self._catch_ups is not None:
+            for key, clock in self._catch_ups.new_clocks():
+                self._enter(self._optimizer._clocks, key, clock)
+            self._calls += self._catch_ups.calls()
 
     def _commit(self) -> None:
         """Write everything; nothing can fail."""
-        dense: list[ParamUpdate] = []
-        if self._torch is not None:
-            self._torch.commit()
-            dense = self._torch.claimed
-            for update in self._torch.firsts:
-                if update.record:
-                    self._optimizer.state[update.owner] = update.record
-        self._engines.commit()
-        for update in self._updates:
-            self._count(update)
-        apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
-        if apart:
-            increment_version(apart)
-        if self._catch_ups is not None:
-            self._catch_ups.commit()
+        with torch.no_grad():
+            if self._torch is not None:
+                self._torch.commit()
+            self._engines.commit()
+            finish(self._calls)
+            if self._torch is not None:  # state that a kernel has made itself
+                for update in self._torch.firsts:
+                    if update.record and update.owner not in self._optimizer.state:
+                        self._optimizer.state[update.owner] = update.record
 
-    def _count(self, update: ParamUpdate) -> None:
-        """Count the step; with the first, the parameter gets its state."""
+    def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
+        """Have the commit add new state to the optimizer's."""
+        self._calls.append(partial(entries.__setitem__, key, value))
+
+    def _prepare_count(self, update: ParamUpdate) -> None:
+        """Have the step counted; with the first, the parameter gets its state."""
         optimizer, record, group = self._optimizer, update.record, update.group
         if record is None:
             assert update.state is not None
             rule = update.settings.rule
             record = optimizer._new_record(group, rule, update.owner, update.state)
             if record:  # as with torch's SGD, nothing may show that the parameter is known
-                optimizer.state[update.owner] = record
+                self._enter(optimizer.state, update.owner, record)
         count = record.get("step")
         if isinstance(count, Tensor):
-            with torch.no_grad():
-                count.add_(1)
+            self._calls.append(partial(count.add_, 1))
         elif count is not None:
-            record["step"] = update.step
+            self._calls.append(partial(record.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            record["step"] = optimizer._new_count(group, update.param, update.step)
+            self._enter(record, "step", optimizer._new_count(group, update.param, update.step))
 
 
 _uncompiled_run = disable_compiler(Plan.run)
