@@ -30,7 +30,6 @@ class Doing(IntEnum):
     GROW = 7
     MERGE = 8
     EXPORT = 9
-    STEP = 10
 
 
 _DOES = {
@@ -43,7 +42,6 @@ _DOES = {
     Doing.GROW: "grows {}",
     Doing.MERGE: "merges ids of {} with others",
     Doing.EXPORT: "exports {}",
-    Doing.STEP: "takes a step or reads gradients",
 }
 
 

@@ -82,7 +82,7 @@ class Exchange:
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if one has an error."""
-        self._ledger.agree(self._ledger.line(Doing.STEP), None, error)
+        self.wire.check(error)
 
     @property
     def is_lost(self) -> bool:

@@ -50,9 +50,10 @@ def status_of(error: BaseException | None) -> int:
         return _OK
     if isinstance(error, InputError):
         return _REJECTED
-    # Torch raises a RuntimeError when its allocator for the CPU fails.
+    # Torch raises a RuntimeError when its allocator for the CPU, or that of C++, fails.
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
+    said = ("allocate memory", "not enough memory", "bad_alloc")
+    if isinstance(error, MemoryError) or any(each in text for each in said):
         return _MEMORY
     return _OTHER if isinstance(error, Exception) else _INTERRUPTED
 
