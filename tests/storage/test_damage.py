@@ -61,7 +61,8 @@ class Saved:
         except sparsestep.InputError as error:
             refused = str(error)
         assert refused, f"{what}: loaded"
-        assert str(self.folder) in refused, f"{what}: it names no file"
+        is_named = str(self.folder) in refused or refused.startswith("load: model and optimizer")
+        assert is_named, f"{what}: {refused}"
         assert same(self.now, self.run.now), f"{what}: something has changed"
         assert self.working_files() == self.bytes, f"{what}: files have changed"
 
@@ -243,7 +244,10 @@ def test_crafted_manifests(saved: Saved, count: int):
         is_valid = (
             content == intact
             or at in (("id",), ("number",))  # which say where it comes from, not what is in it
-            or (at[0] == "journals" and len(content.get("journals") or []) < 2 and len(at) < 3)
+            or (
+                at[0] == "journals"
+                and content.get("journals") in ([], *([j] for j in intact["journals"]))
+            )
         )
         if is_valid:
             continue
