@@ -129,6 +129,13 @@ def test_flipped_bytes_of_the_manifest(saved: Saved, step: int):
         flip(path, at, bits)
 
 
+@pytest.mark.parametrize(("key", "value"), [("number", 7), ("id", "0" * 32), ("journals", [])])
+def test_a_changed_manifest_that_is_still_valid(saved: Saved, key: str, value: Any):
+    path = saved.fresh() / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    saved.check_refused(f"{key}: {value}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncated_extended_empty_and_missing_files(saved: Saved, kind: str):
     for name in saved.files_like(kind)[:2]:
