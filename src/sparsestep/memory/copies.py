@@ -31,7 +31,7 @@ def copy_sparse(source: int, target: int) -> int:
     """
     os.ftruncate(target, os.fstat(source).st_size)
     for begin, end in extents(source):
-        _reserve(target, begin, end - begin)
+        reserve(target, begin, end - begin)
     crc = 0
     for begin, data in _runs(source):
         crc = _updated(crc, begin, data)
@@ -105,7 +105,8 @@ def _read(descriptor: int, memory: memoryview, begin: int) -> None:
         begin, memory = begin + count, memory[count:]
 
 
-def _reserve(file: int, begin: int, size: int) -> None:
+def reserve(file: int, begin: int, size: int) -> None:
+    """Reserve disk blocks, if the file system can; raises ``OSError`` if the disk is full."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:

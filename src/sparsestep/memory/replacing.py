@@ -25,9 +25,6 @@ class Replacements:
     """New content for mapped files; a context manager that removes its temporary files."""
 
     def __init__(self) -> None:
-        if not mapping.CAN_REMAP:
-            contract = "load: the system must be able to replace a file that is in use"
-            raise OSError(errno.EOPNOTSUPP, sentence(contract, "one that cannot"))
         self._stack = ExitStack()
         self._staged: dict[int, tuple[MappedFile, MappedFile]] = {}
         self._swaps: list[_Swap] = []
@@ -52,6 +49,9 @@ class Replacements:
 
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
+        if not mapping.CAN_REMAP:
+            contract = "load: the system must be able to replace a file that is in use"
+            raise OSError(errno.EOPNOTSUPP, sentence(contract, "one that cannot"))
         path = temporary_path(file.path, role)
         self._stack.callback(_remove, path)
         _remove(path)

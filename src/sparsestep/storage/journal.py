@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, is_out_of_memory, sentence
 from sparsestep.memory import file_header
-from sparsestep.memory.copies import copy_sparse
+from sparsestep.memory.copies import copy_sparse, reserve
 from sparsestep.memory.file_header import check_version
 from sparsestep.memory.files import MappedFile, words_of
 from sparsestep.storage.manifest import (
@@ -108,8 +108,7 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[Rows]) -
     name = f"rows-{number:06}"
     descriptor = create(folder, name)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # raises if the disk is full
+        reserve(descriptor, 0, size)
         crc = _append(descriptor, memoryview(JOURNAL_HEADER), 0)
         for part in parts:
             crc = _append(descriptor, _memory(part.rows), crc)

@@ -36,7 +36,7 @@ VERSION = 2
 JOURNAL_MAGIC, JOURNAL_VERSION = b"sparsestep rows ", 1
 JOURNAL_HEADER = (JOURNAL_MAGIC + b"%d\n" % JOURNAL_VERSION).ljust(64)
 
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 64 << 20
 _NAME = re.compile(r"(base|rows|rest)-[0-9]{6,19}(\.[0-9]{1,9})?", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _REMEDY = "The disk or another program has changed it: use an earlier checkpoint"
