@@ -172,6 +172,12 @@ def _switch(name: str, value: Any) -> None:
         raise InputError(sentence(f"{name} must be True or False", repr(value)))
 
 
+def _flag(name: str, value: Any) -> None:
+    """Refuse anything but a bool."""
+    if not isinstance(value, bool):
+        raise InputError(sentence(f"{name} must be True or False", repr(value)))
+
+
 def _switch_or_none(name: str, value: Any) -> None:
     if value is not None:
         try:
@@ -212,6 +218,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "dampening": _finite,
     **dict.fromkeys(NON_NEGATIVE, _non_negative),
     **dict.fromkeys(SWITCHES, _switch),
+    **dict.fromkeys(("decoupled_weight_decay", "stochastic_rounding"), _flag),
     **dict.fromkeys(("foreach", "fused"), _switch_or_none),
     "bias_correction": _bias_correction,
     "rounding_seed": _seed,
