@@ -20,12 +20,20 @@ from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import FUNCTIONAL, OPTIMIZERS
 from tests.contract.tables import rows, table, train
+from tests.fuzz.garbage import Wrapper
 from tests.table import FUNCTIONS, each_optimizer, same_bits, snapshot, unchanged
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
 
 NAN, INF = float("nan"), float("inf")
 TWO = torch.tensor([0.1, 0.2])
 
 NO_NUMBERS: list[Any] = [
+    *(Unprintable(), Wrapper(torch.zeros(2))),
     *("1e-3", "fast", None, [], [0.1], (0.1,), {}, {"lr": 0.1}, 1j, object(), torch.float32),
     *(NAN, INF, -INF, 10**400, TWO, torch.tensor(1j), torch.tensor(NAN)),
     *(torch.tensor(0.1, device="meta"), np.ones(2), b"1"),
@@ -39,7 +47,22 @@ WRONG: dict[str, list[Any]] = {
         *((0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (0.9, INF), ("0.9", "0.99"), (None, None)),
         *(torch.tensor(0.9), (TWO, TWO), object()),
     ],
-    "switch": ["yes", "True", None, [], {}, 0.5, 2, NAN, 1j, TWO, object(), (True,)],
+    "switch": [
+        Unprintable(),
+        Wrapper(torch.zeros(2)),
+        "yes",
+        "True",
+        None,
+        [],
+        {},
+        0.5,
+        2,
+        NAN,
+        1j,
+        TWO,
+        object(),
+        (True,),
+    ],
     "switch or None": ["yes", [], {}, 0.5, 2, NAN, TWO, object()],
     "correction": ["row", None, True, 1, [], {}, TWO],
     "dtype": ["int8", "torch.int8", "half", int, float, 8, [], {}, TWO, torch.int32, torch.cfloat],

@@ -225,7 +225,7 @@ def test_what_else_is_refused():
         ),
         (
             lambda: F.sgd_(param, grad, seed=torch.ones(2)),  # type: ignore[arg-type]
-            "sgd_: seed must be an integer or None. Got tensor([1., 1.])",
+            "sgd_: seed must be an integer or None. Got a tensor of shape (2,)",
         ),
         (
             lambda: F.sgd_(param[:1].expand(SHAPE), grad),

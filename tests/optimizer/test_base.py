@@ -80,7 +80,7 @@ def test_bad_options(options: dict, message: str):
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": 0.0}])
 def test_bad_options_of_a_group(options: dict):
     opt = sparsestep.SparseAdam([torch.zeros(2)])
-    with pytest.raises(ValueError, match="SparseAdam: Invalid"):
+    with pytest.raises(ValueError, match="SparseAdam: param group 1: Invalid"):
         opt.add_param_group({"params": [torch.zeros(3)], **options})
     assert len(opt.param_groups) == 1
 

@@ -73,7 +73,7 @@ def number(name: str, value: Any) -> float:
             raise InputError(f"Tensor {name} must be 1-element. Got shape {tuple(value.shape)}.")
         value = _element(value)
     if not isinstance(value, int | float | Real):
-        raise InputError(sentence(f"{name} must be a number", repr(value), _number_for(value)))
+        raise InputError(sentence(f"{name} must be a number", shown(value), _number_for(value)))
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
@@ -86,6 +86,23 @@ def _element(value: Tensor) -> Any:
         return value.item()
     except (RuntimeError, TypeError, ValueError):
         return value
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it, whatever its type.
+
+    Example:
+        >>> shown("1e-3"), shown(torch.tensor(0.5)), shown(torch.zeros(3, 2))
+        ("'1e-3'", '0.5', 'a tensor of shape (3, 2)')
+    """
+    if isinstance(value, Tensor):
+        found = _element(value)
+        is_number = not isinstance(found, Tensor)
+        return str(found) if is_number else f"a tensor of shape {tuple(value.shape)}"
+    try:
+        return repr(value)
+    except Exception:  # not even its own class can tell
+        return f"a {type(value).__name__}"
 
 
 def _number_for(text: object) -> str:
@@ -108,14 +125,14 @@ def _learning_rate(name: str, value: Any) -> None:
     """Refuse a negative learning rate; zero is fine, warm-ups begin there."""
     found = number(name, value)
     if not -_ROUNDING <= found < math.inf:
-        raise InputError(f"Invalid learning rate: {value}. {name} must be {_bound(found)}.")
+        raise InputError(f"Invalid learning rate: {shown(value)}. {name} must be {_bound(found)}.")
 
 
 def _non_negative(name: str, value: Any) -> None:
     found = number(name, value)
     if not 0.0 <= found < math.inf:
         said = "epsilon" if name == "eps" else name
-        raise InputError(f"Invalid {said} value: {value}. {name} must be {_bound(found)}.")
+        raise InputError(f"Invalid {said} value: {shown(value)}. {name} must be {_bound(found)}.")
 
 
 def positive(name: str, value: Any) -> None:
@@ -123,7 +140,7 @@ def positive(name: str, value: Any) -> None:
     _non_negative(name, value)
     if not value > 0.0:
         said = "epsilon" if name == "eps" else name
-        raise InputError(f"Invalid {said} value: {value}. {name} must be greater than 0.")
+        raise InputError(f"Invalid {said} value: {shown(value)}. {name} must be greater than 0.")
 
 
 def _bound(value: float) -> str:
@@ -132,22 +149,22 @@ def _bound(value: float) -> str:
 
 def _finite(name: str, value: Any) -> None:
     if not math.isfinite(number(name, value)):
-        raise InputError(f"Invalid {name} value: {value}. {name} must be finite.")
+        raise InputError(f"Invalid {name} value: {shown(value)}. {name} must be finite.")
 
 
 def _betas(name: str, value: Any) -> None:
     """Refuse averages that would never forget, or grow."""
     found = pair(value)
     if found is None:
-        raise InputError(sentence(f"{name} must be a pair of numbers", repr(value)))
+        raise InputError(sentence(f"{name} must be a pair of numbers", shown(value)))
     for index, beta in enumerate(found):
         if not 0.0 <= number(f"{name}[{index}]", beta) < 1.0:
             raise InputError(
-                f"Invalid beta parameter at index {index}: {beta}. "
+                f"Invalid beta parameter at index {index}: {shown(beta)}. "
                 f"{name}[{index}] must be in [0, 1)."
             )
     if isinstance(found[0], Tensor) != isinstance(found[1], Tensor):
-        raise InputError(f"{name} must be either both floats or both Tensors. Got {value}.")
+        raise InputError(f"{name} must be either both floats or both Tensors. Got {shown(value)}.")
 
 
 def pair(value: Any) -> tuple[Any, Any] | None:
@@ -169,7 +186,13 @@ def _switch(name: str, value: Any) -> None:
     """Refuse what is neither true nor false; 0, 1 and one-element tensors will do."""
     found = _element(value) if hasattr(value, "item") else value
     if not isinstance(found, int) or found not in (0, 1):
-        raise InputError(sentence(f"{name} must be True or False", repr(value)))
+        raise InputError(sentence(f"{name} must be True or False", shown(value)))
+
+
+def _flag(name: str, value: Any) -> None:
+    """Refuse anything but a bool."""
+    if not isinstance(value, bool):
+        raise InputError(sentence(f"{name} must be True or False", shown(value)))
 
 
 def _switch_or_none(name: str, value: Any) -> None:
@@ -178,13 +201,13 @@ def _switch_or_none(name: str, value: Any) -> None:
             _switch(name, value)
         except InputError:
             contract = f"{name} must be True, False or None"
-            raise InputError(sentence(contract, repr(value))) from None
+            raise InputError(sentence(contract, shown(value))) from None
 
 
 def _bias_correction(name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in BIAS_CORRECTIONS:
         contract = f"{name} must be one of {', '.join(BIAS_CORRECTIONS)}"
-        raise InputError(sentence(contract, repr(value)))
+        raise InputError(sentence(contract, shown(value)))
 
 
 def _state_dtype(name: str, value: Any) -> None:
@@ -193,7 +216,7 @@ def _state_dtype(name: str, value: Any) -> None:
     meant = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     known = isinstance(meant, torch.dtype) and _can_hold_state(meant)
     contract = f"{name} must be a real float dtype, torch.int8 or None"
-    raise InputError(sentence(contract, repr(value), f"Pass {meant}" if known else ""))
+    raise InputError(sentence(contract, shown(value), f"Pass {meant}" if known else ""))
 
 
 def _can_hold_state(dtype: torch.dtype) -> bool:
@@ -202,7 +225,7 @@ def _can_hold_state(dtype: torch.dtype) -> bool:
 
 def _seed(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(sentence(f"{name} must be an integer or None", repr(value)))
+        raise InputError(sentence(f"{name} must be an integer or None", shown(value)))
 
 
 # Every option of every optimizer but the mask, which depends on the parameters.
@@ -212,6 +235,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "dampening": _finite,
     **dict.fromkeys(NON_NEGATIVE, _non_negative),
     **dict.fromkeys(SWITCHES, _switch),
+    **dict.fromkeys(("decoupled_weight_decay", "stochastic_rounding"), _flag),
     **dict.fromkeys(("foreach", "fused"), _switch_or_none),
     "bias_correction": _bias_correction,
     "rounding_seed": _seed,

@@ -115,7 +115,7 @@ def _checked_seed(seed: Any) -> int:
     try:
         return index(seed) & 0xFFFFFFFFFFFFFFFF  # both engines look at 64 bits
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(sentence("seed must be an integer or None", repr(seed))) from None
+        raise InputError(sentence("seed must be an integer or None", checks.shown(seed))) from None
 
 
 _TOO_MANY = 1 << 63  # steps for the core to count

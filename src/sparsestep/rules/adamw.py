@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from sparsestep.contract import checks
 from sparsestep.contract.options import BiasCorrection, Engine, Mask, Semantics, common
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients.layouts import Gradient
@@ -95,7 +96,7 @@ class AdamW(Family, Optimizer):
     ) -> None:
         if decoupled_weight_decay is not True:
             contract = "AdamW: decoupled_weight_decay must be True"
-            raise InputError(sentence(contract, repr(decoupled_weight_decay), "Use Adam"))
+            raise InputError(sentence(contract, checks.shown(decoupled_weight_decay), "Use Adam"))
         super().__init__(
             params,
             lr,

@@ -299,9 +299,10 @@ def rmsprop_(
     hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
     rule = RULES[grad_avg is not None, momentum_buffer is not None]
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
-    with speaking("rmsprop_"):
-        checks.check({"momentum": momentum})
-    if momentum and momentum_buffer is None:
+    if momentum_buffer is None:
+        with speaking("rmsprop_"):
+            checks.check({"momentum": momentum})
+    if momentum_buffer is None and momentum:
         contract = "rmsprop_: momentum needs a momentum_buffer"
         raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
     apply_(

@@ -245,8 +245,9 @@ def sgd_(
         >>> weight[:, 0].tolist()
         [0.0, -1.0]
     """
-    with speaking("sgd_"):
-        checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+    if nesterov is not False or momentum_buffer is None:
+        with speaking("sgd_"):
+            checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
     if nesterov and (momentum <= 0 or dampening != 0):
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None and momentum:
