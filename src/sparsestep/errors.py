@@ -83,12 +83,50 @@ def usable(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
+    except (InputError, torch.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
+        if is_out_of_memory(e):
+            raise MemoryError(str(e)) from None
         missing = isinstance(e, NotImplementedError)
         kind = "an operation that torch does not have" if missing else type(e).__name__
         raise InputError(sentence(what, f"{kind}: {str(e).rstrip('.')}")) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of the CPU's memory, for which it raises a ``RuntimeError``.
+
+    Example:
+        >>> try:
+        ...     torch.empty(2**60, dtype=torch.uint8)
+        ... except RuntimeError as error:
+        ...     is_out_of_memory(error)
+        True
+    """
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
+
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "std::bad_alloc")
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise ``MemoryError`` when torch runs out of the CPU's memory.
+
+    Example:
+        >>> try:
+        ...     with memory_errors():
+        ...         torch.empty(2**60, dtype=torch.uint8)
+        ... except MemoryError:
+        ...     print("caught")
+        caught
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from None
+        raise
 
 
 def _shortened(got: object) -> str:

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import sentence
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
@@ -50,7 +50,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     except OSError as error:
         contract = f"the state of a parameter needs {size:,} bytes of address space"
         remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
-        raise InputError(sentence(contract, error.strerror, remedy)) from None
+        raise MemoryError(sentence(contract, error.strerror, remedy)) from None
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
