@@ -119,7 +119,7 @@ def test_other_threads_have_no_handlers_to_hold_back():
 # Handlers that raise
 
 
-class Raised(Exception):
+class HandlerError(Exception):
     """What a handler raises."""
 
 
@@ -136,7 +136,7 @@ def heard() -> Iterator[list[str]]:
 
         return handle
 
-    errors = {signal.SIGUSR1: Raised, signal.SIGINT: KeyboardInterrupt, signal.SIGUSR2: None}
+    errors = {signal.SIGUSR1: HandlerError, signal.SIGINT: KeyboardInterrupt, signal.SIGUSR2: None}
     before = {signum: signal.signal(signum, handler(error)) for signum, error in errors.items()}
     yield names
     for signum, old in before.items():
@@ -197,7 +197,7 @@ def test_nested_work_defers_signals_to_the_outermost(heard: list[str]):
         assert heard == []
 
     before = handlers()
-    with pytest.raises(Raised):
+    with pytest.raises(HandlerError):
         uninterrupted(outer)
     assert heard == ["SIGUSR1"]
     assert handlers() == before
@@ -233,7 +233,7 @@ def test_a_signal_at_any_line_leaves_all_handlers_and_all_or_no_work(
         sys.settrace(trace)
         try:
             uninterrupted(work)
-        except (KeyboardInterrupt, Raised):
+        except (KeyboardInterrupt, HandlerError):
             pass
         finally:
             sys.settrace(None)

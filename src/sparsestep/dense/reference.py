@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.history import History
+from sparsestep.engines.signals import uninterrupted
 
 
 @torch.no_grad()
@@ -49,9 +50,13 @@ def catch_up(
     stale = int(motion.is_stale(missed, before, after).sum())
     if stale or motion.recomputes:  # else autograd is told of a change in vain
         written.append((param, after))
-    for tensor, new in written:
-        tensor[there] = new.to(tensor.dtype).reshape(tensor[there].shape)
-    last[stamps[0]] = stamps[1]  # in the end: whatever fails before, the rows are still behind
+    # All or nothing: a row that is current and not stamped would catch up again.
+    writes = [
+        (tensor, there, new.to(tensor.dtype).reshape(-1, *tensor.shape[1:]))
+        for tensor, new in written
+    ]
+    writes.append((last, *stamps))
+    uninterrupted(lambda: [each.index_copy_(0, *rest) for each, *rest in writes])
     return stale
 
 
