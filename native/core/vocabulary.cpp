@@ -137,41 +137,116 @@ int64_t Vocabulary::find(const int64_t* ids, int64_t count, int64_t* rows, int t
     return without;
 }
 
-// What the record was before.
-int64_t Vocabulary::count_one(int64_t row, uint32_t now) {
+void Vocabulary::count_one(int64_t row, uint32_t now) {
     Record& record = records_[size_t(row)];
-    const uint64_t before = uint64_t(record.count) << 32 | record.seen;
+    pending_.counted.push_back({uint32_t(row), record.count, record.seen});
     record.seen = now;
     record.count += record.count != most_counted;
-    return int64_t(before);
 }
 
-int64_t Vocabulary::find_and_count(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
-                                   int64_t* before, int threads) {
+// find(), and count the ids that have a row.
+int64_t Vocabulary::count_known(const int64_t* ids, int64_t count, uint32_t now, int64_t* rows,
+                                int threads) {
     if (threads > 1 && count > piece) {  // an id may come in several pieces
         const int64_t without = find(ids, count, rows, threads);
         for (int64_t i = 0; i < count; ++i) {
             if (i + ahead < count) __builtin_prefetch(records_.at(size_t(rows[i + ahead])), 1);
-            if (rows[i] >= options_.shared) before[i] = count_one(rows[i], uint32_t(now));
+            if (rows[i] >= options_.shared) count_one(rows[i], now);
         }
         return without;
     }
-    int64_t with = 0;
     for (int64_t at = 0; at < count; at += ahead) {
-        find_some(ids + at, std::min(ahead, count - at), rows + at, [&](int64_t i) {
-            before[at + i] = count_one(rows[at + i], uint32_t(now));
-            ++with;
-        });
+        find_some(ids + at, std::min(ahead, count - at), rows + at,
+                  [&](int64_t i) { count_one(rows[at + i], now); });
     }
-    return count - with;
+    return count - int64_t(pending_.counted.size());
 }
 
-void Vocabulary::uncount(const int64_t* rows, int64_t count, const int64_t* before) {
-    for (int64_t i = count - 1; i >= 0; --i) {  // an id that comes twice ends with its first
-        if (rows[i] < options_.shared) continue;
-        Record& record = records_[size_t(rows[i])];
-        record.count = uint32_t(uint64_t(before[i]) >> 32);
-        record.seen = uint32_t(uint64_t(before[i]));
+Vocabulary::Claim Vocabulary::claim(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
+                                    int64_t* taken, int threads) {
+    rollback();
+    pending_.counted.reserve(size_t(count));
+    pending_.count = count;
+    pending_.used = used_;
+    pending_.next_candidate = next_candidate_;
+    pending_.latest = latest_;
+    pending_.serial = serial_;
+    pending_.batch_serial = batch_serial_;
+    pending_.is_claimed = true;
+    try {
+        const int64_t without = count_known(ids, count, uint32_t(now), rows, threads);
+        return {without, admit(ids, count, uint32_t(now), rows, taken, without)};
+    } catch (...) {  // out of memory
+        rollback();
+        throw;
+    }
+}
+
+void Vocabulary::commit() noexcept {
+    if (!pending_.is_claimed) return;
+    sightings_ += pending_.count;
+    if (options_.eviction == Eviction::lfu && sightings_ >= options_.fades_after) fade();
+    close();
+}
+
+void Vocabulary::rollback() noexcept {
+    if (!pending_.is_claimed) return;
+    for (size_t i = pending_.undos.size(); i-- > 0;) undo(pending_.undos[i]);
+    for (size_t i = pending_.counted.size(); i-- > 0;) {  // an id that occurs twice: its first last
+        const Counted& was = pending_.counted[i];
+        records_[was.row].count = was.count;
+        records_[was.row].seen = was.seen;
+    }
+    used_ = pending_.used;
+    next_candidate_ = pending_.next_candidate;
+    latest_ = pending_.latest;
+    serial_ = pending_.serial;
+    batch_serial_ = pending_.batch_serial;
+    for (Victims* victims : {&victims_, &candidate_victims_}) {  // keys became smaller
+        victims->clear();
+        victims->release();
+    }
+    close();
+}
+
+// Memory of ordinary batches is kept for the next one.
+void Vocabulary::close() noexcept {
+    pending_.is_claimed = false;
+    pending_.counted.clear();
+    pending_.undos.clear();
+    if (pending_.counted.capacity() > size_t(piece)) std::vector<Counted>().swap(pending_.counted);
+    if (pending_.undos.capacity() > size_t(piece)) std::vector<Undo>().swap(pending_.undos);
+}
+
+void Vocabulary::undo(const Undo& undo) {
+    const size_t index = undo.index;
+    const uint32_t candidate_number = uint32_t(options_.rows) + undo.index + 1;
+    switch (undo.change) {
+        case Change::row_assigned:
+            erase(records_[index].id);
+            records_[index] = {0, 0, 0};
+            break;
+        case Change::row_evicted:
+            erase(records_[index].id);
+            records_[index] = undo.record;
+            insert(undo.record.id, undo.index + 1);
+            break;
+        case Change::candidate_removed:
+            spare_candidates_.pop_back();
+            candidates_[index] = undo.candidate;
+            insert(undo.candidate.id, candidate_number);
+            break;
+        case Change::candidate_counted: candidates_[index] = undo.candidate; break;
+        case Change::candidate_evicted:
+            erase(candidates_[index].id);
+            candidates_[index] = undo.candidate;
+            insert(undo.candidate.id, candidate_number);
+            break;
+        case Change::candidate_from_spare: spare_candidates_.push_back(undo.index); [[fallthrough]];
+        case Change::candidate_appended:
+            erase(candidates_[index].id);
+            candidates_[index] = {0, 0, 0};
+            break;
     }
 }
 
@@ -199,13 +274,13 @@ std::vector<Vocabulary::New> Vocabulary::distinct(const int64_t* ids, const int6
     return found;
 }
 
-int64_t Vocabulary::admit(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
-                          int64_t* taken) {
+int64_t Vocabulary::admit(const int64_t* ids, int64_t count, uint32_t now, int64_t* rows,
+                          int64_t* taken, int64_t without) {
     // What needs memory comes first.
-    std::vector<int32_t> which(size_t(
-        std::count_if(rows, rows + count, [this](int64_t row) { return row < options_.shared; })));
+    std::vector<int32_t> which(static_cast<size_t>(without));
     std::vector<New> found;
-    if (!which.empty()) found = distinct(ids, rows, count, which);
+    if (without) found = distinct(ids, rows, count, which);
+    pending_.undos.reserve(2 * found.size());
     if (now != latest_) {
         latest_ = now;
         victims_.release();
@@ -213,12 +288,10 @@ int64_t Vocabulary::admit(const int64_t* ids, int64_t count, int64_t now, int64_
     candidate_victims_.release();
     batch_serial_ = serial_;
     int64_t* end = taken;
-    for (New& id : found) place(id, uint32_t(now), end);
+    for (New& id : found) place(id, now, end);
     for (size_t i = 0, entry = 0; entry < which.size(); ++i) {
         if (rows[i] < options_.shared) rows[i] = found[size_t(which[entry++])].row;
     }
-    sightings_ += count;
-    if (options_.eviction == Eviction::lfu && sightings_ >= options_.fades_after) fade();
     return end - taken;
 }
 
@@ -232,34 +305,40 @@ void Vocabulary::place(New& id, uint32_t now, int64_t*& taken) {
             count += int64_t(candidates_[size_t(known)].count);
         }
     }
-    const int64_t row = count < options_.admit ? -1 : free_row(now, taken);
+    const bool is_free = used_ < options_.rows;
+    const int64_t row = count < options_.admit ? -1 : free_row(now);
     if (row < 0) {
         id.times = count;
         remember(id, known);
         return;
     }
     if (known >= 0) {
+        const Candidate was = candidates_[size_t(known)];
+        pending_.undos.push_back({Change::candidate_removed, uint32_t(known), {}, was});
         erase(id.id);
         candidates_[size_t(known)] = {0, 0, 0};
         spare_candidates_.push_back(uint32_t(known));
     }
-    records_[size_t(row)] = {id.id, uint32_t(std::min<int64_t>(count, most_counted)), now};
+    Record& record = records_[size_t(row)];
+    const Change change = is_free ? Change::row_assigned : Change::row_evicted;
+    pending_.undos.push_back({change, uint32_t(row), record, {}});
+    if (!is_free) {
+        erase(record.id);
+        *taken++ = row;
+    }
+    record = {id.id, uint32_t(std::min<int64_t>(count, most_counted)), now};
     insert(id.id, uint32_t(row) + 1);
     if (options_.eviction != Eviction::none) victims_.add(key_of(uint32_t(row)), uint32_t(row));
     id.row = row;
 }
 
-int64_t Vocabulary::free_row(uint32_t now, int64_t*& taken) {
+int64_t Vocabulary::free_row(uint32_t now) {
     if (used_ < options_.rows) return used_++;
     if (options_.eviction == Eviction::none) return -1;
-    const int64_t row = victims_.pop(
+    return victims_.pop(
         uint32_t(options_.shared), uint32_t(options_.rows),
         [this](uint32_t index) { return key_of(index); },
         [this, now](uint32_t index) { return records_[index].seen == now; });
-    if (row < 0) return -1;
-    erase(records_[size_t(row)].id);
-    *taken++ = row;
-    return row;
 }
 
 uint64_t Vocabulary::key_of(uint32_t row) const {
@@ -272,12 +351,16 @@ uint64_t Vocabulary::key_of(uint32_t row) const {
 void Vocabulary::remember(const New& id, int64_t known) {
     if (!options_.candidates) return;
     const bool is_new = known < 0;
+    Change change = Change::candidate_counted;
     if (is_new && !spare_candidates_.empty()) {
+        change = Change::candidate_from_spare;
         known = spare_candidates_.back();
         spare_candidates_.pop_back();
     } else if (is_new && next_candidate_ < options_.candidates) {
+        change = Change::candidate_appended;
         known = next_candidate_++;
     } else if (is_new) {
+        change = Change::candidate_evicted;
         known = candidate_victims_.pop(
             0, uint32_t(next_candidate_),
             [this](uint32_t index) {
@@ -286,9 +369,10 @@ void Vocabulary::remember(const New& id, int64_t known) {
             },
             [this](uint32_t index) { return candidates_[index].serial > batch_serial_; });
         if (known < 0) return;
-        erase(candidates_[size_t(known)].id);
     }
     Candidate& candidate = candidates_[size_t(known)];
+    pending_.undos.push_back({change, uint32_t(known), {}, candidate});
+    if (change == Change::candidate_evicted) erase(candidate.id);
     candidate.id = id.id;
     candidate.count = std::min<uint64_t>(uint64_t(id.times), most_counted_candidate);
     candidate.serial = ++serial_;

@@ -40,20 +40,21 @@ public:
     // The row of each id; a shared one where it has none. Returns how many have none.
     int64_t find(const int64_t* ids, int64_t count, int64_t* rows, int threads) const;
 
-    // The same, and those that have a row were seen once more. `before` gets what uncount() needs
-    // to make that undone; room for `count`.
-    int64_t find_and_count(const int64_t* ids, int64_t count, int64_t now, int64_t* rows,
-                           int64_t* before, int threads);
-    void uncount(const int64_t* rows, int64_t count, const int64_t* before);
-
-    // Then take note of the others, and give rows to those that have been seen often enough; `rows`
-    // are then theirs. Rows that were seen since the clock was other than `now` are not taken from
-    // anybody. Returns which rows were, in order; room for as many as have none.
-    int64_t admit(const int64_t* ids, int64_t count, int64_t now, int64_t* rows, int64_t* taken);
+    // Look up ids in training: count all of them, and give rows to those that have been seen often
+    // enough. Provisional until commit(); rollback() undoes it, and so does the next claim(). Rows
+    // seen at `now` are not evicted. `taken` receives the evicted rows, in order; both outputs need
+    // room for `count`. If this throws, nothing has changed.
+    struct Claim {
+        int64_t without, taken;  // ids that had no row, rows that were evicted
+    };
+    Claim claim(const int64_t* ids, int64_t count, int64_t now, int64_t* rows, int64_t* taken,
+                int threads);
+    void commit() noexcept;    // of the latest claim; neither allocates nor throws
+    void rollback() noexcept;  // nothing to do if no claim is pending
 
     VocabularySizes sizes() const { return {used_, candidates_used(), sightings_}; }
     void save(const VocabularyArrays& to) const;
-    // Into one that has seen nothing; false, and nothing is loaded, where an id comes twice.
+    // Replace everything; false, and nothing has changed, if an id occurs twice.
     bool load(const VocabularyArrays& from, const VocabularySizes& sizes, int64_t now);
     int64_t bytes() const;
 
@@ -70,7 +71,33 @@ private:
         uint64_t count : 16, serial : 48;  // 0: none; larger if seen later
     };
     static constexpr uint64_t most_counted_candidate = (1 << 16) - 1;
-    struct New;  // an id without a row, in one call of see()
+    struct New;  // an id without a row, in one claim
+    struct Counted {
+        uint32_t row, count, seen;  // of a record before it was counted
+    };
+    enum class Change {
+        row_assigned,       // a free row
+        row_evicted,        // record: the evicted one
+        candidate_removed,  // candidate: got a row, its entry is now a spare one
+        candidate_counted,  // candidate: before it was counted once more
+        candidate_evicted,  // candidate: the evicted one
+        candidate_appended,
+        candidate_from_spare,
+    };
+    struct Undo {
+        Change change;
+        uint32_t index;
+        Record record;
+        Candidate candidate;
+    };
+    // What rollback() needs. The vectors are reserved before anything changes.
+    struct Pending {
+        bool is_claimed = false;
+        int64_t count, used, next_candidate, latest;
+        uint64_t serial, batch_serial;
+        std::vector<Counted> counted;
+        std::vector<Undo> undos;
+    };
 
     uint32_t tag_of(int64_t id) const;
     int64_t home_of(uint32_t tag) const { return int64_t(uint64_t(tag) * slots_count_ >> 32); }
@@ -81,11 +108,17 @@ private:
     void erase(int64_t id);
     template <class Known>
     void find_some(const int64_t* ids, int64_t count, int64_t* rows, const Known& known) const;
-    int64_t count_one(int64_t row, uint32_t now);
+    int64_t count_known(const int64_t* ids, int64_t count, uint32_t now, int64_t* rows,
+                        int threads);
+    void count_one(int64_t row, uint32_t now);
+    int64_t admit(const int64_t* ids, int64_t count, uint32_t now, int64_t* rows, int64_t* taken,
+                  int64_t without);
+    void undo(const Undo& undo);
+    void close() noexcept;
     std::vector<New> distinct(const int64_t* ids, const int64_t* rows, int64_t count,
                               std::vector<int32_t>& which) const;
     void place(New& id, uint32_t now, int64_t*& taken);
-    int64_t free_row(uint32_t now, int64_t*& taken);
+    int64_t free_row(uint32_t now);
     void remember(const New& id, int64_t known);
     void fade();
     uint64_t key_of(uint32_t row) const;
@@ -101,6 +134,7 @@ private:
     uint64_t serial_ = 0, batch_serial_ = 0;
     int64_t latest_ = -1;  // what the clock said
     Victims victims_, candidate_victims_;
+    Pending pending_;
 };
 
 }  // namespace sparsestep

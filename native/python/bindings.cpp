@@ -14,6 +14,7 @@
 #include "python/jobs.h"
 #include "python/lookup.h"
 #include "python/owners.h"
+#include "python/row_writes.h"
 #include "python/storage.h"
 #include "python/vocabulary.h"
 
@@ -137,6 +138,7 @@ NB_MODULE(_native, module) {
     bind_owners(module);
     bind_storage(module);
     bind_lookup(module);
+    bind_row_writes(module);
     bind_vocabulary(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),

@@ -29,45 +29,49 @@ public:
         const int64_t count = numel(ids);
         const int64_t* const from = integers(ids);
         int64_t* const to = writable(rows, count);
+        rollback();
         nb::gil_scoped_release release;
         return known_.find(from, count, to, threads);
     }
 
-    int64_t find_and_count(nb::object ids, nb::object rows, int64_t now, nb::object before,
-                           int threads) {
+    // How many ids had no row, how many rows were evicted, and the number of the claim.
+    nb::tuple claim(nb::object ids, nb::object rows, int64_t now, nb::object taken, int threads) {
         const int64_t count = numel(ids);
         const int64_t* const from = integers(ids);
-        int64_t *const to = writable(rows, count), *const was = writable(before, count);
-        check_time(now);
-        nb::gil_scoped_release release;
-        return known_.find_and_count(from, count, now, to, was, threads);
+        int64_t *const to = writable(rows, count), *const evicted = writable(taken, count);
+        const int64_t most = std::numeric_limits<uint32_t>::max();
+        if (now < 1 || now > most) throw nb::value_error("sparsestep: no such time");
+        Vocabulary::Claim made;
+        {
+            nb::gil_scoped_release release;
+            made = known_.claim(from, count, now, to, evicted, threads);
+        }
+        pending_ = ++claims_;
+        return nb::make_tuple(made.without, made.taken, pending_);
     }
 
-    void uncount(nb::object rows, nb::object before) {
-        const int64_t count = numel(rows);
-        const int64_t* const from = integers(rows);
-        const bool fit = std::all_of(
-            from, from + count, [this](int64_t row) { return row >= 0 && row < options_.rows; });
-        if (!fit) throw nb::value_error("sparsestep: no such rows");
-        known_.uncount(from, count, writable(before, count));
+    // False, and nothing has changed, unless this claim is the pending one.
+    bool commit(int64_t claim) {
+        if (!claim || claim != pending_) return false;
+        pending_ = 0;
+        known_.commit();
+        return true;
     }
 
-    int64_t admit(nb::object ids, nb::object rows, int64_t now, nb::object taken) {
-        const int64_t count = numel(ids);
-        const int64_t* const from = integers(ids);
-        int64_t *const to = writable(rows, count), *const changed = writable(taken, count);
-        check_time(now);
-        nb::gil_scoped_release release;
-        return known_.admit(from, count, now, to, changed);
+    void rollback() {
+        pending_ = 0;
+        known_.rollback();
     }
 
-    nb::tuple sizes() const {
+    nb::tuple sizes() {
+        rollback();
         const VocabularySizes found = known_.sizes();
         return nb::make_tuple(found.used, found.candidates, found.sightings);
     }
 
     void save(nb::object ids, nb::object counts, nb::object seen, nb::object candidate_ids,
               nb::object candidate_counts) {
+        rollback();
         known_.save(arrays_of(ids, counts, seen, candidate_ids, candidate_counts, options_));
     }
 
@@ -77,6 +81,7 @@ public:
         const bool fits = used >= options_.shared && used <= options_.rows && candidates >= 0 &&
                           candidates <= options_.candidates;
         if (!fits) throw nb::value_error("sparsestep: no such vocabulary");
+        rollback();
         return known_.load(arrays_of(ids, counts, seen, candidate_ids, candidate_counts, options_),
                            {used, candidates, sightings}, now);
     }
@@ -84,13 +89,9 @@ public:
     int64_t bytes() const { return known_.bytes(); }
 
 private:
-    static void check_time(int64_t now) {
-        const int64_t most = std::numeric_limits<uint32_t>::max();
-        if (now < 1 || now > most) throw nb::value_error("sparsestep: no such time");
-    }
-
     VocabularyOptions options_;
     Vocabulary known_;
+    int64_t claims_ = 0, pending_ = 0;  // the number of the pending claim, or 0
 };
 
 BoundVocabulary make_vocabulary(int64_t rows, int64_t shared, int64_t admit, int64_t candidates,
@@ -111,13 +112,12 @@ void bind_vocabulary(nb::module_& module) {
     nb::class_<BoundVocabulary>(module, "Vocabulary", "Which row each id has.")
         .def("find", &BoundVocabulary::find, nb::arg("ids"), nb::arg("rows"), nb::arg("threads"),
              "Write the row of each id; how many have none of their own.")
-        .def("find_and_count", &BoundVocabulary::find_and_count, nb::arg("ids"), nb::arg("rows"),
-             nb::arg("now"), nb::arg("before"), nb::arg("threads"),
-             "The same, and those that have a row were seen once more.")
-        .def("uncount", &BoundVocabulary::uncount, nb::arg("rows"), nb::arg("before"),
-             "Make that undone, with the rows and what was before.")
-        .def("admit", &BoundVocabulary::admit, nb::arg("ids"), nb::arg("rows"), nb::arg("now"),
-             nb::arg("taken"), "Then take note of the others; how many rows changed hands.")
+        .def("claim", &BoundVocabulary::claim, nb::arg("ids"), nb::arg("rows"), nb::arg("now"),
+             nb::arg("taken"), nb::arg("threads"),
+             "Count ids and assign rows, provisionally: any call but commit undoes it.")
+        .def("commit", &BoundVocabulary::commit, nb::arg("claim"),
+             "Make the pending claim final; false if it is another one.")
+        .def("rollback", &BoundVocabulary::rollback, "Undo the pending claim, if there is one.")
         .def("sizes", &BoundVocabulary::sizes, "Rows in use, candidates, sightings.")
         .def("save", &BoundVocabulary::save, nb::arg("ids"), nb::arg("counts"), nb::arg("seen"),
              nb::arg("candidate_ids"), nb::arg("candidate_counts"), "Write all of it to tensors.")

@@ -1,10 +1,24 @@
 // Ids and their rows, against the plainest model of them.
 #include <algorithm>
+#include <cstdlib>
 #include <map>
+#include <new>
 #include <string>
 
 #include "core/vocabulary.h"
 #include "testing.h"
+
+// How many more allocations of this thread succeed; negative: all.
+static thread_local int64_t allocations_left = -1;
+
+void* operator new(size_t size) {
+    if (allocations_left == 0) throw std::bad_alloc();
+    if (allocations_left > 0) --allocations_left;
+    if (void* const found = std::malloc(size ? size : 1)) return found;
+    throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace sparsestep::testing {
 namespace {
@@ -79,6 +93,17 @@ struct Model {
     }
 };
 
+using Contents = std::vector<std::vector<int64_t>>;
+
+Contents contents_of(const Vocabulary& vocabulary, const VocabularyOptions& options) {
+    Contents found(5, std::vector<int64_t>(size_t(options.rows)));
+    vocabulary.save(
+        {found[0].data(), found[1].data(), found[2].data(), found[3].data(), found[4].data()});
+    const VocabularySizes sizes = vocabulary.sizes();
+    found.push_back({sizes.used, sizes.candidates, sizes.sightings});
+    return found;
+}
+
 void test_against_model(const VocabularyOptions& options, int64_t ids, int64_t steps,
                         unsigned seed) {
     const std::string what = std::to_string(options.rows) + " rows, admit " +
@@ -99,14 +124,40 @@ void test_against_model(const VocabularyOptions& options, int64_t ids, int64_t s
             right &= it == model.row_of.end() ? found[i] < options.shared : found[i] == it->second;
         }
         const int64_t size = int64_t(batch.size());
-        std::vector<int64_t> before(batch.size()), again(batch.size());
-        if (random() % 4 == 0) {  // and then it is not done
-            vocabulary.find_and_count(batch.data(), size, now, again.data(), before.data(), 2);
-            vocabulary.uncount(again.data(), size, before.data());
+        const auto claim = [&](std::vector<int64_t>& to) {
+            return vocabulary.claim(batch.data(), size, now, to.data(), taken.data(), 2);
+        };
+        if (random() % 4 == 0) {  // and then it is undone
+            std::vector<int64_t> provisional(batch.size());
+            const auto was = contents_of(vocabulary, options);
+            for (int64_t at = now; at < now + 2; ++at) {
+                vocabulary.claim(batch.data(), size, at, provisional.data(), taken.data(), 2);
+            }
+            vocabulary.rollback();
+            right &= was == contents_of(vocabulary, options);
+            vocabulary.find(batch.data(), size, provisional.data(), 2);
+            right &= provisional == found;
         }
-        vocabulary.find_and_count(batch.data(), size, now, again.data(), before.data(), 2);
-        right &= again == found;
-        vocabulary.admit(batch.data(), size, now, found.data(), taken.data());
+        if (random() % 8 == 0) {  // memory runs out in one allocation after the other
+            const auto was = contents_of(vocabulary, options);
+            for (int64_t failing = 0;; ++failing) {
+                bool is_whole = true;
+                allocations_left = failing;
+                try {
+                    claim(found);
+                } catch (const std::bad_alloc&) {
+                    is_whole = false;
+                }
+                allocations_left = -1;
+                if (is_whole) break;
+                right &= was == contents_of(vocabulary, options);
+            }
+        } else {
+            claim(found);
+        }
+        allocations_left = 0;  // commit must not allocate
+        vocabulary.commit();
+        allocations_left = -1;
         model.see(batch, now);
         for (size_t i = 0; i < batch.size(); ++i) {
             const auto it = model.row_of.find(batch[i]);

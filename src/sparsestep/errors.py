@@ -120,9 +120,11 @@ def usable(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
+    except (InputError, torch.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
+        if is_out_of_memory(e):
+            raise MemoryError(str(e)) from None
         missing = isinstance(e, NotImplementedError)
         kind = "an operation that torch does not have" if missing else type(e).__name__
         raise InputError(sentence(what, f"{kind}: {str(e).rstrip('.')}")) from None

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -111,3 +114,135 @@ def test_other_threads_have_no_handlers_to_hold_back():
     thread.start()
     thread.join()
     assert done == ["work"]
+
+
+# Handlers that raise
+
+
+class HandlerError(Exception):
+    """What a handler raises."""
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """Names of the signals whose handlers have run; those of SIGUSR1 and SIGINT raise."""
+    names: list[str] = []
+
+    def handler(error: type[BaseException] | None) -> Callable[[int, FrameType | None], None]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            names.append(signal.Signals(signum).name)
+            if error is not None:
+                raise error
+
+        return handle
+
+    errors = {signal.SIGUSR1: HandlerError, signal.SIGINT: KeyboardInterrupt, signal.SIGUSR2: None}
+    before = {signum: signal.signal(signum, handler(error)) for signum, error in errors.items()}
+    yield names
+    for signum, old in before.items():
+        signal.signal(signum, old)
+
+
+def handlers() -> dict[int, Any]:
+    return {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+
+
+def send(*signals: signal.Signals, then: type[Exception] | None = None) -> Callable[[], None]:
+    def work() -> None:
+        for signum in signals:
+            signal.raise_signal(signum)
+        if then is not None:
+            raise then
+
+    return work
+
+
+POSIX = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")
+
+
+@POSIX
+@pytest.mark.parametrize("then", [None, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "order",
+    [
+        (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2),
+        (signal.SIGINT, signal.SIGUSR2, signal.SIGUSR1),
+    ]
+    if hasattr(signal, "SIGUSR1")
+    else [],
+)
+def test_every_signal_is_handled_although_handlers_and_the_work_raise(
+    heard: list[str], order: tuple[signal.Signals, ...], then: type[Exception] | None
+):
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        uninterrupted(send(*order, then=then))
+    assert heard == [signum.name for signum in order]
+    assert handlers() == before
+    if then is not None:
+        assert isinstance(raised.value.__context__, then)
+
+
+@POSIX
+def test_the_error_of_the_work_propagates_if_no_handler_raises(heard: list[str]):
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(send(signal.SIGUSR2, then=ZeroDivisionError))
+    assert heard == ["SIGUSR2"]
+
+
+@POSIX
+def test_nested_work_defers_signals_to_the_outermost(heard: list[str]):
+    def outer() -> None:
+        uninterrupted(send(signal.SIGUSR1))
+        assert heard == []
+
+    before = handlers()
+    with pytest.raises(HandlerError):
+        uninterrupted(outer)
+    assert heard == ["SIGUSR1"]
+    assert handlers() == before
+
+
+@POSIX
+@pytest.mark.parametrize("extra", [(), (signal.SIGUSR1,)] if hasattr(signal, "SIGUSR1") else [])
+def test_a_signal_at_any_line_leaves_all_handlers_and_all_or_no_work(
+    heard: list[str], extra: tuple[signal.Signals, ...]
+):
+    """Ctrl-C at every line of the module in turn, also while the handler of another raises."""
+    module = sys.modules[uninterrupted.__module__].__file__
+    before, sent = handlers(), 0
+    for nth in range(1, 1000):
+        done: list[str] = []
+        count = 0
+
+        def work(done: list[str] = done) -> None:
+            done.append("first")
+            for signum in extra:
+                signal.raise_signal(signum)
+            done.append("last")
+
+        def trace(frame: FrameType, event: str, arg: object, nth: int = nth) -> Any:
+            nonlocal count
+            if frame.f_code.co_filename == module and event == "line":
+                count += 1
+                if count == nth:
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        heard.clear()
+        sys.settrace(trace)
+        try:
+            uninterrupted(work)
+        except (KeyboardInterrupt, HandlerError):
+            pass
+        finally:
+            sys.settrace(None)
+        assert handlers() == before, nth
+        assert done in ([], ["first", "last"]), nth
+        if count < nth:
+            break
+        sent += 1
+        assert heard.count("SIGINT") == 1, nth
+        if extra and done:
+            assert "SIGUSR1" in heard, nth
+    assert sent > 20

@@ -211,3 +211,18 @@ def test_what_cannot_grow_is_refused_and_stays_as_it_is():
     with pytest.raises(InputError, match=r"^grow: init must be a function .* Got a int"):
         grow(table, 5, optimizer, init=5)
     assert unchanged(optimizer, before)
+
+
+def test_growing_beyond_memory_is_a_memory_error():
+    table = sparsestep.nn.Embedding(4, 2)
+    optimizer = sparsestep.Adam(table.parameters())
+    train(table, optimizer, [0, 2])
+    optimizer.zero_grad()
+    vocabulary = sparsestep.nn.Vocabulary(4)
+    vocabulary.attach(table, optimizer)
+    before, random = snapshot(optimizer), torch.get_rng_state()
+    with pytest.raises(MemoryError):
+        grow(table, 2**48, optimizer)
+    assert unchanged(optimizer, before)
+    assert table.num_embeddings == 4
+    assert torch.equal(torch.get_rng_state(), random)

@@ -86,20 +86,20 @@ def test_many_at_once_are_the_same_for_any_number_of_threads(kind: Any, threads:
     options = Options(40_000, 1, 1, "lru")
     ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3)) * 2**40
     real = kind(options)
-    counted = real.count(ids, 1)
-    assert counted.without == len(ids)
-    real.admit(ids, counted, 1)
-    rows = counted.rows
+    claim = real.claim(ids, 1)
+    assert claim.without == len(ids)
+    real.commit(claim)
+    rows = claim.rows
     assert rows.tolist() == [*range(1, 40_000), *(10_001 * [0])]
     again, without = real.find(ids)
     assert without == 10_001
     assert torch.equal(again, rows)
     before = real.save()
-    real.uncount(real.count(ids[:30_000].repeat(2), 2))
+    real.claim(ids[:30_000].repeat(2), 2)  # abandoned
     for one, other in zip(real.save(), before, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     both = ids[:30_000].repeat(2)
-    real.admit(both, real.count(both, 2), 2)
+    real.commit(real.claim(both, 2))
     assert real.save().counts[rows[:30_000]].unique().tolist()[-1] == 3
 
 
@@ -108,7 +108,7 @@ def test_ids_that_come_twice_are_not_loaded(kind: Any):
     options = Options(4, 1, 1, None)
     real = kind(options)
     ids = torch.tensor([7, 8])
-    real.admit(ids, real.count(ids, 1), 1)
+    real.commit(real.claim(ids, 1))
     saved = real.save()
     saved.ids[2] = 7
     assert not real.load(saved, 1)

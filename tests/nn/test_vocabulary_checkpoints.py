@@ -148,3 +148,9 @@ def test_tables_that_cannot_be_attached():
         with pytest.raises(InputError, match=f"^Vocabulary.attach: .*{message}"):
             vocabulary.attach(*args, **options)
     vocabulary.attach(torch.nn.EmbeddingBag(5, 2, padding_idx=0))
+
+
+@pytest.mark.parametrize("wrong", [None, 7, [None], [b"bytes"], ["right", "\ud800"], ["\udc80"]])
+def test_hash_strings_names_its_argument(wrong: Any):
+    with pytest.raises(InputError, match=r"^hash_strings: strings must .* Got .*\."):
+        sparsestep.nn.hash_strings(wrong)

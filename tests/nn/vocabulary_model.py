@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -111,7 +112,9 @@ class Faster(Model):
 
     def see(self, ids: list[int], now: int) -> list[int]:
         given = torch.tensor(ids, dtype=torch.int64)
-        taken: list[int] = self._ids.admit(given, self._ids.count(given, now), now).tolist()
+        claim = self._ids.claim(given, now)
+        self._ids.commit(claim)
+        taken: list[int] = claim.taken.tolist()
         return taken
 
 
@@ -131,7 +134,7 @@ def compare(
         ids: what is looked up.
         now: the time.
         learns: whether ids are counted.
-        undone: they are once more, before, and that is taken back.
+        undone: two claims are abandoned before, the second at a later time.
     """
     given = torch.tensor(ids, dtype=torch.int64)
     rows, without = real.find(given)
@@ -141,12 +144,20 @@ def compare(
     if not learns:
         return True
     if undone:
-        real.uncount(real.count(given, now))
-    counted = real.count(given, now)
-    if counted.rows.tolist() != expected or counted.without != without:
+        was = real.save()
+        real.claim(given, now)
+        real.claim(given, now + 1)
+        if not all(map(_equal, was, real.save())) or real.find(given)[0].tolist() != expected:
+            return False
+    claim = real.claim(given, now)
+    real.commit(claim)
+    if claim.without != without or claim.taken.tolist() != model.see(ids, now):
         return False
-    taken = real.admit(given, counted, now)
-    return taken.tolist() == model.see(ids, now) and counted.rows.tolist() == model.find(ids)
+    return claim.rows.tolist() == model.find(ids)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
 def reloaded(real: Ids, options: Options, now: int) -> Ids:

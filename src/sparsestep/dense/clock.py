@@ -169,6 +169,7 @@ class RowClock:
         if mapped_files:
             about_to_write(param, state, rows)
         busy, self.busy = self.busy, True
+        self._mark = None  # in case an exception comes between the write and the new mark
         try:
             self._stamps.begin(rows)
             missed = self.history, self.rule, self.last
@@ -315,20 +316,28 @@ class RowClock:
         self.last.fill_(step)
         self._whole = step
 
-    def grow(self, rows: int) -> None:
-        """Have more rows, all those that were there being current."""
-        fresh = torch.ones(rows, dtype=torch.bool, device="cpu")
+    def prepare_to_grow(self, rows: int) -> Callable[[], None]:
+        """Allocate for more rows, while all rows are current; the result commits the growth."""
+        fresh, now = torch.ones(rows, dtype=torch.bool, device="cpu"), self.history.now
         fresh[: self.rows] = self.fresh
-        self.rows = rows
-        self._stamps = Stamps(rows, 0)
-        self._movable = self._swept = None
-        self.stamp_all(self.history.now, fresh=fresh)
+        stamps = Stamps(rows, 0)
+        stamps.last.copy_(torch.where(fresh, ~now, now))
+        return partial(
+            vars(self).update, rows=rows, _stamps=stamps, _movable=None, _swept=None, _whole=now
+        )
 
-    def begin_rows_anew(self, rows: Tensor) -> None:
-        """Mark rows as current now, and as rows that never had a gradient."""
-        rows = rows.cpu()
+    def reset_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What to write where, for rows that are current now and never had a gradient.
+
+        Args:
+            rows: int64 of one dim, on the CPU.
+
+        Returns:
+            A tensor, the rows, and their new value.
+        """
         self._stamps.begin(rows)
-        self.last.index_fill_(0, rows, ~self.history.now)
+        value = torch.full((1,), ~self.history.now, dtype=self.last.dtype, device="cpu")
+        return self.last, rows, value
 
 
 def _mark_of(param: Tensor) -> tuple[int, int]:

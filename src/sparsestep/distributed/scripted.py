@@ -10,13 +10,13 @@ There is no ``from __future__ import annotations``: TorchScript needs them as ty
 """
 
 from contextlib import ExitStack
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsestep.locks import fork_safe_lock
 from sparsestep.optimizer.functional import FunctionalOptimizer
 
 
@@ -43,14 +43,16 @@ class Served:
     parameter wait for each other nevertheless, so that none is lost.
     """
 
-    _guard = Lock()
+    _guard = fork_safe_lock()
     _all_locks = WeakTensorKeyDictionary()
 
     def __init__(self, optimizer: FunctionalOptimizer) -> None:
         self._optimizer = optimizer
         self._params = optimizer.param_group["params"]
         with Served._guard:
-            self._locks = {id(p): Served._all_locks.setdefault(p, Lock()) for p in self._params}
+            self._locks = {
+                id(p): Served._all_locks.setdefault(p, fork_safe_lock()) for p in self._params
+            }
 
     def step(self, gradients: list[Tensor | None]) -> None:
         """Update every parameter whose gradient is not ``None``."""

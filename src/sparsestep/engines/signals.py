@@ -1,22 +1,31 @@
-"""Work that no signal handler comes between.
+"""Deferred signals: work that no signal handler interrupts.
 
-Python runs the handlers of signals between any two of its instructions, and that of Ctrl-C raises
-an exception there. What must be done as a whole, or not at all, holds the handlers back meanwhile.
+Python runs signal handlers between any two bytecodes of the main thread, and the handler of Ctrl-C
+raises an exception there. Work that must happen as a whole replaces the handlers while it runs.
+
+A signal mask would not do: another thread, such as one of torch's, may receive the signal, and
+Python then runs the handler in the main thread all the same.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal.getsignal takes ten times as long
 import signal
 import threading
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
-# Those that programs have handlers for.
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF")
-_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
 
 
 def uninterrupted(work: Callable[[], object]) -> None:
-    """Call ``work``; signals that arrive meanwhile are handled when it has returned.
+    """Call ``work`` with signals deferred.
+
+    Signals that arrive meanwhile are handled when ``work`` has returned or raised, each of them,
+    after all handlers have been restored. If a handler raises, its exception propagates, with that
+    of ``work`` as its context. If several do, the first one propagates, or the first that is no
+    ``Exception``, such as ``KeyboardInterrupt``.
 
     Example:
         >>> done = []
@@ -29,20 +38,64 @@ def uninterrupted(work: Callable[[], object]) -> None:
         ...     print(done)
         ['all of it']
     """
-    if threading.current_thread() is not threading.main_thread():
-        work()  # handlers run in the main thread alone
+    if threading.get_ident() != threading.main_thread().ident:
+        work()  # handlers run in the main thread only
         return
-    arrived: list[int] = []
-    handlers = {}
+    deferral = _Deferral()
     try:
-        for signum in _SIGNALS:
-            handler = signal.getsignal(signum)
-            if callable(handler):  # else it is no handler of Python's
-                handlers[signum] = handler
-                signal.signal(signum, lambda signum, _: arrived.append(signum))
+        deferral.install()
         work()
     finally:
-        for signum, handler in reversed(handlers.items()):  # Ctrl-C last: its handler raises
-            signal.signal(signum, handler)
-    for signum in arrived:
-        signal.raise_signal(signum)
+        try:
+            deferral.release()
+        finally:  # in case a handler raised outside the loop, where handlers may run again
+            deferral.release()
+
+
+class _Deferral:
+    """A handler that records signals, or passes them on once it is no longer ``is_holding``.
+
+    So signals work even if a handler raises before this object has been uninstalled everywhere.
+    """
+
+    def __init__(self) -> None:
+        self.is_holding = True
+        self._handlers: dict[int, Any] = {}
+        self._installed: list[int] = []
+        self._arrived: list[tuple[int, FrameType | None]] = []
+        self._errors: list[BaseException] = []
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_holding:
+            self._arrived.append((signum, frame))
+        else:
+            self._handlers[signum](signum, frame)
+
+    def install(self) -> None:
+        """Replace every handler that is a Python function."""
+        for signum, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
+            if callable(handler):
+                if isinstance(handler, _Deferral) and not handler.is_holding:  # left behind
+                    handler = handler._handlers[signum]
+                self._handlers[signum] = handler
+                self._installed.append(signum)
+                _signal.signal(signum, self)
+
+    def release(self) -> None:
+        """Restore all handlers, then handle the signals that have arrived. May be called again."""
+        while self.is_holding or self._installed or self._arrived:
+            try:
+                self.is_holding = False  # from here on, a handler may raise at any bytecode
+                while self._installed:
+                    signum = self._installed[-1]
+                    if _signal.getsignal(signum) is self:
+                        _signal.signal(signum, self._handlers[signum])
+                    self._installed.pop()
+                while self._arrived:
+                    handler = self._handlers[self._arrived[0][0]]
+                    handler(*self._arrived.pop(0))
+            except BaseException as error:
+                self._errors.append(error)
+        errors, self._errors = self._errors, []
+        if errors:
+            raise next((e for e in errors if not isinstance(e, Exception)), errors[0])

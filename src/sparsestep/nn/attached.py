@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients.arriving import source_of
 from sparsestep.memory import parameters
 from sparsestep.memory.files import about_to_write, mapped_files, written
+from sparsestep.memory.row_writes import RowWrites
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.torch_internals import own_parameters, without_torch_function
+from sparsestep.torch_internals import own_parameters
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 AnyOptimizer: TypeAlias = RuleOptimizer | FunctionalOptimizer
@@ -64,10 +67,10 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
 
 
 def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
-    """The same whatever else draws random numbers, and nobody else draws others for it.
+    """Fill rows with random numbers of their own; torch's generator is left as it was.
 
     Args:
-        values: rows that begin anew.
+        values: rows that start over.
         init: fills them in place.
         seed: of their random numbers.
 
@@ -77,10 +80,42 @@ def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
         ...     torch.equal(ours, torch.randn(3))
         True
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(seed)
-        init(values)
+
+    def draw() -> None:
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            init(values)
+        finally:
+            generator.set_state(before)
+
+    with torch.no_grad():
+        uninterrupted(draw)
     return values
+
+
+@contextmanager
+def restoring_rng() -> Iterator[Callable[[], None]]:
+    """Restore the state of torch's CPU generator on error, unless what is yielded was called.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> try:
+        ...     with restoring_rng():
+        ...         torch.rand(3) / int("none")
+        ... except ValueError:
+        ...     torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    generator = torch.default_generator
+    states = [generator.get_state()]
+    try:
+        yield states.clear
+    except BaseException:
+        for state in states:
+            generator.set_state(state)
+        raise
 
 
 class Attached:
@@ -136,36 +171,33 @@ class Attached:
         return [(each._rounds, each._updates) for each in self.optimizers]
 
     @torch.no_grad()
-    def prepare(self, rows: Tensor, seed: int) -> Callable[[], None]:
-        """Have rows begin anew: all that may raise.
+    def prepare(self, rows: Tensor, seed: int, writes: RowWrites) -> Callable[[], None]:
+        """Add rows that start over, with their state, to ``writes``; everything that can raise.
 
         Args:
-            rows: which ones.
+            rows: which ones, on the CPU.
             seed: of the new values.
+            writes: commits them.
 
         Returns:
-            The rest, which cannot fail.
+            What has to be called once they are committed.
         """
         weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
         memory = parameters.memory_of(weight)
         parameters.check_writable("the weight of a table", memory)
-        forgets = [each._prepare_to_forget(weight, rows) for each in self.optimizers]
-        if mapped_files and rows.numel():
+        for optimizer in self.optimizers:
+            optimizer._prepare_to_forget(weight, rows, writes, is_overwritten=True)
+        if mapped_files:
             about_to_write(weight, (), rows)
-        values = self._new_values(weight, rows.numel(), seed)
-        return partial(uninterrupted, partial(self._commit, weight, rows, values, forgets))
+        writes.add(memory.detach(), rows, self._new_values(weight, rows.numel(), seed))
+        return partial(self._note_written, weight)
 
     def _new_values(self, weight: Tensor, count: int, seed: int) -> Tensor:
         values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
         return drawn(values, self.init, seed)
 
-    def _commit(
-        self, weight: Tensor, rows: Tensor, values: Tensor, forgets: Sequence[Callable[[], None]]
-    ) -> None:
-        for forget in forgets:
-            forget()
-        with torch.no_grad(), without_torch_function():
-            weight.index_copy_(0, rows.to(weight.device), values.to(weight.device))
+    def _note_written(self, weight: Tensor) -> None:
+        increment_version([weight])
         for optimizer in self.optimizers:
             clock = optimizer._clocks.get(id(weight))
             if clock is not None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, memory_errors, sentence, usable
 from sparsestep.memory import parameters
 from sparsestep.memory.files import file_of
-from sparsestep.nn.attached import AnyOptimizer, Init, Table, ours, weight_of
+from sparsestep.nn.attached import AnyOptimizer, Init, Table, ours, restoring_rng, weight_of
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.growing import prepare_to_grow
 from sparsestep.torch_internals import without_torch_function
@@ -40,7 +40,11 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
 
     Raises:
         InputError: it cannot grow, because it is sharded, masked, in shared memory or has a
-            gradient; nothing was changed.
+            gradient.
+        MemoryError: there is not enough memory.
+
+    Whatever it raises, also ``KeyboardInterrupt``: table and optimizers have grown or nothing has
+    changed.
 
     Example:
         >>> import sparsestep
@@ -56,7 +60,9 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
         >>> optimizer.state[weight]["exp_avg"].shape
         torch.Size([5, 4])
     """
-    uninterrupted(prepare_growth(module, rows, optimizers, init))
+    with restoring_rng() as keep_rng:
+        commit = prepare_growth(module, rows, optimizers, init)
+        uninterrupted(lambda: [work() for work in (commit, keep_rng)])
 
 
 class Spare(NamedTuple):
@@ -114,7 +120,7 @@ def prepare_growth(
     with speaking("grow"), usable("rows must be as many as memory can hold"):
         others = [prepare_to_grow(optimizer, weight, rows, first) for optimizer in known]
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
-    with torch.no_grad(), without_torch_function():
+    with memory_errors(), torch.no_grad(), without_torch_function():
         (nn.init.normal_ if init is None else init)(new[first:end])
         new[:first] = weight[:first]
         new[end:] = 0

@@ -1,8 +1,8 @@
-"""Which row each id has: what can be asked, and how it is done without the core.
+"""Which row each id has: the interface, and an implementation without the core.
 
-The core (``native_ids``) gives the same rows for the same calls. Lookups change nothing (``find``),
-or count ids that have a row while they are at it (``count``), which can be undone. Then others are
-counted, get rows and lose them (``admit``), and nothing in that can fail half-way.
+The core (``native_ids``) gives the same rows for the same calls. ``find`` changes nothing.
+``claim`` counts ids, assigns rows to new ones and evicts others, provisionally: nobody sees it
+until ``commit``, and an abandoned claim is as if it had never been made.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
 
 Evict: TypeAlias = Literal["lru", "lfu"] | None
 
@@ -85,18 +87,20 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
-class Counted(NamedTuple):
-    """Ids that were looked up and counted.
+class Claim(NamedTuple):
+    """A lookup in training, before it is committed.
 
     Attributes:
-        rows: of each id, a shared one where it has none.
-        without: how many have none.
-        before: what has to be known to make it undone.
+        rows: the row of each id, a shared one if it has none.
+        without: how many ids had no row before.
+        taken: rows that go to another id, in order.
+        number: identifies the claim.
     """
 
     rows: Tensor
     without: int
-    before: Tensor
+    taken: Tensor
+    number: int
 
 
 class Ids(Protocol):
@@ -111,25 +115,17 @@ class Ids(Protocol):
         """The row of each id, a shared one where it has none, and how many have none."""
         ...
 
-    def count(self, ids: Tensor, now: int) -> Counted:
-        """Look up ids; those that have a row were seen once more, at this time."""
-        ...
-
-    def uncount(self, counted: Counted) -> None:
-        """Make that undone; it must have been the last call."""
-        ...
-
-    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
-        """Take note of ids that have no row.
+    def claim(self, ids: Tensor, now: int) -> Claim:
+        """Count ids and assign rows to new ones, provisionally.
 
         Args:
-            ids: all that were seen.
-            counted: what ``count`` gave for them; rows that are given to them now are filled in.
-            now: the time. Whoever was seen at this time keeps its row.
-
-        Returns:
-            Rows that changed hands, in order.
+            ids: all that were seen, int64 of one dim.
+            now: the time. Ids that were seen at this time keep their rows.
         """
+        ...
+
+    def commit(self, claim: Claim) -> None:
+        """Make a claim final. Raises, changing nothing, if there was another call since."""
         ...
 
     def save(self) -> Saved:
@@ -137,19 +133,51 @@ class Ids(Protocol):
         ...
 
     def load(self, saved: Saved, now: int) -> bool:
-        """Replace all that is known; false, and nothing done, where an id comes twice."""
+        """Replace everything; false, and nothing has changed, if an id occurs twice."""
         ...
 
 
+def check_is_pending(is_pending: bool) -> None:
+    """Refuse to commit a claim if the vocabulary was used after it was made."""
+    if not is_pending:
+        contract = "Vocabulary: init must not use the vocabulary whose rows it initializes"
+        raise InputError(sentence(contract, "a call from init"))
+
+
+@dataclass
+class _Changes:
+    """What a claim of ``PlainIds`` changes once it is committed.
+
+    Attributes:
+        now: the time of the claim.
+        sightings: how many ids were seen.
+        used: rows in use afterwards.
+        counts: the count of each row that was seen.
+        ids: the new id of each row that was assigned.
+        candidates: the count of each candidate that was seen, in order; ``None`` if it no longer
+            is one.
+    """
+
+    now: int
+    sightings: int
+    used: int
+    counts: dict[int, int]
+    ids: dict[int, int]
+    candidates: dict[int, int | None]
+
+
 class PlainIds:
-    """In Python's dicts and lists.
+    """Ids in Python's dicts and lists.
+
+    A claim only collects changes. The queue of rows to evict is the exception: it is rebuilt if a
+    claim was abandoned.
 
     Example:
         >>> ids = PlainIds(Options(rows=3, shared=1, admit=1, evict="lru"))
         >>> for now, batch in enumerate(([10**18, -5], [-5, 7])):
-        ...     counted = ids.count(torch.tensor(batch), now)
-        ...     taken = ids.admit(torch.tensor(batch), counted, now)
-        ...     print(counted.rows.tolist(), taken.tolist())
+        ...     claim = ids.claim(torch.tensor(batch), now)
+        ...     ids.commit(claim)
+        ...     print(claim.rows.tolist(), claim.taken.tolist())
         [1, 2] []
         [2, 1] [1]
     """
@@ -161,10 +189,12 @@ class PlainIds:
         self._candidates: OrderedDict[int, int] = OrderedDict()
         self.used: int = options.shared
         self._sightings = 0
-        # A key for each row that may be smaller than what it has by now, but not larger.
+        # A key for each row, which is at most that of the row by now.
         self._queue: list[tuple[int, int, int]] = []
-        self._held: list[tuple[int, int, int]] = []  # those that may not lose it at this time
+        self._held: list[tuple[int, int, int]] = []  # of rows seen at this time
         self._latest = -1
+        self._claims = 0
+        self._pending: _Changes | None = None
 
     def find(self, ids: Tensor) -> tuple[Tensor, int]:
         """See ``Ids``."""
@@ -177,91 +207,95 @@ class PlainIds:
             found.append(row)
         return torch.tensor(found, dtype=torch.int64, device="cpu"), without
 
-    def count(self, ids: Tensor, now: int) -> Counted:
+    def claim(self, ids: Tensor, now: int) -> Claim:
         """See ``Ids``."""
+        if self._pending is not None:
+            self._arrange()
+        self._claims += 1
         rows, without = self.find(ids)
-        before = torch.zeros(len(ids), 2, dtype=torch.int64, device="cpu")
-        for place, row in enumerate(rows.tolist()):
+        changes = _Changes(now, len(ids), self.used, {}, {}, {})
+        self._pending = changes
+        for row in rows.tolist():
             if row >= self._options.shared:
-                before[place, 0], before[place, 1] = self._counts[row], self._seen[row]
-                self._counts[row] += 1
-                self._seen[row] = now
-        return Counted(rows, without, before)
-
-    def uncount(self, counted: Counted) -> None:
-        """See ``Ids``."""
-        pairs = list(zip(counted.rows.tolist(), counted.before.tolist(), strict=True))
-        for row, before in reversed(pairs):  # an id that comes twice ends with its first
-            if row >= self._options.shared:
-                self._counts[row], self._seen[row] = before
-
-    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
-        """See ``Ids``."""
+                changes.counts[row] = changes.counts.get(row, self._counts[row]) + 1
         if now != self._latest:
             self._latest = now
             self._release()
-        listed, rows = ids.tolist(), counted.rows
+        taken = self._admit(ids.tolist(), rows, changes)
+        changed_hands = torch.tensor(taken, dtype=torch.int64, device="cpu")
+        return Claim(rows, without, changed_hands, self._claims)
+
+    def _admit(self, listed: list[int], rows: Tensor, changes: _Changes) -> list[int]:
+        """Assign rows to new ids, and fill them in; the rows that were taken from others."""
         new: dict[int, int] = {}
         for each in listed:
             if each not in self._row_of:
                 new[each] = new.get(each, 0) + 1
         taken: list[int] = []
-        of_this_call = 0  # candidates
+        assigned: dict[int, int] = {}
+        candidates = _Candidates(self._candidates, changes.candidates, self._options.candidates)
         for each, times in new.items():
-            count = times + self._candidates.get(each, 0)
-            row = self._free_row(now, taken) if count >= self._options.admit else None
-            if row is not None:
-                self._candidates.pop(each, None)
-                self._ids[row], self._counts[row], self._seen[row] = each, count, now
-                self._row_of[each] = row
-                heapq.heappush(self._queue, self._key(row))
-            elif self._remember(each, count, of_this_call):
-                of_this_call += 1
-        for place, each in enumerate(listed):
-            if each in new and each in self._row_of:
-                rows[place] = self._row_of[each]
-        self._fade(len(listed))
-        return torch.tensor(taken, dtype=torch.int64, device="cpu")
+            count = times + candidates.count_of(each)
+            row = self._free_row(changes, taken) if count >= self._options.admit else None
+            if row is None:
+                candidates.remember(each, count)
+                continue
+            candidates.remove(each)
+            changes.counts[row], changes.ids[row], assigned[each] = count, each, row
+        for index, each in enumerate(listed):
+            if each in assigned:
+                rows[index] = assigned[each]
+        return taken
 
-    def _key(self, row: int) -> tuple[int, int, int]:
-        count = self._counts[row] if self._options.evict == "lfu" else 0
-        return count, self._seen[row], row
+    def commit(self, claim: Claim) -> None:
+        """See ``Ids``."""
+        changes = self._pending if claim.number == self._claims else None
+        check_is_pending(changes is not None)
+        assert changes is not None
+        for row, count in changes.counts.items():
+            self._counts[row], self._seen[row] = count, changes.now
+        for row in changes.ids:
+            if row < self.used:
+                del self._row_of[self._ids[row]]
+        for row, each in changes.ids.items():
+            self._ids[row], self._row_of[each] = each, row
+            heapq.heappush(self._queue, self._key(row))
+        for each, among in changes.candidates.items():
+            self._candidates.pop(each, None)
+            if among is not None:
+                self._candidates[each] = among
+        self.used = changes.used
+        self._fade(changes.sightings)
+        self._pending = None
 
-    def _free_row(self, now: int, taken: list[int]) -> int | None:
-        if self.used < self._options.rows:
-            self.used += 1
-            return self.used - 1
+    def _key(self, row: int, changes: _Changes | None = None) -> tuple[int, int, int]:
+        count, seen = self._counts[row], self._seen[row]
+        if changes is not None and row in changes.counts:
+            count, seen = changes.counts[row], changes.now
+        return count if self._options.evict == "lfu" else 0, seen, row
+
+    def _free_row(self, changes: _Changes, taken: list[int]) -> int | None:
+        if changes.used < self._options.rows:
+            changes.used += 1
+            return changes.used - 1
         if self._options.evict is None:
             return None
-        found = None
-        while self._queue and found is None:
+        while self._queue:
             key = heapq.heappop(self._queue)
-            row = key[2]
-            if key != self._key(row):
-                heapq.heappush(self._queue, self._key(row))
-            elif self._seen[row] == now:
+            now = self._key(key[2], changes)
+            if key != now:
+                heapq.heappush(self._queue, now)
+            elif now[1] == changes.now:
                 self._held.append(key)
             else:
-                found = row
-        if found is not None:
-            del self._row_of[self._ids[found]]
-            taken.append(found)
-        return found
+                taken.append(key[2])
+                return key[2]
+        return None
 
     def _release(self) -> None:
         for key in self._held:
             heapq.heappush(self._queue, key)
         self._held.clear()
-
-    def _remember(self, each: int, count: int, counted: int) -> bool:
-        """Count an id in the place of the one that was not seen for longest."""
-        if each not in self._candidates and len(self._candidates) == self._options.candidates:
-            if counted >= len(self._candidates):
-                return False
-            self._candidates.popitem(last=False)
-        self._candidates[each] = min(count, (1 << 16) - 1)
-        self._candidates.move_to_end(each)
-        return True
 
     def _fade(self, sightings: int) -> None:
         self._sightings += sightings
@@ -274,6 +308,7 @@ class PlainIds:
         self._queue = [self._key(row) for row in range(self._options.shared, self.used)]
         heapq.heapify(self._queue)
         self._held.clear()
+        self._pending = None
 
     def save(self) -> Saved:
         """See ``Ids``."""
@@ -299,8 +334,49 @@ class PlainIds:
         self._counts, self._seen = saved.counts.tolist(), saved.seen.tolist()
         self.used, self._sightings = saved.used, saved.sightings
         self._latest = now
+        self._claims += 1
         self._arrange()
         return True
+
+
+class _Candidates:
+    """Candidates with the changes of a claim.
+
+    Args:
+        known: their counts, the one seen last at the end; not changed.
+        changed: see ``_Changes``; filled in.
+        room: how many there may be.
+    """
+
+    def __init__(
+        self, known: OrderedDict[int, int], changed: dict[int, int | None], room: int
+    ) -> None:
+        self._known, self._changed, self._room = known, changed, room
+        self._oldest = iter(known)
+        self._size = len(known)
+        self._of_this_claim = 0
+
+    def count_of(self, each: int) -> int:
+        """How often an id was seen; 0 if it is not a candidate."""
+        return (self._changed[each] if each in self._changed else self._known.get(each)) or 0
+
+    def remove(self, each: int) -> None:
+        """It is no longer one, if it was."""
+        if self.count_of(each):
+            self._changed[each] = None
+            self._size -= 1
+
+    def remember(self, each: int, count: int) -> None:
+        """Set a count, in the place of the candidate that was not seen for longest."""
+        if not self.count_of(each):
+            if self._size == self._room:
+                if self._of_this_claim >= self._size:
+                    return
+                self.remove(next(old for old in self._oldest if old not in self._changed))
+            self._size += 1
+        self._changed.pop(each, None)
+        self._changed[each] = min(count, (1 << 16) - 1)
+        self._of_this_claim += 1
 
 
 def public_hash(number: int) -> int:

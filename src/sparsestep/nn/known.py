@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from threading import RLock
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, memory_errors, sentence
+from sparsestep.locks import fork_safe_lock
 from sparsestep.nn import saving
 from sparsestep.nn.attached import Table, weight_of
 from sparsestep.nn.ids import Ids, Options, Saved
@@ -18,7 +18,7 @@ class KnowsIds(nn.Module):
     """A vocabulary as far as its knowledge goes."""
 
     _not_copied: ClassVar[tuple[str, ...]] = (
-        *("_ids", "_lock", "_attached", "_progress", "_begin_anew", "taken_over"),
+        *("_ids", "_lock", "_attached", "_progress", "taken_over"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -31,7 +31,7 @@ class KnowsIds(nn.Module):
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
         self._ids: Ids = new_ids(self._options)
-        self._lock = RLock()
+        self._lock = fork_safe_lock()
         self._progress: list[Any] = []
 
     @property
@@ -42,7 +42,8 @@ class KnowsIds(nn.Module):
     @property
     def used(self) -> int:
         """How many rows are in use, the shared ones included."""
-        return self._ids.used
+        with self._lock:
+            return self._ids.used
 
     def extra_repr(self) -> str:
         """What it was made with."""
@@ -107,10 +108,11 @@ class KnowsIds(nn.Module):
         if not isinstance(other, KnowsIds) or other._options.shared != self._options.shared:
             contract = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
             raise InputError(sentence(contract, other))
-        with other._lock:
+        with other._lock, memory_errors():
             theirs = other._ids.save()
-        with self._lock:
-            self._ids, rows = self._merged(theirs)
+        with self._lock, memory_errors():
+            merged, rows = self._merged(theirs)
+            self._ids = merged
         return rows
 
     def _merged(self, theirs: Saved) -> tuple[Ids, Tensor]:
@@ -157,14 +159,20 @@ class KnowsIds(nn.Module):
             return
         found = {name: state_dict[prefix + name] for name in names}
         try:
-            saved, now, handed_over = saving.read(self._options, found)
+            with memory_errors():
+                saved, now, handed_over = saving.read(self._options, found)
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
         self._become(saved, now, handed_over)
 
     def _become(self, saved: Saved, now: int, handed_over: int) -> None:
-        """Know what ``saving.read`` has found; it cannot fail."""
-        with self._lock:
-            self._ids.load(saved, now)
-            self._now, self._handed_over, self._progress = now, handed_over, []
+        """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
+        with self._lock, memory_errors():
+            ids = new_ids(self._options)
+            ids.load(saved, now)
+            self._change(_ids=ids, _now=now, _handed_over=handed_over, _progress=[])
+
+    def _change(self, **attributes: Any) -> None:
+        """Set attributes in one step that no signal handler can interrupt."""
+        vars(self).update(attributes)

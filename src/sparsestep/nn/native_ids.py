@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.core import core
-from sparsestep.nn.ids import Counted, Evict, Ids, Options, PlainIds, Saved
+from sparsestep.nn.ids import Claim, Evict, Ids, Options, PlainIds, Saved, check_is_pending
 
 _EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
 
@@ -46,20 +46,16 @@ class NativeIds:
         rows = torch.empty_like(ids)
         return rows, self._core.find(ids, rows, torch.get_num_threads())
 
-    def count(self, ids: Tensor, now: int) -> Counted:
+    def claim(self, ids: Tensor, now: int) -> Claim:
         """See ``Ids``."""
-        rows, before = torch.empty_like(ids), torch.empty_like(ids)
+        rows, taken = torch.empty_like(ids), torch.empty_like(ids)
         threads = torch.get_num_threads()
-        return Counted(rows, self._core.find_and_count(ids, rows, now, before, threads), before)
+        without, count, number = self._core.claim(ids, rows, now, taken, threads)
+        return Claim(rows, without, taken[:count], number)
 
-    def uncount(self, counted: Counted) -> None:
+    def commit(self, claim: Claim) -> None:
         """See ``Ids``."""
-        self._core.uncount(counted.rows, counted.before)
-
-    def admit(self, ids: Tensor, counted: Counted, now: int) -> Tensor:
-        """See ``Ids``."""
-        taken = counted.before  # from here on nothing is undone
-        return taken[: self._core.admit(ids, counted.rows, now, taken)]
+        check_is_pending(self._core.commit(claim.number))
 
     def save(self) -> Saved:
         """See ``Ids``."""

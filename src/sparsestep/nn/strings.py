@@ -26,22 +26,32 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
         An int64 tensor with an id for each string.
 
     Raises:
-        InputError: something else than a list of strings was passed.
+        InputError: ``strings`` is not a list of strings, or one of them has no UTF-8 form, as with
+            a lone surrogate.
 
     Example:
         >>> import sparsestep
         >>> sparsestep.nn.hash_strings(["red", "green", "red"])
         tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
     """
-    if isinstance(strings, str):
-        contract = "hash_strings: strings must be a list of str"
-        raise InputError(sentence(contract, f"a single string, {strings!r}"))
+    contract = "hash_strings: strings must be a list of str"
+    given: Any = strings
+    if isinstance(given, str):
+        raise InputError(sentence(contract, f"a single string, {given!r}"))
+    if not isinstance(given, Iterable):
+        raise InputError(sentence(contract, f"{given!r}, a {type(given).__name__}"))
     found = []
-    each: Any
-    for place, each in enumerate(strings):
+    for index, each in enumerate(given):
         if not isinstance(each, str):
-            got = f"a {type(each).__name__} at position {place}"
-            raise InputError(sentence("hash_strings: strings must be a list of str", got))
-        digest = blake2b(each.encode(), digest_size=8).digest()
+            got = f"a {type(each).__name__} at index {index}"
+            raise InputError(sentence(contract, got))
+        try:
+            encoded = each.encode()
+        except UnicodeEncodeError as error:
+            requirement = "hash_strings: strings must have a UTF-8 form"
+            got = f"{each!r} at index {index} ({error.reason})"
+            remedy = "For bytes decoded with errors='surrogateescape', use errors='replace'"
+            raise InputError(sentence(requirement, got, remedy)) from None
+        digest = blake2b(encoded, digest_size=8).digest()
         found.append(int.from_bytes(digest, "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, memory_errors, sentence
+from sparsestep.memory.row_writes import RowWrites
 from sparsestep.nn import saving
-from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table
+from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table, restoring_rng
 from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.growing import prepare_growth
 from sparsestep.nn.ids import Evict, Options
@@ -87,8 +89,7 @@ class Vocabulary(KnowsIds):
         super()._prepare()
         self._attached: list[Attached] = []
         self._progress: list[Any] = []
-        self._begin_anew = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.taken_over: Tensor = self._begin_anew
+        self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
 
     # Lookups
 
@@ -105,51 +106,73 @@ class Vocabulary(KnowsIds):
 
         Raises:
             InputError: these are no ids, or an attached table or optimizer cannot work with its
-                rows; nothing was changed.
-        """
-        flat = flat_ids(ids)
-        return self._look_up(flat).view(ids.shape).to(ids.device)
+                rows.
 
-    def _look_up(self, ids: Tensor, agree: Agree | None = None) -> Tensor:
-        """The row of each id; in training they have been seen, unless something raises.
+        Whatever it raises, also ``MemoryError``, ``KeyboardInterrupt`` and what ``init`` raises:
+        ids, tables and optimizers are as before, or as after the whole lookup. Torch's random
+        numbers are not affected.
+        """
+        with memory_errors():
+            flat = flat_ids(ids)
+        return self._look_up(flat, like=ids)
+
+    def _look_up(
+        self, ids: Tensor, agree: Agree | None = None, like: Tensor | None = None
+    ) -> Tensor:
+        """The row of each id. In training, ids are counted and get rows.
 
         Args:
             ids: int64 of one dim, on the CPU.
-            agree: called before anything is changed, with what stands against it, which it raises.
+            agree: called before anything changes, with this lookup's error or ``None``; raises if
+                the lookup must not happen.
+            like: has the shape and the device of the result; by default, ``ids`` has.
         """
+        error, rows, commit = None, ids, _nothing
         with self._lock:
-            if not self.training or not ids.numel():
-                if agree is not None:
-                    agree(None)
-                return self._ids.find(ids)[0]
-            now, progress = self._time()
-            counted = self._ids.count(ids, now)
             try:
-                self._get_ready(ids[:0], counted.without, agree)
-            except BaseException:
-                self._ids.uncount(counted)
-                raise
-            self._now, self._progress = now, progress
-            self.taken_over = self._ids.admit(ids, counted, now)
-            if self._attached and self.taken_over.numel():
-                self._begin_anew = self.taken_over
-                self._hand_over()
-        return counted.rows
+                with memory_errors():
+                    rows, commit = self._prepare_look_up(ids)
+                    if like is not None:
+                        rows = rows.view(like.shape).to(like.device)
+            except Exception as raised:
+                error = raised
+            if agree is not None:
+                agree(error)
+            if error is not None:
+                raise error
+            commit()
+        return rows
 
-    def _get_ready(self, nothing: Tensor, without: int, agree: Agree | None) -> None:
-        """Whatever may raise does so before an id gets a row."""
-        error = None
-        try:
-            for attached in self._attached if without else ():
-                attached.check(self.rows, self._options.shared)
-                attached.prepare(nothing, 0)
-            self._hand_over()
-        except Exception as raised:
-            error = raised
-        if agree is not None:
-            agree(error)
-        elif error is not None:
-            raise error
+    def _prepare_look_up(self, ids: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Everything that can raise: the row of each id, and what commits the lookup.
+
+        A claim that is not committed, whatever the reason, has changed nothing.
+        """
+        if not self.training or not ids.numel():
+            return self._ids.find(ids)[0], _nothing
+        now, progress = self._time()
+        known, claim = self._ids, self._ids.claim(ids, now)
+        writes, notes = RowWrites(), []
+        count = claim.taken.numel() if self._attached else 0
+        for attached in self._attached if claim.without else ():
+            attached.check(self.rows, self._options.shared)
+            if count:
+                notes.append(attached.prepare(claim.taken, self._handed_over, writes))
+        changed = {
+            "_now": now,
+            "_progress": progress,
+            "_handed_over": self._handed_over + count,
+            "taken_over": claim.taken,
+        }
+
+        def commit() -> None:
+            known.commit(claim)
+            writes.commit()
+            self._change(**changed)
+            for note in notes:
+                note()
+
+        return claim.rows, partial(uninterrupted, commit)
 
     def _time(self) -> tuple[int, list[Any]]:
         """Passes with each call, or where tables are attached, with each step: their progress."""
@@ -162,16 +185,6 @@ class Vocabulary(KnowsIds):
         ):
             return self._now + 1, progress
         return self._now, before
-
-    def _hand_over(self) -> None:
-        """Have rows that changed hands begin anew; what raises here is done with the next call."""
-        rows = self._begin_anew
-        if not rows.numel():
-            return
-        for commit in [each.prepare(rows, self._handed_over) for each in self._attached]:
-            commit()
-        self._handed_over += rows.numel()
-        self._begin_anew = rows[:0]
 
     # Tables
 
@@ -228,14 +241,14 @@ class Vocabulary(KnowsIds):
             >>> table.num_embeddings
             3
         """
-        with self._lock:
+        with self._lock, memory_errors(), restoring_rng() as keep_rng:
             commit = self._prepare_to_grow(rows)
             tables = [
                 prepare_growth(each.table, rows, tuple(each.optimizers), each.init)
                 for each in self._attached
                 if each.table.num_embeddings < rows
             ]
-            uninterrupted(lambda: [work() for work in (*tables, commit)])
+            uninterrupted(lambda: [work() for work in (*tables, commit, keep_rng)])
 
     def _prepare_to_grow(self, rows: int) -> Callable[[], None]:
         """Know the same with more rows, but for the tables: all that may raise.
@@ -248,10 +261,11 @@ class Vocabulary(KnowsIds):
         larger = new_ids(options)
         larger.load(saving.with_room(self._ids.save(), options), self._now)
 
-        def commit() -> None:
-            self._options, self._ids = options, larger
+        return partial(self._change, _options=options, _ids=larger)
 
-        return commit
+
+def _nothing() -> None:
+    """What commits a lookup that changes nothing."""
 
 
 def flat_ids(ids: Any) -> Tensor:

@@ -8,7 +8,6 @@ one for the formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from threading import RLock
 from typing import Any, overload
 
 import torch
@@ -30,6 +29,7 @@ from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import GradExchange, Source, elsewhere, sources_of
+from sparsestep.locks import fork_safe_lock
 from sparsestep.memory.beside import settle
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
@@ -99,7 +99,7 @@ class RuleOptimizer(Explains):
         self._embeddings: dict[int, tuple[Tensor, bool]] = {}
         self._huge_pages: HugePages = HugePages()
         self._before: Before | None = None  # what groups said, where a step may be done again
-        self._lock = RLock()  # one step at a time, whoever calls
+        self._lock = fork_safe_lock()  # one step at a time
 
     # Param groups
 

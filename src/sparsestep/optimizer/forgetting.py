@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from sparsestep.dense.pending import rows_of
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, memory_errors, sentence
 from sparsestep.memory import parameters
-from sparsestep.memory.files import about_to_write, mapped_files, written
+from sparsestep.memory.files import about_to_write, mapped_files
+from sparsestep.memory.row_writes import RowWrites
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.catching_up import CatchesUp, row_numbers
 from sparsestep.optimizer.declaration import speaking
@@ -36,8 +36,10 @@ class Forgets(CatchesUp):
             rows: an integer tensor of row numbers, of any shape; may have duplicates.
 
         Raises:
-            InputError: a row is out of range, or the state does not match the parameter; nothing
-                has changed.
+            InputError: a row is out of range, or the state does not match the parameter.
+
+        Whatever it raises, also ``MemoryError`` and ``KeyboardInterrupt``: all rows have been reset
+        or none.
 
         Example:
             >>> import sparsestep
@@ -49,11 +51,24 @@ class Forgets(CatchesUp):
             >>> optimizer.state[weight]["sum"].flatten().tolist()
             [0.0, 1.0, 0.0]
         """
-        with speaking(type(self).__name__), self._lock:
-            self._prepare_to_forget(param, rows)()
+        writes = RowWrites()
+        with speaking(type(self).__name__), memory_errors(), self._lock:
+            self._prepare_to_forget(param, rows, writes)
+            uninterrupted(writes.commit)
 
-    def _prepare_to_forget(self, param: Tensor, rows: Tensor) -> partial[None]:
-        """Do all that may raise; what is returned does the rest, and nothing can fail."""
+    @torch.no_grad()
+    def _prepare_to_forget(
+        self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
+    ) -> None:
+        """Add the state of rows to what ``writes`` resets; everything that can raise.
+
+        Args:
+            param: one of this optimizer's parameters.
+            rows: which ones.
+            writes: commits the reset.
+            is_overwritten: the rows of the parameter are overwritten as well, so that steps they
+                have missed do not matter.
+        """
         group = self._group_of(param)
         memory = parameters.memory_of(param)
         if parameters.is_distributed(param):
@@ -67,11 +82,19 @@ class Forgets(CatchesUp):
             tensors = states.checked(rule, memory, record)
             self._look_at(param, memory, tensors)
         values = [states.initial(spec, group) for spec in rule.state[: len(tensors)]]
-        self._catch_up_rows(param, rows)
-        if mapped_files and rows.numel():
+        if not is_overwritten:
+            self._catch_up_rows(param, rows)
+        if not rows.numel():
+            return
+        if mapped_files:
             about_to_write(param, tensors, rows)
-        rows = rows.to(memory.device)
-        return partial(uninterrupted, partial(self._reset, param, memory, rows, tensors, values))
+        rows = rows.to("cpu").contiguous()
+        for tensor, value in zip(rows_of(memory, tensors)[1], values, strict=True):
+            fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
+            writes.add(tensor, rows, fresh)
+        clock = self._clocks.get(id(param))
+        if clock is not None and clock.owner is param:
+            writes.add(*clock.reset_of(rows))
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         """The param group that a parameter is in."""
@@ -83,23 +106,3 @@ class Forgets(CatchesUp):
         shape = getattr(param, "shape", None)
         got = type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"
         raise InputError(sentence(contract, got))
-
-    def _reset(
-        self,
-        param: Tensor,
-        memory: Tensor,
-        rows: Tensor,
-        tensors: list[Tensor],
-        values: list[float],
-    ) -> None:
-        if not rows.numel():
-            return
-        _, real = rows_of(memory, tensors)
-        with torch.no_grad():
-            for tensor, value in zip(real, values, strict=True):
-                tensor.index_fill_(0, rows, value)
-        clock = self._clocks.get(id(param))
-        if clock is not None and clock.owner is param:
-            clock.begin_rows_anew(rows)
-        if mapped_files:
-            written([param])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import StateDict
 
 from sparsestep.errors import InputError, counted, sentence
 from sparsestep.gradients.layouts import Gradient
+from sparsestep.locks import fork_safe_lock
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.plan import Plan
 from sparsestep.torch_internals import disable_compiler
@@ -76,8 +77,8 @@ class FunctionalOptimizer:
         self._prepare()
 
     def _prepare(self) -> None:
-        self._adding = Lock()  # is taken before the lock of any parameter
-        self._locks: dict[int, Lock] = {}
+        self._adding = fork_safe_lock()  # is taken before the lock of any parameter
+        self._locks: dict[int, RLock] = {}
         self._places: dict[int, int] = {}
 
     @property
@@ -156,8 +157,8 @@ class FunctionalOptimizer:
             self._places[id(param)] = found
         return found
 
-    def _lock_of(self, key: int) -> Lock:
-        return self._locks.get(key) or self._locks.setdefault(key, Lock())
+    def _lock_of(self, key: int) -> RLock:
+        return self._locks.get(key) or self._locks.setdefault(key, fork_safe_lock())
 
     def _update(self, index: int, grad: Gradient | None) -> None:
         if torch.compiler.is_compiling():  # it may look here without having looked at step_param

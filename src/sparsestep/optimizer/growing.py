@@ -47,7 +47,10 @@ def prepare_to_grow(
         for name, value in (record or {}).items()
         if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
     }
-    return partial(_commit, optimizer, param, record, new, rows)
+    clock, grow_clock = optimizer._clocks.get(id(param)), None
+    if clock is not None and clock.owner is param and clock.state_in(record) is not None:
+        grow_clock = clock.prepare_to_grow(rows)
+    return partial(_commit, optimizer, param, record, new, grow_clock)
 
 
 def _grown(name: str, tensor: Tensor, old: int, rows: int, value: float) -> Tensor:
@@ -66,7 +69,7 @@ def _commit(
     param: Tensor,
     record: dict[str, Any] | None,
     new: dict[str, Tensor],
-    rows: int,
+    grow_clock: Callable[[], None] | None,
 ) -> None:
     if record:
         record.update(new)
@@ -74,11 +77,8 @@ def _commit(
     optimizer._known.pop(id(param), None)
     optimizer._before = None
     optimizer._huge_pages.remove(param)
-    clock = optimizer._clocks.get(id(param))
-    if clock is None:
-        return
-    if clock.owner is param and clock.state_in(record) is not None:
-        clock.grow(rows)
-        clock.written(parameters.memory_of(param))
+    if grow_clock is not None:
+        grow_clock()
+        optimizer._clocks[id(param)].written(parameters.memory_of(param))
     else:
-        del optimizer._clocks[id(param)]  # its state was cleared: it begins anew
+        optimizer._clocks.pop(id(param), None)  # its state was cleared: it starts over
