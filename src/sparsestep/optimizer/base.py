@@ -34,7 +34,7 @@ from sparsestep.memory.beside import settle
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
-from sparsestep.optimizer.announcing import announce
+from sparsestep.optimizer.announcing import announce_unmasked
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.explaining import Explains
@@ -195,9 +195,9 @@ class RuleOptimizer(Explains):
         with self._lock:
             if elsewhere:
                 arrive(self._all_params())
-            if mapped_files:
-                announce(self.state, self._all_params())
             before = self._before if self.engine in ("auto", "native") else None
+            if before is not None and mapped_files:
+                before = before if announce_unmasked(self.state, self.param_groups) else None
             if before is None or not step_again(self.param_groups, before, self.state, self._known):
                 self._plan_step()
             if mapped_files:
