@@ -11,9 +11,11 @@ is written; and it marks the rows, so that a checkpoint knows which ones are oth
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import sentence
-from sparsestep.memory import file_header, file_pages, pages
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import file_header, file_lock, file_pages, pages
 from sparsestep.memory.copies import copy_data
 from sparsestep.memory.file_header import HEADER_BYTES, Header
 from sparsestep.memory.parameters import address
@@ -104,8 +106,12 @@ class MappedFile(mmap.mmap):
         return name in self._memory
 
     def reserve(self, rows: Tensor | None) -> None:
-        """Have the disk hold room ready for rows, or for all; raises where there is none."""
+        """Reserve disk blocks for rows, or for all; raises ``OSError`` if the disk is full."""
         error = file_pages.reserve(self.rows, rows, self.descriptor, self.reserved)
+        if error == errno.EOPNOTSUPP:
+            error = file_pages.populate(self.rows, rows, self, self.reserved)
+        elif not error and file_pages.is_short_of_space(self.rows, rows, self.descriptor):
+            error = file_pages.populate(self.rows, rows, self)
         if error:
             contract = "the disk must have room for the rows that are about to be written"
             remedy = "Nothing has changed: free some space, then continue"
@@ -186,22 +192,27 @@ def open_file(
             whatever that has.
         anew: make it anew, whatever is there. Tensors of a file that was there live on without it.
     """
-    path = os.path.abspath(path)
-    wanted = Header(shape, dtype, dict(state or {}))
-    if anew or not os.path.exists(path):
-        file_header.make(path, wanted)
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        header = file_header.read(path, descriptor)
-        file_header.check(path, header, wanted, state)
-        for file in _alive():
-            if os.path.sameopenfile(file.descriptor, descriptor):
-                os.close(descriptor)
-                return file
-        file = MappedFile(descriptor, header.file_bytes)
-    except BaseException:
+    path, wanted = os.path.abspath(path), Header(shape, dtype, dict(state or {}))
+    with _opening:
+        alive, descriptor = (None, _replaced(path, wanted)) if anew else _opened(path, wanted)
+        try:
+            header = file_header.read(path, descriptor)
+            file_header.check(path, header, wanted, state)
+            if alive is None:
+                return _mapped(path, descriptor, header)
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
-        raise
+        return alive
+
+
+def _mapped(path: str, descriptor: int, header: Header) -> MappedFile:
+    """Map an open file that this process has locked."""
+    with file_header.naming(path):
+        file_pages.allocate_in_memory(descriptor)
+        file_pages.evict(descriptor)
+        file = MappedFile(descriptor, header.file_bytes)
     file.path, file.descriptor = path, descriptor
     file.header, file.record = header, header.record
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
@@ -221,11 +232,83 @@ def open_file(
     return file
 
 
-def _alive() -> Iterator[MappedFile]:
+# How often a file may vanish or be replaced while it is opened.
+_ATTEMPTS = 100
+
+# Only one thread opens files at a time: a second one would find the file locked.
+_opening = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.RLock()  # the thread that held it does not exist here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _opened(path: str, wanted: Header) -> tuple[MappedFile | None, int]:
+    """Open or create a file and lock it; or find the mapping that this process has of it."""
+    for _ in range(_ATTEMPTS):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            made = file_header.make(path, wanted, replace=False)
+            if made is None:  # another process was faster
+                continue
+            return None, made
+        try:
+            alive = _alive_at(descriptor)
+            if alive is not None:
+                return alive, descriptor
+            _lock(path, descriptor)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return None, descriptor
+        except FileNotFoundError:  # removed meanwhile
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # replaced meanwhile
+    raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
+
+
+def _replaced(path: str, wanted: Header) -> int:
+    """Create a file, replacing an existing one that no other process has open."""
+    try:
+        old = os.open(path, os.O_RDWR)
+    except OSError:  # there is none, or it is nothing that could be locked
+        old = None
+    try:
+        if old is not None and _alive_at(old) is None:
+            _lock(path, old)
+        made = file_header.make(path, wanted, replace=True)
+        assert made is not None
+        return made
+    finally:
+        if old is not None:
+            os.close(old)
+
+
+def _lock(path: str, descriptor: int) -> None:
+    if not file_lock.acquire(descriptor):
+        contract = f"{path} can be open in one process, and in processes forked from it"
+        got = f"a file that {file_lock.holder(descriptor)} has open"
+        remedy = (
+            "Nothing has changed: wait for that process to end, choose another path, or read the "
+            "values with numpy.memmap(path, dtype, mode='r', offset=4096)"
+        )
+        raise InputError(sentence(contract, got, remedy))
+
+
+def _alive_at(descriptor: int) -> MappedFile | None:
+    """The mapping that this process has of an open file."""
     for found in list(mapped_files.values()):
         file = found()
-        if file is not None:
-            yield file
+        if file is not None and os.path.sameopenfile(file.descriptor, descriptor):
+            return file
+    return None
 
 
 def file_of(tensor: Tensor) -> MappedFile | None:
