@@ -112,10 +112,19 @@ class MappedFile(mmap.mmap):
             error = file_pages.populate(self.rows, rows, self, self.reserved)
         elif not error and file_pages.is_short_of_space(self.rows, rows, self.descriptor):
             error = file_pages.populate(self.rows, rows, self)
+            if error:  # once more, in small folios
+                self.evict()
+                error = file_pages.populate(self.rows, rows, self)
         if error:
             contract = "the disk must have room for the rows that are about to be written"
             remedy = "Nothing has changed: free some space, then continue"
             raise OSError(error, sentence(contract, os.strerror(error), remedy), self.path)
+
+    def evict(self) -> None:
+        """Unmap all pages, and drop clean ones from the page cache; see ``file_pages.evict``."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.madvise(mmap.MADV_DONTNEED)
+        file_pages.evict(self.descriptor)
 
     def prefetch(self, rows: Tensor) -> None:
         """Have the operating system begin to read rows, here and in the state beside."""
