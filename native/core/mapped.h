@@ -57,23 +57,24 @@ inline int64_t pages_of(const RowsInFile& of) {
     return (of.offset + of.count * of.row_bytes + of.page_bytes - 1) / of.page_bytes;
 }
 
-// The first page from this one on that has no blocks, as far as the file system tells: a table that
-// was filled once has them all, and to ask for each would take longer than to write it. One that
-// knows nothing of holes says that there are none, but it does not have the blocks either.
+// The first page from this one on that has no blocks. A table that was filled once has them all,
+// and reserving page by page would take longer than writing. A file system that does not know about
+// holes reports none: then only the number of blocks counts.
 inline int64_t blocks_end(int file, int64_t page, int64_t page_bytes) {
 #if defined(__linux__)
     const int64_t begin = page * page_bytes, hole = lseek(file, begin, SEEK_HOLE);
     struct stat about;
     if (hole <= begin || fstat(file, &about)) return page;
-    return about.st_blocks * 512 >= hole - begin ? hole / page_bytes : page;
+    const bool knows_holes = lseek(file, 0, SEEK_HOLE) < about.st_size;
+    if (!knows_holes && about.st_blocks * 512 < about.st_size) return page;
+    return hole / page_bytes;
 #else
     (void)file, (void)page_bytes;
     return page;
 #endif
 }
 
-// Has the file system hold blocks ready for bytes of a file. An errno, or 0; a file system that has
-// no such call is left to itself.
+// Reserves blocks for bytes of a file. An errno, or 0; EOPNOTSUPP if the file system cannot.
 inline int hold_ready(int file, int64_t begin, int64_t size) {
     int error = 0;
 #if defined(__linux__)
@@ -83,14 +84,19 @@ inline int hold_ready(int file, int64_t begin, int64_t size) {
 #else
     (void)file, (void)begin, (void)size;
 #endif
-    return error == EOPNOTSUPP ? 0 : error;
+    return error == ENOSYS || error == EINVAL ? EOPNOTSUPP : error;
 }
 
 // Has blocks held ready for rows that are about to be written, so that the disk cannot turn out to
 // be full while they are. An errno, or 0.
 inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
     const int64_t page_count = pages_of(of);
-    for (PageRun run : unknown_pages(of, known)) {
+    const std::vector<PageRun> runs = unknown_pages(of, known);
+    if (runs.empty()) return 0;
+    // Where blocks cannot be reserved, what is told of holes is not trusted either.
+    if (const int error = hold_ready(file, runs[0].first * of.page_bytes, of.page_bytes))
+        return error;
+    for (PageRun run : runs) {
         const int64_t end = run.first + run.pages;
         while (run.first < end) {
             if (known[run.first]) {  // by now

@@ -37,6 +37,7 @@ def full_beside(
     file = _file_of_table(param)
     if file is None:
         return None
+    file.lock()
     if _has_room(file, name, Kind(tuple(shape[1:]), dtype)):
         if name in file.header.used and value == 0:
             _clear(file, name)
@@ -87,14 +88,14 @@ def _clear(file: MappedFile, name: str) -> None:
         return
     rows, tensor = file.rows, file.tensor(name)
     step = max(1, _CHUNK_BYTES // rows.row_bytes)
-    with file.read_in_order():
-        for begin, end in file_pages.extents(file.descriptor):
-            first = max(0, begin - HEADER_BYTES) // rows.row_bytes
-            last = min(rows.total, -(-(end - HEADER_BYTES) // rows.row_bytes))
-            for some in range(first, last, step):
-                chunk = torch.arange(some, min(some + step, last), device="cpu")
-                file.reserve(chunk)
-                tensor[some : some + len(chunk)] = 0
+    for begin, end in file_pages.extents(file.descriptor):
+        first = max(0, begin - HEADER_BYTES) // rows.row_bytes
+        last = min(rows.total, -(-(end - HEADER_BYTES) // rows.row_bytes))
+        for some in range(first, last, step):
+            chunk = torch.arange(some, min(some + step, last), device="cpu")
+            file.prefetch(chunk)  # reading in order would cache, and then write, holes as well
+            file.reserve(chunk)
+            tensor[some : some + len(chunk)] = 0
 
 
 @contextmanager

@@ -7,23 +7,28 @@ has used; and the CRC-32 of the JSON.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsestep.errors import InputError, sentence
+from sparsestep.memory import file_lock, file_pages, schema
 from sparsestep.memory import record as records
-from sparsestep.memory import schema
 from sparsestep.memory.record import Kind, Record, name_of
 
 HEADER_BYTES = 4096
 _VERSION = 2
 _MAGIC = b"sparsestep tensor "
+
+# File systems without hard links.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 
 
 class Header(NamedTuple):
@@ -64,25 +69,87 @@ class Header(NamedTuple):
         return b"\n".join(lines).ljust(HEADER_BYTES)
 
 
-def make(path: str, header: Header) -> None:
-    """Make a file, under another name first, so that it is there as a whole or not at all."""
+def make(path: str, header: Header, *, replace: bool) -> int | None:
+    """Create a file, whole and locked, or not at all.
+
+    It is written under a temporary name first. A symbolic link is followed, even if its target
+    does not exist yet.
+
+    Args:
+        path: the path of the file.
+        header: what the file holds.
+        replace: whether to replace an existing file; its descriptors keep the old one.
+
+    Returns:
+        The descriptor; ``None`` if the file exists and is not to be replaced.
+
+    Raises:
+        OSError: names ``path``, never the temporary file.
+    """
     page = header.encoded()
     most = len(header._replace(used=frozenset(header.state)).encoded())  # note_used adds them
     if most > HEADER_BYTES:
         contract = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
         raise InputError(sentence(contract, f"{most:,} bytes"))
-    folder, name = os.path.split(path)
+    with naming(path):
+        return _make(os.path.realpath(path), page, header.file_bytes, replace=replace)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Make every ``OSError`` name this path, which is the one that the user knows."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from None
+
+
+def _make(target: str, page: bytes, size: int, *, replace: bool) -> int | None:
+    folder, name = os.path.split(target)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
     try:
-        os.write(descriptor, page)
-        os.ftruncate(descriptor, header.file_bytes)
-        os.fchmod(descriptor, 0o644)
-        os.replace(temporary, path)
+        file_lock.acquire(descriptor)
+        os.ftruncate(descriptor, size)
+        _write(descriptor, page)
+        file_pages.allocate_in_memory(descriptor)
+        if hasattr(os, "fchmod"):
+            os.fchmod(descriptor, 0o644)
+        if replace:
+            os.replace(temporary, target)
+        elif not _link(temporary, target):
+            os.close(descriptor)
+            os.unlink(temporary)
+            return None
     except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
         os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return descriptor
+
+
+def _link(temporary: str, target: str) -> bool:
+    """Give a file its name; ``False`` if another file has that name."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            return False
+        os.rename(temporary, target)
+        return True
+    os.unlink(temporary)
+    return True
+
+
+def _write(descriptor: int, page: bytes) -> None:
+    """Write a header; a file system may write a part only when it is nearly full."""
+    done = os.pwrite(descriptor, page, 0)
+    while done < len(page):
+        done += os.pwrite(descriptor, page[done:], done)
 
 
 def read(path: str, descriptor: int) -> Header:
@@ -177,5 +244,5 @@ def _listed(state: Mapping[str, Kind]) -> str:
 def note_used(descriptor: int, header: Header, names: Iterable[str]) -> Header:
     """Have a file say that state of these names may have been written."""
     header = header._replace(used=header.used.union(names))
-    os.pwrite(descriptor, header.encoded(), 0)
+    _write(descriptor, header.encoded())
     return header

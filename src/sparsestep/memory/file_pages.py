@@ -6,9 +6,11 @@ requested before.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,9 +18,19 @@ import torch
 from torch import Tensor
 
 from sparsestep.core import core
+from sparsestep.errors import sentence
 
 # After so many pages that were asked for, the earlier ones may have been given up again.
 REMEMBERED = 1 << 16
+
+# The largest unit of the page cache, and blocks that are counted to files without holding data.
+_FOLIO_BYTES = 2 << 20
+_MARGIN_BYTES = 1 << 20
+
+# Linux 5.14; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
+
+_IN_MEMORY = ("tmpfs", "devtmpfs")
 
 
 class Rows(NamedTuple):
@@ -48,7 +60,11 @@ def count(of: Rows) -> int:
 
 
 def reserve(of: Rows, rows: Tensor | None, descriptor: int, known: Tensor) -> int:
-    """Have blocks of the disk held ready for rows, or for all; an errno, or 0."""
+    """Reserve disk blocks for rows, or for all.
+
+    Returns:
+        An errno, or 0; ``EOPNOTSUPP`` if the file system cannot reserve blocks.
+    """
     if rows is not None and core is not None:
         return core.reserve_rows(rows, *of, descriptor, known)
     whole = [(0, count(of))]
@@ -69,9 +85,97 @@ def _fallocate(descriptor: int, begin: int, size: int, of: Rows) -> int:
     try:
         os.posix_fallocate(descriptor, begin, size)
     except OSError as error:
-        unknown = (errno.EOPNOTSUPP, errno.EINVAL)
-        return 0 if error.errno in unknown else error.errno or errno.EIO
+        unsupported = (errno.EOPNOTSUPP, errno.EINVAL)
+        return errno.EOPNOTSUPP if error.errno in unsupported else error.errno or errno.EIO
     return 0
+
+
+def is_short_of_space(of: Rows, rows: Tensor | None, descriptor: int) -> bool:
+    """Whether writing rows might need more blocks than the disk has, even if they have theirs.
+
+    The first write to a clean page needs blocks for the whole folio that it is cached in. If
+    somebody has read the file in order, that is up to 2 MiB, holes included.
+    """
+    if rows is None or not hasattr(os, "fstatvfs"):
+        return False
+    disk, file = os.fstatvfs(descriptor), os.fstat(descriptor)
+    pages = rows.numel() * (of.row_bytes // of.page_bytes + 2)
+    holes = max(0, file.st_size - file.st_blocks * 512) + _MARGIN_BYTES
+    return disk.f_bavail * disk.f_frsize < min(pages * _FOLIO_BYTES, holes)
+
+
+def populate(of: Rows, rows: Tensor | None, memory: mmap.mmap, known: Tensor | None = None) -> int:
+    """Make the pages of rows, or all, writable in memory, so that writing them cannot fail.
+
+    Where a write would end the process with ``SIGBUS``, this call fails.
+
+    Args:
+        of: where the rows lie.
+        rows: which ones, int64.
+        memory: the mapped file.
+        known: pages that were populated before and need not be again; updated.
+
+    Returns:
+        An errno, or 0; also 0 if the system has no such call.
+    """
+    if sys.platform != "linux":
+        return 0
+    runs = [(0, count(of))] if rows is None else _unknown(of, rows, known)
+    for first, pages in runs:
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE, first * of.page_bytes, pages * of.page_bytes)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # before Linux 5.14
+                return 0
+            return errno.ENOSPC if error.errno == errno.EFAULT else error.errno or errno.EIO
+        if known is not None:
+            known[first : first + pages] = True
+    return 0
+
+
+def allocate_in_memory(descriptor: int) -> None:
+    """Allocate all pages of a file that a file system keeps in memory (tmpfs).
+
+    There, even reading a hole takes memory, and ends the process with ``SIGBUS`` if there is none.
+
+    Raises:
+        OSError: the file system is full; nothing has changed.
+    """
+    if not hasattr(os, "posix_fallocate") or _file_system(descriptor) not in _IN_MEMORY:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+    except OSError as error:
+        contract = "a table in a file system that is kept in memory (tmpfs) must fit as a whole"
+        reason = os.strerror(error.errno or errno.EIO)
+        remedy = "Choose a folder on a disk, or free some space"
+        raise OSError(error.errno, sentence(contract, reason, remedy)) from None
+
+
+def _file_system(descriptor: int) -> str:
+    """The type of the file system of an open file; empty if unknown."""
+    device = os.fstat(descriptor).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", errors="replace") as mounts:
+            for line in mounts:
+                fields = line.split()
+                if fields[2] == wanted:
+                    return fields[fields.index("-") + 1]
+    except OSError:
+        pass
+    return ""
+
+
+def evict(descriptor: int) -> None:
+    """Drop the cached pages of a file that are clean and that no process has mapped.
+
+    What was read or written in order is cached in large folios. Touching one row of such a folio
+    maps all of it, and writing one row writes all of it.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # only advice
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def extents(descriptor: int) -> Iterator[tuple[int, int]]:
@@ -123,7 +227,7 @@ def mark(rows: Tensor | None, marks: Tensor) -> None:
         marks[rows[(rows >= 0) & (rows < len(marks))]] = True
 
 
-def _unknown(of: Rows, rows: Tensor, known: Tensor) -> list[tuple[int, int]]:
+def _unknown(of: Rows, rows: Tensor, known: Tensor | None) -> list[tuple[int, int]]:
     """The pages of rows that are not known: first pages, and how many follow each other.
 
     Example:
@@ -136,7 +240,7 @@ def _unknown(of: Rows, rows: Tensor, known: Tensor) -> list[tuple[int, int]]:
     inside = torch.arange(int((last - first).max()) + 1 if len(rows) else 0)
     each = (first[:, None] + inside).minimum(last[:, None]).unique()
     runs: list[tuple[int, int]] = []
-    for page in each[~known[each]].tolist():
+    for page in (each if known is None else each[~known[each]]).tolist():
         if runs and runs[-1][0] + runs[-1][1] == page:
             runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:

@@ -12,9 +12,11 @@ is written; and it marks the rows, so that a checkpoint knows which ones are oth
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import sentence
-from sparsestep.memory import file_header, file_pages, mapping, pages
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory import file_header, file_lock, file_pages, mapping, pages
 from sparsestep.memory.file_header import HEADER_BYTES, Header
 from sparsestep.memory.parameters import address
 from sparsestep.memory.record import TABLE, Kind, Record
@@ -54,6 +56,7 @@ class MappedFile(mmap.mmap):
         saved_in: id of the checkpoint that has its rows as they were when the marks were cleared.
         to_clear: the state in its rows that somebody has yet to set to zero; ``None`` where that
             is not put off.
+        is_locked: whether this process has locked it, which it does before it first writes.
         settles_in: the file in whose rows its tensor will lie as state of this name, if it is here
             only until a checkpoint has been read to its end.
     """
@@ -69,6 +72,7 @@ class MappedFile(mmap.mmap):
     saved_in: str | None
     to_clear: set[str] | None
     settles_in: tuple[MappedFile, str] | None
+    is_locked: bool
     reserved: Tensor
     asked: Tensor
     pages_asked: int
@@ -103,13 +107,38 @@ class MappedFile(mmap.mmap):
         """Whether a tensor of this state lives."""
         return name in self._memory
 
+    def lock(self) -> None:
+        """Lock the file for this process and those forked from it.
+
+        Raises:
+            InputError: another process writes it.
+        """
+        if not self.is_locked:
+            _lock(self.path, self.descriptor)
+            self.is_locked = True
+            _remove_leftovers(self.path)
+
     def reserve(self, rows: Tensor | None) -> None:
-        """Have the disk hold room ready for rows, or for all; raises where there is none."""
+        """Reserve disk blocks for rows, or for all; raises ``OSError`` if the disk is full."""
+        self.lock()
         error = file_pages.reserve(self.rows, rows, self.descriptor, self.reserved)
+        if error == errno.EOPNOTSUPP:
+            error = file_pages.populate(self.rows, rows, self, self.reserved)
+        elif not error and file_pages.is_short_of_space(self.rows, rows, self.descriptor):
+            error = file_pages.populate(self.rows, rows, self)
+            if error:  # once more, in small folios
+                self.evict()
+                error = file_pages.populate(self.rows, rows, self)
         if error:
             contract = "the disk must have room for the rows that are about to be written"
             remedy = "Nothing has changed: free some space, then continue"
             raise OSError(error, sentence(contract, os.strerror(error), remedy), self.path)
+
+    def evict(self) -> None:
+        """Unmap all pages, and drop clean ones from the page cache; see ``file_pages.evict``."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.madvise(mmap.MADV_DONTNEED)
+        file_pages.evict(self.descriptor)
 
     def prefetch(self, rows: Tensor) -> None:
         """Have the operating system begin to read rows, here and in the state beside."""
@@ -132,6 +161,7 @@ class MappedFile(mmap.mmap):
 
     def note_used(self, name: str) -> None:
         """Have the file say that this state of its rows may no longer be zero."""
+        self.lock()
         self.header = file_header.note_used(self.descriptor, self.header, [name])
 
     def switch_to(self, descriptor: int, header: Header, reserved: Tensor) -> None:
@@ -187,29 +217,34 @@ def open_file(
             whatever that has.
         anew: make it anew, whatever is there. Tensors of a file that was there live on without it.
     """
-    path = os.path.abspath(path)
-    wanted = Header(shape, dtype, dict(state or {}))
-    if anew or not os.path.exists(path):
-        file_header.make(path, wanted)
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        header = file_header.read(path, descriptor)
-        file_header.check(path, header, wanted, state)
-        for file in _alive():
-            if os.path.sameopenfile(file.descriptor, descriptor):
-                os.close(descriptor)
-                return file
-        file = _map(descriptor, header.file_bytes)
-    except BaseException:
+    path, wanted = os.path.abspath(path), Header(shape, dtype, dict(state or {}))
+    with _opening:
+        alive, descriptor = (None, _replaced(path, wanted)) if anew else _opened(path, wanted)
+        try:
+            header = file_header.read(path, descriptor)
+            file_header.check(path, header, wanted, state)
+            if alive is None:
+                return _mapped(path, descriptor, header)
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
-        raise
+        return alive
+
+
+def _mapped(path: str, descriptor: int, header: Header) -> MappedFile:
+    """Map an open file."""
+    with file_header.naming(path):
+        file_pages.allocate_in_memory(descriptor)
+        file_pages.evict(descriptor)
+        file = _map(descriptor, header.file_bytes)
     file.path, file.descriptor = path, descriptor
     file.header, file.record = header, header.record
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
     file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
     weakref.finalize(file, os.close, descriptor)
+    file.is_locked = False
     file._advise()
-    _remove_leftovers(path)
     count = file_pages.count(file.rows)
     file.reserved, file.asked = (
         pages.zeros(torch.Size([count]), torch.bool, torch.device("cpu")) for _ in range(2)
@@ -256,11 +291,75 @@ def _remove_leftovers(path: str) -> None:
         pass  # they only take space
 
 
+# How often a file may vanish while it is opened.
+_ATTEMPTS = 100
+
+# Only one thread opens files at a time, so that a process maps each file once.
+_opening = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.RLock()  # the thread that held it does not exist here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _opened(path: str, wanted: Header) -> tuple[MappedFile | None, int]:
+    """Open or create a file; or find the mapping that this process has of it."""
+    for _ in range(_ATTEMPTS):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            made = file_header.make(path, wanted, replace=False)
+            if made is None:  # another process was faster
+                continue
+            return None, made
+        try:
+            return _alive_at(descriptor), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+    raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
+
+
+def _replaced(path: str, wanted: Header) -> int:
+    """Create a file, replacing an existing one that no other process writes."""
+    try:
+        old = os.open(path, os.O_RDWR)
+    except OSError:  # there is none, or it is nothing that could be locked
+        old = None
+    try:
+        if old is not None and _alive_at(old) is None:
+            _lock(path, old)
+        made = file_header.make(path, wanted, replace=True)
+        assert made is not None
+        return made
+    finally:
+        if old is not None:
+            os.close(old)
+
+
+def _lock(path: str, descriptor: int) -> None:
+    if not file_lock.acquire(descriptor):
+        contract = f"{path} can be written by one process, and by processes forked from it"
+        got = f"a file that {file_lock.holder(descriptor)} writes"
+        remedy = "Nothing has changed: wait for that process to end, or choose another path"
+        raise InputError(sentence(contract, got, remedy))
+
+
 def _alive() -> Iterator[MappedFile]:
     for found in list(mapped_files.values()):
         file = found()
         if file is not None:
             yield file
+
+
+def _alive_at(descriptor: int) -> MappedFile | None:
+    """The mapping that this process has of an open file."""
+    return next((f for f in _alive() if os.path.sameopenfile(f.descriptor, descriptor)), None)
 
 
 def file_of(tensor: Tensor) -> MappedFile | None:

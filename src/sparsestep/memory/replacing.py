@@ -52,6 +52,7 @@ class Replacements:
         if not mapping.CAN_REMAP:
             contract = "load: the system must be able to replace a file that is in use"
             raise OSError(errno.EOPNOTSUPP, sentence(contract, "one that cannot"))
+        file.lock()
         path = temporary_path(file.path, role)
         self._stack.callback(_remove, path)
         _remove(path)
@@ -71,6 +72,7 @@ class Replacements:
 
     def stage(self, file: MappedFile, staged: MappedFile) -> None:
         """Register a temporary file of the same layout as the new content of a file."""
+        staged.lock()  # before it takes the place of the file
         self._staged[id(file)] = file, staged
 
     def prepare(self) -> None:

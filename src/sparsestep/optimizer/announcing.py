@@ -11,6 +11,7 @@ from torch.masked import MaskedTensor
 
 from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.layouts import Gradient
+from sparsestep.gradients.masks import Selection
 from sparsestep.gradients.touched import Touched
 from sparsestep.memory.files import about_to_write, file_of
 from sparsestep.torch_internals import coo_indices
@@ -20,27 +21,37 @@ def announce(
     state: Mapping[Tensor, Any],
     params: Iterable[Tensor],
     grads: Sequence[Gradient | None] | None = None,
-    chosen: Sequence[Tensor | None] | None = None,
+    selections: Sequence[Selection | None] | None = None,
 ) -> None:
-    """Make ready for a step; raises where the disk has no room for it.
+    """Reserve and mark the rows that a step will write; raises ``OSError`` if the disk is full.
 
-    This is for gradients that the core or torch's kernels take as they are. Others are announced
-    when they have been checked, and so is a first step, when its state is made.
+    Covers the gradients that the core or torch's kernels take directly. Other gradients, and the
+    first step of a parameter, are announced once they have been checked and the state exists.
 
     Args:
-        state: of the optimizer.
-        params: its parameters, all or some.
-        grads: their gradients, where these are passed by hand.
-        chosen: the rows or elements that masks let move, where there are masks.
+        state: the optimizer's state.
+        params: all or some of its parameters.
+        grads: their gradients, if passed by hand.
+        selections: what the masks of the parameters select, if the group has masks.
     """
     for index, param in enumerate(params):
         grad = param.grad if grads is None else grads[index]
         if grad is None or file_of(param) is None:
             continue
-        record = state.get(param) or {}
-        of_mask = None if chosen is None else chosen[index]
-        for rows in _rows_of(param, grad, of_mask):
-            about_to_write(param, record.values(), rows)
+        param_state = state.get(param) or {}
+        selection = None if selections is None else selections[index]
+        for rows in _rows_of(param, grad, selection):
+            about_to_write(param, param_state.values(), rows)
+
+
+def announce_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Announce a whole step; ``False`` if that needs a mask, which only the plan has checked."""
+    for group in groups:
+        if group.get("mask") is not None and any(file_of(p) is not None for p in group["params"]):
+            return False
+    for group in groups:
+        announce(state, group["params"])
+    return True
 
 
 def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: Touched) -> None:
@@ -48,23 +59,30 @@ def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: Touched) 
     about_to_write(param, state, _as_rows(param, gradient.positions, gradient.slots))
 
 
-def _rows_of(param: Tensor, grad: Gradient, chosen: Tensor | None) -> list[Tensor | None]:
-    """The rows that a gradient touches, in parts; ``None`` for all, nothing for unusual ones."""
+def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list[Tensor | None]:
+    """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
     if isinstance(grad, Compact):
         if not grad.is_materialized:
-            parts = grad.parts()
-            return [_as_rows(param, part.positions, part.slots) for part in parts]
+            parts = (_as_rows(param, part.positions, part.slots) for part in grad.parts())
+            return [_selected(param, rows, selection) for rows in parts]
         grad = grad.materialize_()
     if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.shape != param.shape:
         return []
     if grad.layout is torch.sparse_coo and grad.sparse_dim():
-        return [coo_indices(grad)[0].contiguous()]
+        return [_selected(param, coo_indices(grad)[0].contiguous(), selection)]
     if grad.layout is not torch.strided:
         return []
-    if chosen is None:
-        return [None]
-    slots = len(param) if len(chosen) == len(param) else param.numel()
-    return [_as_rows(param, chosen.reshape(-1).nonzero().squeeze(1), slots)]
+    return [_selected(param, None, selection)]
+
+
+def _selected(param: Tensor, rows: Tensor | None, selection: Selection | None) -> Tensor | None:
+    """Those of the rows in which a mask selects anything."""
+    if selection is None or selection.shape != param.shape:  # the latter is refused later
+        return rows
+    if rows is None:
+        return _as_rows(param, selection.positions, selection.mask.numel())
+    rows = rows[(rows >= 0) & (rows < len(param))]
+    return rows[selection.mask[rows].reshape(len(rows), -1).any(1)]
 
 
 def _as_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:

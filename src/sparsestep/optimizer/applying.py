@@ -18,9 +18,12 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.gradients.touched import COMPLEX, FLOATS
+from sparsestep.memory.files import mapped_files
+from sparsestep.memory.files import written as note_written
 from sparsestep.memory.parameters import check_writable
 from sparsestep.optimizer import graphs
 from sparsestep.optimizer import state as states
+from sparsestep.optimizer.announcing import announce_checked
 from sparsestep.optimizer.updates import for_engines, local
 from sparsestep.torch_internals import disable_compiler
 
@@ -91,6 +94,8 @@ def apply_(
         raise InputError(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who)
+    if mapped_files:
+        announce_checked(param, tensors, gradient)
     written, gradient = for_engines(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
     update.written, update.step, update.seed = written, checked_step, seed
@@ -98,6 +103,8 @@ def apply_(
     tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:
         increment_version(tensors)  # they are the caller's own, who may have autograd watch them
+    if mapped_files:
+        note_written([owner])
 
 
 def _checked_step(step: int | Tensor) -> int:

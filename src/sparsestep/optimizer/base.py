@@ -34,7 +34,7 @@ from sparsestep.memory.beside import settle
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.optimizer import checkpoint
-from sparsestep.optimizer.announcing import announce
+from sparsestep.optimizer.announcing import announce_unmasked
 from sparsestep.optimizer.backward import StepInBackward
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.explaining import Explains
@@ -191,9 +191,9 @@ class RuleOptimizer(Explains):
                 loss = closure()
         with self._lock:
             sources = sources_of(self._all_params()) if elsewhere else ()
-            if mapped_files and not sources:
-                announce(self.state, self._all_params())
             before = self._before if self.engine in ("auto", "native") else None
+            if before is not None and mapped_files and not sources:
+                before = before if announce_unmasked(self.state, self.param_groups) else None
             if sources:
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
@@ -214,8 +214,6 @@ class RuleOptimizer(Explains):
         error = exchange.error
         if error is None:
             try:
-                if mapped_files:
-                    announce(self.state, self._all_params())
                 plan = self._planned()
                 plan.prepare()
             except BaseException as raised:

@@ -24,7 +24,7 @@ from sparsestep.gradients.layouts import Gradient, touched
 from sparsestep.memory.files import mapped_files, written
 from sparsestep.optimizer import dense_embedding
 from sparsestep.optimizer import state as states
-from sparsestep.optimizer.announcing import announce
+from sparsestep.optimizer.announcing import announce, announce_checked
 from sparsestep.optimizer.records import StateKeeper
 from sparsestep.optimizer.updates import complete, examined
 from sparsestep.surroundings import labelled
@@ -95,7 +95,8 @@ class Plan:
             who = f"{type(optimizer).__name__}: param group {group_index}"
             raise InputError(f"{who}: {error}") from None
         if mapped_files:
-            announce(optimizer.state, some, grads, masks.listed(group.get("mask"), params)[first:])
+            chosen = None if selections is None else selections[first : first + len(some)]
+            announce(optimizer.state, some, grads, chosen)
         for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]
@@ -320,6 +321,8 @@ def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]
     group, rule = update.group, update.settings.rule
     dtype = update.settings.state_dtype
     update.state = states.new(rule, update.param, group, dtype)
+    if mapped_files:
+        announce_checked(update.param, update.state, update.touched)
     return optimizer._new_record(group, rule, update.owner, update.state)
 
 
