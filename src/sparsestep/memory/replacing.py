@@ -79,6 +79,7 @@ class Replacements:
         """Do whatever can fail before the first change."""
         for file, staged in self._staged.values():
             staged.flush_to_disk()
+            staged.evict()
             self._swaps.append(_Swap(self._stack, file, staged))
 
     def switch(self, undo: ExitStack) -> None:

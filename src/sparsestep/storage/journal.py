@@ -52,6 +52,7 @@ def write_base(folder: Path, name: str, file: MappedFile) -> File:
     try:
         crc = copy_sparse(file.descriptor, descriptor)
         os.fsync(descriptor)
+        file.evict()  # it has been read in order
         return File(name, os.fstat(descriptor).st_size, crc)
     finally:
         os.close(descriptor)

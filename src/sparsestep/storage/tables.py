@@ -101,6 +101,7 @@ def mapped(
     Raises:
         InputError: the file was not created by ``mapped``, or with another shape, dtype or room for
             state; or ``optimizer`` does not make an optimizer of this library.
+        OSError: for example, the disk is full, or the table does not fit into a tmpfs.
 
     Example:
         >>> import tempfile, sparsestep
