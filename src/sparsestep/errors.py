@@ -92,6 +92,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
+def first_error(error: BaseException, handled: BaseException | None) -> BaseException:
+    """The error that led to another one, which was raised while it was handled.
+
+    Args:
+        error: the latest one.
+        handled: what was being handled before: ``sys.exc_info()[1]`` then.
+    """
+    while error.__context__ is not None and error.__context__ is not handled:
+        error = error.__context__
+    return error
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Raise ``MemoryError`` if memory runs out, whatever torch raises."""

@@ -290,6 +290,30 @@ def test_memory_that_runs_out_is_a_memory_error(tmp_path: Path, monkeypatch):
     assert same(before, run.now)
 
 
+def test_errors_that_torch_hides_are_told(tmp_path: Path, monkeypatch):
+    """Also where the caller is handling another one."""
+    run, _ = saved_run(tmp_path, together=False)
+
+    def save_while_handling(**more: Any) -> None:
+        try:
+            raise MemoryError("of the caller")
+        except MemoryError:
+            run.save(**more)
+
+    def hiding(*_: Any, **__: Any) -> None:
+        try:
+            full()
+        finally:
+            raise RuntimeError("unexpected pos")
+
+    with pytest.raises(InputError, match="extra must hold only"):
+        save_while_handling(extra=run)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail_at(torch.save, 2, hiding))
+        with pytest.raises(OSError, match="space"):
+            save_while_handling()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems may not have holes")
 def test_a_large_sparse_table_is_verified_in_no_time(tmp_path: Path):
     """16 GB of holes, whose checksum covers only what is there."""

@@ -62,7 +62,7 @@ class MappedFile(mmap.mmap):
     """
 
     path: str
-    descriptor: int
+    descriptor: int = -1
     header: Header
     record: Record
     address: int
@@ -77,6 +77,10 @@ class MappedFile(mmap.mmap):
     asked: Tensor
     pages_asked: int
     _memory: weakref.WeakValueDictionary[str, Any]
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     @property
     def shape(self) -> torch.Size:
@@ -223,13 +227,9 @@ def open_file(
         try:
             header = file_header.read(path, descriptor)
             file_header.check(path, header, wanted, state)
-            if alive is None:
-                return _mapped(path, descriptor, header)
-        except BaseException:
+            return _mapped(path, descriptor, header) if alive is None else alive
+        finally:
             os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return alive
 
 
 def _mapped(path: str, descriptor: int, header: Header) -> MappedFile:
@@ -238,11 +238,10 @@ def _mapped(path: str, descriptor: int, header: Header) -> MappedFile:
         file_pages.allocate_in_memory(descriptor)
         file_pages.evict(descriptor)
         file = _map(descriptor, header.file_bytes)
-    file.path, file.descriptor = path, descriptor
+    file.path, file.descriptor = path, os.dup(descriptor)
     file.header, file.record = header, header.record
     file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
     file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
-    weakref.finalize(file, os.close, descriptor)
     file.is_locked = False
     file._advise()
     count = file_pages.count(file.rows)

@@ -9,6 +9,7 @@ or with its new content, and maybe temporary files, which the next one removes.
 from __future__ import annotations
 
 import errno
+import io
 import os
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -56,10 +57,9 @@ class Replacements:
         path = temporary_path(file.path, role)
         self._stack.callback(_remove, path)
         _remove(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self._stack.callback(os.close, descriptor)
-        os.fchmod(descriptor, os.fstat(file.descriptor).st_mode & 0o777)
-        return path, descriptor
+        made = self._stack.enter_context(io.FileIO(path, "x+"))
+        os.fchmod(made.fileno(), os.fstat(file.descriptor).st_mode & 0o777)
+        return path, made.fileno()
 
     def create_zeros(self, file: MappedFile) -> MappedFile:
         """Create new content of a file that is all zeros."""
@@ -101,8 +101,8 @@ class _Swap:
     def __init__(self, stack: ExitStack, file: MappedFile, staged: MappedFile) -> None:
         self._file, self._staged = file, staged
         self._old_header, self._old_reserved = file.header, file.reserved
-        self._old = os.dup(file.descriptor)
-        stack.callback(os.close, self._old)
+        old = stack.enter_context(io.FileIO(os.dup(file.descriptor), "r+"))
+        self._old = old.fileno()
         self._path = os.path.realpath(file.path)
         # A file that was deleted, or replaced by another of its name, has no name to take over.
         self._is_named = _is_same(self._path, file.descriptor)

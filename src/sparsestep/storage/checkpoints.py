@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep.engines.signals import uninterrupted
-from sparsestep.errors import InputError, is_out_of_memory, memory_errors, sentence
+from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, sentence
 from sparsestep.memory.beside import copy_rows, to_be_replaced
 from sparsestep.memory.files import about_to_write, file_of, open_file, written
 from sparsestep.memory.record import TABLE
@@ -272,12 +273,13 @@ def _replace(
 
 def _check_extra(extra: Any) -> None:
     """Refuse what could not be loaded again."""
-    buffer = io.BytesIO()
+    buffer, handled = io.BytesIO(), sys.exc_info()[1]
     try:
         torch.save(extra, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
+        first = first_error(error, handled)
+        if is_out_of_memory(first):
+            raise first from None
         contract = "extra must hold only numbers, strings, tensors, and lists and dicts of these"
         raise InputError(sentence(contract, type(extra).__name__)) from None

@@ -11,7 +11,9 @@ verified while the files are read into temporary ones, before anything else chan
 from __future__ import annotations
 
 import ctypes
+import io
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, is_out_of_memory, sentence
+from sparsestep.errors import InputError, first_error, is_out_of_memory, sentence
 from sparsestep.memory import file_header
 from sparsestep.memory.copies import copy_sparse, reserve
 from sparsestep.memory.file_header import check_version
@@ -48,14 +50,11 @@ _CHUNK_BYTES = 16 << 20
 
 def write_base(folder: Path, name: str, file: MappedFile) -> File:
     """Copy the file of a table."""
-    descriptor = create(folder, name)
-    try:
-        crc = copy_sparse(file.descriptor, descriptor)
-        os.fsync(descriptor)
+    with create(folder, name) as target:
+        crc = copy_sparse(file.descriptor, target.fileno())
+        os.fsync(target.fileno())
         file.evict()  # it has been read in order
-        return File(name, os.fstat(descriptor).st_size, crc)
-    finally:
-        os.close(descriptor)
+        return File(name, os.fstat(target.fileno()).st_size, crc)
 
 
 def copy_base(folder: Path, table: Table, target: int) -> None:
@@ -66,15 +65,12 @@ def copy_base(folder: Path, table: Table, target: int) -> None:
         table: whose base.
         target: descriptor of the file to write.
     """
-    source = open_checked(folder, table.base)
-    try:
-        header = file_header.read(str(folder / table.base.file), source)
+    with open_checked(folder, table.base) as source:
+        header = file_header.read(str(folder / table.base.file), source.fileno())
         if header._replace(used=frozenset()) != table.layout.header:
             raise changed(folder, table.base, "a header that differs from the manifest")
-        if copy_sparse(source, target) != table.base.crc:
+        if copy_sparse(source.fileno(), target) != table.base.crc:
             raise changed(folder, table.base, "different bytes")
-    finally:
-        os.close(source)
 
 
 # Journals
@@ -107,8 +103,8 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[Rows]) -
         parts: its content.
     """
     name = f"rows-{number:06}"
-    descriptor = create(folder, name)
-    try:
+    with create(folder, name) as target:
+        descriptor = target.fileno()
         reserve(descriptor, 0, size)
         crc = _append(descriptor, memoryview(JOURNAL_HEADER), 0)
         for part in parts:
@@ -118,8 +114,6 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[Rows]) -
                     data = words_of(file).index_select(0, some)
                     crc = _append(descriptor, _memory(data), crc)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return Journal(File(name, size, crc), [part.part for part in parts])
 
 
@@ -152,7 +146,7 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
         files: a copy of each table's base, by index of the table.
     """
     for journal in manifest.journals:
-        with open(open_checked(folder, journal.file), "rb", buffering=0) as source:
+        with open_checked(folder, journal.file) as source:
             reader = _Reader(source, folder, journal.file)
             header = bytes(reader.read(len(JOURNAL_HEADER)).tolist())
             if header != JOURNAL_HEADER:
@@ -232,33 +226,31 @@ class _Writer:
 def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
     """Write everything but the tables."""
     name = f"rest-{number:06}"
-    descriptor = create(folder, name)
-    try:
-        writer = _Writer(descriptor)
+    handled = sys.exc_info()[1]
+    with create(folder, name) as target:
+        writer = _Writer(target.fileno())
         try:
             torch.save({"version": _REST_VERSION, **content}, cast("IO[bytes]", writer))
         except BaseException as error:
             # Torch tries to complete its archive then, and raises what comes of that.
-            while error.__context__ is not None:
-                error = error.__context__
-            raise error from None
-        os.fsync(descriptor)
+            raise first_error(error, handled) from None
+        os.fsync(target.fileno())
         return File(name, writer.bytes, writer.crc)
-    finally:
-        os.close(descriptor)
 
 
 def read_rest(folder: Path, file: File) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
-    with open(open_checked(folder, file), "rb") as source:
+    handled = sys.exc_info()[1]
+    with open_checked(folder, file) as raw, io.BufferedReader(raw) as source:
         if _crc_of(source) != file.crc:
             raise changed(folder, file, "different bytes")
         source.seek(0)
         try:
             found = torch.load(source, weights_only=True, map_location="cpu")
         except Exception as error:
-            if isinstance(error, OSError) or is_out_of_memory(error):
-                raise
+            first = first_error(error, handled)
+            if isinstance(first, OSError) or is_out_of_memory(first):
+                raise first from None
             raise changed(folder, file, f"{type(error).__name__}: {error}") from None
     return _checked_rest(folder / file.file, found)
 

@@ -11,6 +11,7 @@ files are plain names inside the folder, opened without following links.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -160,8 +161,7 @@ def read(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return None
-    descriptor = open_file(folder, MANIFEST)
-    with open(descriptor, "rb") as file:
+    with open_file(folder, MANIFEST) as raw, io.BufferedReader(raw) as file:
         text = file.read(_MOST_BYTES + 1)
     try:
         if len(text) > _MOST_BYTES:
@@ -255,39 +255,46 @@ def _check_unique(what: str, values: list[Any]) -> None:
 # Files
 
 
-def open_file(folder: Path, name: str) -> int:
+# Files are objects and not descriptors: Ctrl-C at any line leaves none open.
+
+
+def open_file(folder: Path, name: str) -> io.FileIO:
     """Open a file of a checkpoint for reading; refuses links and anything but a regular file."""
     path = folder / name
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     contract = f"{path} must be a regular file"
     try:
-        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
+        file = io.FileIO(path, "r", opener=_open_itself)
     except FileNotFoundError:
         raise InputError(sentence(contract, "no such file", _REMEDY)) from None
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
-        raise InputError(sentence(contract, "a link or device")) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+        raise InputError(sentence(contract, "a link, folder or device")) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise InputError(sentence(contract, "something else"))
-    return descriptor
+    return file
 
 
-def open_checked(folder: Path, file: File) -> int:
+def _open_itself(path: str, flags: int) -> int:
+    """Open a file without following a link, and without waiting for a writer to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
+def open_checked(folder: Path, file: File) -> io.FileIO:
     """Open a file of a checkpoint for reading, and check its size."""
-    descriptor = open_file(folder, file.file)
-    size = os.fstat(descriptor).st_size
+    found = open_file(folder, file.file)
+    size = os.fstat(found.fileno()).st_size
     if size != file.bytes:
-        os.close(descriptor)
+        found.close()
         raise changed(folder, file, f"{size:,} bytes instead of {file.bytes:,}")
-    return descriptor
+    return found
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint with missing, truncated or extended files."""
     for file in manifest.files:
-        os.close(open_checked(folder, file))
+        open_checked(folder, file).close()
 
 
 def has_all_files(folder: Path, manifest: Manifest) -> bool:
@@ -305,13 +312,12 @@ def changed(folder: Path, file: File, got: str) -> InputError:
     return InputError(sentence(contract, got, _REMEDY))
 
 
-def create(folder: Path, name: str) -> int:
+def create(folder: Path, name: str) -> io.FileIO:
     """Create a file of a checkpoint, in place of any that an interrupted one has left."""
     path = folder / name
     with suppress(FileNotFoundError):
         path.unlink()
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags, 0o644)
+    return io.FileIO(path, "x+")
 
 
 # Writing
@@ -326,10 +332,10 @@ def _encoded(manifest: Manifest) -> dict[str, Any]:
 def commit(folder: Path, manifest: Manifest) -> None:
     """Make a checkpoint the latest one; its files must be on the disk."""
     temporary = f".{MANIFEST}"
-    with open(create(folder, temporary), "wb") as file:
+    with create(folder, temporary) as raw, io.BufferedWriter(raw) as file:
         file.write(json.dumps(_encoded(manifest), indent=1).encode())
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(raw.fileno())
     sync(folder)
     os.replace(folder / temporary, folder / MANIFEST)
     sync(folder)
