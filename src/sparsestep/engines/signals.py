@@ -13,6 +13,7 @@ import _signal  # type: ignore[import-not-found]  # signal.getsignal takes ten t
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -49,21 +50,23 @@ def uninterrupted(work: Callable[[], object]) -> None:
         try:
             deferral.release()
         finally:  # in case a handler raised outside the loop, where handlers may run again
-            deferral.release()
+            if deferral.is_pending:
+                deferral.release()
 
 
+@dataclass(eq=False)
 class _Deferral:
     """A handler that records signals, or passes them on once it is no longer ``is_holding``.
 
     So signals work even if a handler raises before this object has been uninstalled everywhere.
     """
 
-    def __init__(self) -> None:
-        self.is_holding = True
-        self._handlers: dict[int, Any] = {}
-        self._installed: list[int] = []
-        self._arrived: list[tuple[int, FrameType | None]] = []
-        self._errors: list[BaseException] = []
+    is_holding: bool = True
+    is_pending: bool = True
+    _handlers: dict[int, Any] = field(default_factory=dict)
+    _installed: list[int] = field(default_factory=list)
+    _arrived: list[tuple[int, FrameType | None]] = field(default_factory=list)
+    _errors: list[BaseException] = field(default_factory=list)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.is_holding:
@@ -83,7 +86,7 @@ class _Deferral:
 
     def release(self) -> None:
         """Restore all handlers, then handle the signals that have arrived. May be called again."""
-        while self.is_holding or self._installed or self._arrived:
+        while self.is_pending:
             try:
                 self.is_holding = False  # from here on, a handler may raise at any bytecode
                 while self._installed:
@@ -94,6 +97,7 @@ class _Deferral:
                 while self._arrived:
                     handler = self._handlers[self._arrived[0][0]]
                     handler(*self._arrived.pop(0))
+                self.is_pending = False
             except BaseException as error:
                 self._errors.append(error)
         errors, self._errors = self._errors, []

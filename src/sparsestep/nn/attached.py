@@ -86,13 +86,17 @@ def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
         before = generator.get_state()
         try:
             generator.manual_seed(seed)
-            init(values)
+            with torch.no_grad():  # an exception inside torch's own code would leave it on
+                init(values)
         finally:
             generator.set_state(before)
 
-    with torch.no_grad():
-        uninterrupted(draw)
+    uninterrupted(draw)
     return values
+
+
+def do_nothing() -> None:
+    """Commit of a lookup that changes nothing."""
 
 
 @contextmanager
@@ -170,12 +174,11 @@ class Attached:
         """Changes with every step of every optimizer."""
         return [(each._rounds, each._updates) for each in self.optimizers]
 
-    @torch.no_grad()
     def prepare(self, rows: Tensor, seed: int, writes: RowWrites) -> Callable[[], None]:
         """Add rows that start over, with their state, to ``writes``; everything that can raise.
 
         Args:
-            rows: which ones, on the CPU.
+            rows: which ones, on the CPU. If there are none, table and optimizers are checked.
             seed: of the new values.
             writes: commits them.
 
@@ -187,6 +190,8 @@ class Attached:
         parameters.check_writable("the weight of a table", memory)
         for optimizer in self.optimizers:
             optimizer._prepare_to_forget(weight, rows, writes, is_overwritten=True)
+        if not rows.numel():
+            return do_nothing
         if mapped_files:
             about_to_write(weight, (), rows)
         writes.add(memory.detach(), rows, self._new_values(weight, rows.numel(), seed))

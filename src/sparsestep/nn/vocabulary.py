@@ -14,7 +14,7 @@ from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, memory_errors, sentence
 from sparsestep.memory.row_writes import RowWrites
 from sparsestep.nn import saving
-from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table, restoring_rng
+from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table, do_nothing, restoring_rng
 from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.growing import prepare_growth
 from sparsestep.nn.ids import Evict, Options
@@ -127,7 +127,7 @@ class Vocabulary(KnowsIds):
                 the lookup must not happen.
             like: has the shape and the device of the result; by default, ``ids`` has.
         """
-        error, rows, commit = None, ids, _nothing
+        error, rows, commit = None, ids, do_nothing
         with self._lock:
             try:
                 with memory_errors():
@@ -149,15 +149,14 @@ class Vocabulary(KnowsIds):
         A claim that is not committed, whatever the reason, has changed nothing.
         """
         if not self.training or not ids.numel():
-            return self._ids.find(ids)[0], _nothing
+            return self._ids.find(ids)[0], do_nothing
         now, progress = self._time()
         known, claim = self._ids, self._ids.claim(ids, now)
         writes, notes = RowWrites(), []
         count = claim.taken.numel() if self._attached else 0
         for attached in self._attached if claim.without else ():
             attached.check(self.rows, self._options.shared)
-            if count:
-                notes.append(attached.prepare(claim.taken, self._handed_over, writes))
+            notes.append(attached.prepare(claim.taken, self._handed_over, writes))
         changed = {
             "_now": now,
             "_progress": progress,
@@ -262,10 +261,6 @@ class Vocabulary(KnowsIds):
         larger.load(saving.with_room(self._ids.save(), options), self._now)
 
         return partial(self._change, _options=options, _ids=larger)
-
-
-def _nothing() -> None:
-    """What commits a lookup that changes nothing."""
 
 
 def flat_ids(ids: Any) -> Tensor:

@@ -56,7 +56,6 @@ class Forgets(CatchesUp):
             self._prepare_to_forget(param, rows, writes)
             uninterrupted(writes.commit)
 
-    @torch.no_grad()
     def _prepare_to_forget(
         self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
     ) -> None:
