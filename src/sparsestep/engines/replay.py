@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sparsestep.engines.finishing import failed
 from sparsestep.memory.parameters import lie_alike
 
 # Elements of a piece, per thread: a multiple of the grain by which torch splits work over threads.
 PIECE = 1 << 17
-_FOREACH = "_foreach_"
 # Read numbers, on which the kernel's next operations may depend.
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 
@@ -82,9 +83,9 @@ class Recording(TorchFunctionMode):
             with self:
                 return inner(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith(_FOREACH):
+        if name.startswith("_foreach_") and not name.endswith("_"):
             with self:
-                return _one_by_one(name.removeprefix(_FOREACH), *args, **kwargs)
+                return _in_place(name, *args, **kwargs)
         if name in _READS:
             raise CannotReplayError(name)
         result = func(*args, **kwargs)
@@ -111,38 +112,30 @@ class Recording(TorchFunctionMode):
             return replaced if any(replaced[key] is not value[key] for key in value) else value
         if type(value) in (tuple, list):
             each_replaced = [self._symbolic(each) for each in value]
-            if all(map(_is, each_replaced, value)):
+            if all(map(is_, each_replaced, value)):
                 return value
             return tuple(each_replaced) if type(value) is tuple else each_replaced
         return value
 
 
-def _one_by_one(name: str, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """What ``torch._foreach_<name>`` does on a CPU: the operation on one tensor after the other."""
-    found = []
-    for index in range(len(next(arg for arg in args if isinstance(arg, tuple | list)))):
-        first, *others = (arg[index] if isinstance(arg, tuple | list) else arg for arg in args)
-        if name.startswith("addc") and len(others) == 3:
-            found.append(getattr(first, name)(*others[:2], value=others[2]))
-        elif name == "maximum_":
-            found.append(torch.maximum(first, *others, out=first))
-        elif isinstance(first, Tensor):
-            found.append(getattr(first, name)(*others, **kwargs))
-        else:
-            found.append(getattr(torch, name)(first, *others, **kwargs))
-    return found
+def _in_place(name: str, tensors: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """A foreach function, as copies on which its in-place variant works."""
+    if not isinstance(tensors, tuple | list):
+        raise CannotReplayError(name)
+    copies = [tensor.clone() for tensor in tensors]
+    getattr(torch, f"{name}_")(copies, *args, **kwargs)
+    return copies
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 class Replay:
-    """Makes the calls that repeat a recording on other tensors.
+    """Repeats a recording on other tensors.
+
+    An *environment* is a list of all tensors of one repetition by slot, followed by the constants
+    of all operations, so that arguments are picked from it by number.
 
     Args:
         recording: a finished one.
@@ -150,61 +143,147 @@ class Replay:
     """
 
     def __init__(self, recording: Recording, largest: int) -> None:
-        self._operations = recording.operations
-        self._slots = len(recording.tensors)
         self._inputs = recording.inputs
         dims = recording.tensors[0].dim()
         self._shapes = [tuple(tensor.shape[dims:]) for tensor in recording.tensors]
-        self._buffers: dict[int, Tensor] = {}  # by slot
-        self._views: dict[tuple[Any, ...], dict[int, Tensor]] = {}  # by shape and strides
+        self._buffers = self._reserved(recording, largest)
+        self._constants: list[Any] = []
+        self._views = [op for op in recording.operations if op.is_view]
+        self._steps = [self._step(op) for op in recording.operations if not op.is_view]
+        self._endings: dict[Any, list[Any]] = {}  # of environments, by shape and strides
+
+    def _reserved(self, recording: Recording, largest: int) -> dict[int, Tensor]:
+        """A buffer for each temporary, by slot; those that are never in use together share one."""
+        found: dict[int, Tensor] = {}
         free: dict[tuple[Any, ...], list[Tensor]] = {}
         last_use = _last_uses(recording)
-        for number, operation in enumerate(self._operations):
+        for number, operation in enumerate(recording.operations):
             slot = operation.result
             if slot is not None and not operation.is_view:
                 kind = recording.tensors[slot].dtype, self._shapes[slot]
                 unused = free.get(kind)
-                self._buffers[slot] = unused.pop() if unused else _buffer(largest, *kind)
+                found[slot] = unused.pop() if unused else _buffer(largest, *kind)
             for slot in last_use.get(number, ()):
                 kind = recording.tensors[slot].dtype, self._shapes[slot]
-                free.setdefault(kind, []).append(self._buffers[slot])
+                free.setdefault(kind, []).append(found[slot])
+        return found
 
-    def _view(self, slot: int, like: Tensor) -> Tensor:
+    def _step(self, operation: Operation) -> Step:
+        function, args, kwargs, result, _ = operation
+        if result is not None:  # have it write into a buffer
+            function, args, kwargs = _into(function, args, kwargs, Slot(result))
+        out = kwargs.get("out")
+        fixed = {name: value for name, value in kwargs.items() if value is not out}
+        if list(_slots_in(fixed)) or any(
+            isinstance(arg, tuple | list) for arg in args if type(arg) is not Slot
+        ):
+            return Step(partial(_call, function, args, kwargs), itemgetter(slice(None)), {}, None)
+        return Step(function, self._picked(args), fixed, None if out is None else out.number)
+
+    def _picked(self, values: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+        """Picks arguments from an environment."""
+        numbers = []
+        for value in values:
+            if type(value) is Slot:
+                numbers.append(value.number)
+            else:
+                numbers.append(len(self._shapes) + len(self._constants))
+                self._constants.append(value)
+        if len(numbers) < 2:  # where an itemgetter returns no tuple
+            return partial(_pick, numbers)
+        return itemgetter(*numbers)
+
+    def environment(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """All that a repetition on these tensors needs."""
+        like = inputs[0]
+        ending = self._endings.get((like.shape, like.stride()))
+        if ending is None:
+            slots = range(self._inputs, len(self._shapes))
+            ending = [self._view(slot, like) for slot in slots] + self._constants
+            self._endings[like.shape, like.stride()] = ending
+        found = [*inputs, *ending]
+        for function, args, kwargs, result, _ in self._views:
+            assert result is not None
+            found[result] = function(*_concrete(args, found), **_concrete(kwargs, found))
+        return found
+
+    def _view(self, slot: int, like: Tensor) -> Tensor | None:
         """A buffer in the shape and the memory format of what torch would allocate."""
+        if slot not in self._buffers:
+            return None  # a view of another
         buffer, tail = self._buffers[slot][: like.numel()], self._shapes[slot]
         if tail or like.is_contiguous():
             return buffer.view((*like.shape, *tail))
         return buffer.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
-    def calls(self, inputs: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
-        """One for each operation, in order: it raises and has done nothing, or does all of it."""
-        like = inputs[0]
-        views = self._views.get((like.shape, like.stride()))
-        if views is None:
-            views = {slot: self._view(slot, like) for slot in self._buffers}
-            self._views[like.shape, like.stride()] = views
-        tensors: list[Any] = [*inputs, *[None] * (self._slots - self._inputs)]
-        for slot, view in views.items():
-            tensors[slot] = view
-        for function, args, kwargs, result, is_view in self._operations:
-            args = _concrete(args, tensors)
-            if kwargs:
-                kwargs = {name: _concrete(value, tensors) for name, value in kwargs.items()}
-            if result is None:
-                yield partial(function, *args, **kwargs)
-            elif is_view:
-                tensors[result] = function(*args, **kwargs)
-            else:
-                yield _into(function, args, kwargs, tensors[result])
+    def run(self, environments: Sequence[list[Any]]) -> None:
+        """Repeat it in each environment; completes even if memory runs out (see ``finish``).
+
+        An operation either raises before it writes, or is complete. One that raises is repeated.
+        """
+        remaining, steps = iter(environments), self._steps
+        left: Iterator[Step] = iter(())
+        environment: list[Any] = []
+        step, failures = None, 0
+        while True:
+            try:
+                if step is None:
+                    step = next(left, None)
+                    if step is None:
+                        left = iter(steps)
+                        environment = next(remaining, _END)
+                        if environment is _END:
+                            return
+                        continue
+                function, args, kwargs, out = step
+                if out is None:
+                    function(*args(environment), **kwargs)
+                else:
+                    function(*args(environment), **kwargs, out=environment[out])
+                step = None
+            except (MemoryError, RuntimeError):
+                failures = failed(failures)
 
 
-def _concrete(value: Any, tensors: list[Any]) -> Any:
+class Step(NamedTuple):
+    """An operation that picks its arguments from an environment.
+
+    Attributes:
+        function: what to call.
+        args: picks the arguments.
+        kwargs: keyword arguments that are constants.
+        out: the number of the tensor to write to, if that is a keyword argument.
+    """
+
+    function: Callable[..., Any]
+    args: Callable[[list[Any]], Any]
+    kwargs: dict[str, Any]
+    out: int | None
+
+
+_END: list[Any] = []
+
+
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *environment: Any
+) -> None:
+    """An operation whose arguments are lists of tensors, like those of torch's fused kernels."""
+    function(*_concrete(args, environment), **_concrete(kwargs, environment))
+
+
+def _pick(numbers: list[int], environment: list[Any]) -> list[Any]:
+    return [environment[number] for number in numbers]
+
+
+def _concrete(value: Any, environment: Sequence[Any]) -> Any:
     kind = type(value)
     if kind is Slot:
-        return tensors[value[0]]
+        return environment[value[0]]
+    if kind is dict:
+        return {name: _concrete(each, environment) for name, each in value.items()}
     if kind is tuple:
-        return tuple([_concrete(each, tensors) for each in value])
-    return [_concrete(each, tensors) for each in value] if kind is list else value
+        return tuple([_concrete(each, environment) for each in value])
+    return [_concrete(each, environment) for each in value] if kind is list else value
 
 
 def _buffer(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -241,16 +320,16 @@ def _slots_in(value: Any) -> Iterator[int]:
 
 
 def _into(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> Callable[[], object]:
-    """A call that has an operation write its result into ``out``."""
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Slot
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The operation that writes the same result into ``out``."""
     name = function.__name__
     if name == "clone":
-        return partial(out.copy_, args[0])
+        return Tensor.copy_, (out, args[0]), {}
     found = getattr(torch, {"__truediv__": "div"}.get(name, name), None)
     if found is None:  # no operation of torch's kernels today
         raise CannotReplayError(name)
-    return partial(found, *args, **kwargs, out=out)
+    return found, args, {**kwargs, "out": out}
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:

@@ -90,7 +90,8 @@ class TorchKernels:
         self.firsts: list[ParamUpdate] = []
         self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
         self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
-        self._calls: list[Callable[[], object]] = []
+        self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
+        self._counts: list[Callable[[], object]] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
@@ -113,17 +114,16 @@ class TorchKernels:
         return True
 
     def prepare(self) -> None:
-        """Make new state, which is not the optimizer's before the commit, and all calls."""
+        """Make new state, which is not the optimizer's before the commit, and record kernels."""
         with torch.no_grad():
             for kind, updates in self._replayed.items():
                 for update in updates:
                     if update.record is None:
                         update.record = self._new_record(update)
-                calls = self._calls_for(updates, is_first=kind[1])
-                if calls is None:
+                try:
+                    self._prepare_replay(updates, is_first=kind[1])
+                except CannotReplayError:
                     self._direct[kind] = updates
-                else:
-                    self._calls += calls
         for updates in self._direct.values():
             for update in updates:
                 if update.record is None:  # torch takes a missing tensor for a first step
@@ -132,17 +132,14 @@ class TorchKernels:
 
     def commit(self) -> None:
         """Write; without autograd."""
-        finish(self._calls)
+        for replay, environments in self._prepared:
+            replay.run(environments)
+        finish(self._counts)
         for updates in self._direct.values():
             self._run(updates)
 
-    def _calls_for(
-        self, updates: list[ParamUpdate], *, is_first: bool
-    ) -> list[Callable[[], object]] | None:
-        """All that a commit has to call for parameters of one group that have come equally far.
-
-        ``None`` where the kernel cannot be replayed.
-        """
+    def _prepare_replay(self, updates: list[ParamUpdate], *, is_first: bool) -> None:
+        """Record the kernel for parameters of one group that have come equally far."""
         group, rule = updates[0].group, updates[0].settings.rule
         names = [spec.name for spec in rule.state]
         param = updates[0].param
@@ -152,21 +149,19 @@ class TorchKernels:
         steps = [records[0]["step"].clone()] if rule.counts else []
         state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
         batch = Batch(_options(group), inputs[:1], inputs[1:2], state, steps, is_first)
+        with Recording(inputs) as recording:
+            self._kernel(batch)
         most = PIECE * torch.get_num_threads()
-        calls: list[Callable[[], object]] = []
-        try:
-            with Recording(inputs) as recording:
-                self._kernel(batch)
-            largest = max(largest_piece(update.param, most) for update in updates)
-            replay = Replay(recording, largest)
-            for update, record in zip(updates, records, strict=True):
-                tensors = [parameters.memory_of(record[name]) for name in names]
-                for piece in pieces([update.param, update.touched.values, *tensors], most):
-                    calls += replay.calls(piece)
-                calls += [partial(record["step"].copy_, step) for step in steps]
-        except CannotReplayError:
-            return None
-        return calls
+        replay = Replay(recording, max(largest_piece(update.param, most) for update in updates))
+        environments: list[list[Any]] = []
+        counts: list[Callable[[], object]] = []
+        for update, record in zip(updates, records, strict=True):
+            tensors = [parameters.memory_of(record[name]) for name in names]
+            parts = pieces([update.param, update.touched.values, *tensors], most)
+            environments += map(replay.environment, parts)
+            counts += [partial(record["step"].copy_, step) for step in steps]
+        self._prepared.append((replay, environments))
+        self._counts += counts
 
     def _run(self, updates: list[ParamUpdate]) -> None:
         """Let torch's kernel itself write."""
