@@ -8,6 +8,7 @@ later steps with those of an optimizer that was never disturbed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -170,14 +171,15 @@ def main() -> None:
     parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS))
     parser.add_argument("--min-bytes", type=int, default=1024)
     parser.add_argument("--most", type=int, default=10_000)
-    parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--modes", nargs="+", choices=["once", "persistent"], default=["once"])
     options = parser.parse_args()
     torch.sparse.check_sparse_tensor_invariants.disable()
     warnings.simplefilter("ignore", sparsestep.errors.StaleWarning)
     failures = 0
-    for name in options.scenarios:
+    for name, mode in itertools.product(options.scenarios, options.modes):
+        persistent = mode == "persistent"
         try:
-            counts = sweep(name, options.min_bytes, options.most, persistent=options.persistent)
+            counts = sweep(name, options.min_bytes, options.most, persistent=persistent)
             print(f"{name}: {counts['done']} done, {counts['refused']} refused", flush=True)
         except AssertionError as error:
             failures += 1
