@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
+from sparsestep.engines import torch_kernels
 from tests.faults.allocations import Allocations, is_out_of_memory
 
 Scenario = Callable[[], tuple[Any, Callable[[int], None]]]
@@ -34,11 +35,28 @@ class Own(nn.Module):
 
 
 def dense(
-    name: str, *, steps: int, size: int = 500, dtype: torch.dtype = torch.float32, **options: Any
+    name: str,
+    *,
+    steps: int,
+    size: int = 500,
+    dtype: torch.dtype = torch.float32,
+    is_replayed: bool = True,
+    **options: Any,
 ) -> Scenario:
-    """Dense gradients beside sparse ones."""
+    """Dense gradients beside sparse ones.
+
+    Args:
+        name: of the optimizer.
+        steps: how many are taken before the one that is disturbed.
+        size: of dense parameters.
+        dtype: of all parameters.
+        is_replayed: whether torch's kernel is replayed, or its results are undone.
+        options: of the optimizer.
+    """
 
     def make() -> tuple[Any, Callable[[int], None]]:
+        torch_kernels._FEW_PARAMS = 0 if is_replayed else 16
+        torch_kernels.PIECE = 2048
         model = Own(size, dtype)
         optimizer = getattr(sparsestep, name)(model.parameters(), lr=0.1, **options)
 
@@ -65,7 +83,10 @@ SCENARIOS: dict[str, Scenario] = {
     "Adam, foreach": dense("Adam", steps=2, foreach=True),
     "Adam, fused": dense("Adam", steps=2, fused=True),
     "Adam, complex": dense("Adam", steps=2, dtype=torch.complex64),
-    "Adam, in pieces": dense("Adam", steps=1, size=40_000),
+    "Adam, undone": dense("Adam", steps=2, is_replayed=False),
+    "Adam, undone, first step": dense("Adam", steps=0, is_replayed=False),
+    "Adam, foreach, undone": dense("Adam", steps=2, is_replayed=False, foreach=True),
+    "Adam, fused, undone": dense("Adam", steps=2, is_replayed=False, fused=True),
     "AdamW": dense("AdamW", steps=2),
     "SGD, first step": dense("SGD", steps=0, momentum=0.9, dampening=0.5),
     "SGD, Nesterov, foreach": dense("SGD", steps=1, momentum=0.9, nesterov=True, foreach=True),

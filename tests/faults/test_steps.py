@@ -10,7 +10,13 @@ from tests.faults.steps import SCENARIOS
 pytestmark = pytest.mark.skipif(
     allocations.shim() is None, reason="failing allocations needs a C compiler and glibc"
 )
-QUICK = ["Adam, amsgrad", "SGD, first step", "reference", "dense semantics, history doubles"]
+QUICK = [
+    "Adam, amsgrad",
+    "Adam, undone",
+    "SGD, first step",
+    "reference",
+    "dense semantics, history doubles",
+]
 
 
 def swept(*arguments: str) -> None:
@@ -30,7 +36,7 @@ def test_every_kind_of_step(scenario: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["Adam", "SGD, first step", "Adam, fused", "Adam, first step"])
+@pytest.mark.parametrize("scenario", ["Adam", "Adam, undone", "SGD, first step", "Adam, fused"])
 def test_a_step_in_which_a_few_bytes_cannot_be_had(scenario: str):
     """Such as a scalar that torch wraps in a tensor."""
     swept(scenario, "--min-bytes", "0")

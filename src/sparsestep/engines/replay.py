@@ -4,14 +4,14 @@ A kernel of ``torch.optim`` creates temporaries while it writes parameters and s
 steps. If an allocation fails in between, the step is torn. So the kernel itself runs on tensors of
 one element only. The operations that it performs there are recorded, then replayed on the real
 tensors, one by one, with temporaries in buffers that were allocated before. Operations are the same
-and so are the bits; large tensors are processed in pieces that fit into the cache.
+and so are the bits; large tensors are processed in pieces, so that the buffers stay small.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from sparsestep.engines.finishing import failed
 from sparsestep.memory.parameters import lie_alike
 
-# Elements of a piece, per thread: a multiple of the grain by which torch splits work over threads.
-PIECE = 1 << 17
+# Elements of a piece, per thread: enough that Python's share of the time is small.
+PIECE = 1 << 20
 # Read numbers, on which the kernel's next operations may depend.
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 
@@ -134,84 +134,83 @@ def _memory(tensor: Tensor) -> int:
 class Replay:
     """Repeats a recording on other tensors.
 
-    An *environment* is a list of all tensors of one repetition by slot, followed by the constants
-    of all operations, so that arguments are picked from it by number.
+    An *environment* is a list of all tensors of one repetition by slot, followed by the functions
+    and constants of all operations. An operation is compiled to a function of an environment.
 
     Args:
         recording: a finished one.
-        largest: the most elements that a tensor has that it will be repeated on.
     """
 
-    def __init__(self, recording: Recording, largest: int) -> None:
-        self._inputs = recording.inputs
+    def __init__(self, recording: Recording) -> None:
         dims = recording.tensors[0].dim()
-        self._shapes = [tuple(tensor.shape[dims:]) for tensor in recording.tensors]
-        self._buffers = self._reserved(recording, largest)
+        self._inputs = recording.inputs
+        self._kinds = [(t.dtype, tuple(t.shape[dims:])) for t in recording.tensors]
         self._constants: list[Any] = []
-        self._views = [op for op in recording.operations if op.is_view]
-        self._steps = [self._step(op) for op in recording.operations if not op.is_view]
+        self._views: list[tuple[int, Callable[[list[Any]], Any]]] = []
+        self._steps: list[Callable[[list[Any]], object]] = []
+        for function, args, kwargs, result, is_view in recording.operations:
+            if result is not None and is_view:
+                self._views.append((result, self._compiled(function, args, kwargs)))
+            elif result is None:
+                self._steps.append(self._compiled(function, args, kwargs))
+            else:
+                self._steps.append(self._compiled(*_into(function, args, kwargs, Slot(result))))
+        self._shares = _shared_buffers(recording, self._kinds)
+        self._buffers: list[Tensor] = []
         self._endings: dict[Any, list[Any]] = {}  # of environments, by shape and strides
 
-    def _reserved(self, recording: Recording, largest: int) -> dict[int, Tensor]:
-        """A buffer for each temporary, by slot; those that are never in use together share one."""
-        found: dict[int, Tensor] = {}
-        free: dict[tuple[Any, ...], list[Tensor]] = {}
-        last_use = _last_uses(recording)
-        for number, operation in enumerate(recording.operations):
-            slot = operation.result
-            if slot is not None and not operation.is_view:
-                kind = recording.tensors[slot].dtype, self._shapes[slot]
-                unused = free.get(kind)
-                found[slot] = unused.pop() if unused else _buffer(largest, *kind)
-            for slot in last_use.get(number, ()):
-                kind = recording.tensors[slot].dtype, self._shapes[slot]
-                free.setdefault(kind, []).append(found[slot])
-        return found
+    def _compiled(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        given = [self._source(arg) for arg in args]
+        given += [f"{name}={self._source(value)}" for name, value in kwargs.items()]
+        return _function(f"{self._source(function)}({', '.join(given)})")
 
-    def _step(self, operation: Operation) -> Step:
-        function, args, kwargs, result, _ = operation
-        if result is not None:  # have it write into a buffer
-            function, args, kwargs = _into(function, args, kwargs, Slot(result))
-        out = kwargs.get("out")
-        fixed = {name: value for name, value in kwargs.items() if value is not out}
-        if list(_slots_in(fixed)) or any(
-            isinstance(arg, tuple | list) for arg in args if type(arg) is not Slot
-        ):
-            return Step(partial(_call, function, args, kwargs), itemgetter(slice(None)), {}, None)
-        return Step(function, self._picked(args), fixed, None if out is None else out.number)
+    def _source(self, value: Any) -> str:
+        """Python for a value, as found in an environment ``e``."""
+        if type(value) is Slot:
+            return f"e[{value.number}]"
+        if type(value) is list:
+            return f"[{', '.join(map(self._source, value))}]"
+        self._constants.append(value)
+        return f"e[{len(self._kinds) + len(self._constants) - 1}]"
 
-    def _picked(self, values: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
-        """Picks arguments from an environment."""
-        numbers = []
-        for value in values:
-            if type(value) is Slot:
-                numbers.append(value.number)
-            else:
-                numbers.append(len(self._shapes) + len(self._constants))
-                self._constants.append(value)
-        if len(numbers) < 2:  # where an itemgetter returns no tuple
-            return partial(_pick, numbers)
-        return itemgetter(*numbers)
+    def reserve(self, largest: int) -> None:
+        """Allocate all temporaries.
+
+        Args:
+            largest: the most elements that a tensor has that the recording will be repeated on.
+        """
+        if self._shares:
+            self.release()
+            count = 1 + max(self._shares.values())
+            kinds = {buffer: self._kinds[slot] for slot, buffer in self._shares.items()}
+            self._buffers = [_buffer(largest, *kinds[number]) for number in range(count)]
+
+    def release(self) -> None:
+        """Give the memory of temporaries back."""
+        if self._shares:
+            self._buffers = []
+            self._endings = {}
 
     def environment(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """All that a repetition on these tensors needs."""
+        """All that a repetition on these tensors needs, after ``reserve``."""
         like = inputs[0]
         ending = self._endings.get((like.shape, like.stride()))
         if ending is None:
-            slots = range(self._inputs, len(self._shapes))
+            slots = range(self._inputs, len(self._kinds))
             ending = [self._view(slot, like) for slot in slots] + self._constants
             self._endings[like.shape, like.stride()] = ending
         found = [*inputs, *ending]
-        for function, args, kwargs, result, _ in self._views:
-            assert result is not None
-            found[result] = function(*_concrete(args, found), **_concrete(kwargs, found))
+        for slot, view in self._views:
+            found[slot] = view(found)
         return found
 
     def _view(self, slot: int, like: Tensor) -> Tensor | None:
         """A buffer in the shape and the memory format of what torch would allocate."""
-        if slot not in self._buffers:
+        if slot not in self._shares:
             return None  # a view of another
-        buffer, tail = self._buffers[slot][: like.numel()], self._shapes[slot]
+        buffer, tail = self._buffers[self._shares[slot]][: like.numel()], self._kinds[slot][1]
         if tail or like.is_contiguous():
             return buffer.view((*like.shape, *tail))
         return buffer.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
@@ -221,79 +220,59 @@ class Replay:
 
         An operation either raises before it writes, or is complete. One that raises is repeated.
         """
-        remaining, steps = iter(environments), self._steps
-        left: Iterator[Step] = iter(())
+        remaining = iter(environments)
+        left: Iterator[Callable[[list[Any]], object]] = iter(())
         environment: list[Any] = []
-        step, failures = None, 0
+        step: Callable[[list[Any]], object] | None = None
+        failures = 0
         while True:
             try:
                 if step is None:
                     step = next(left, None)
                     if step is None:
-                        left = iter(steps)
+                        left = iter(self._steps)
                         environment = next(remaining, _END)
                         if environment is _END:
                             return
                         continue
-                function, args, kwargs, out = step
-                if out is None:
-                    function(*args(environment), **kwargs)
-                else:
-                    function(*args(environment), **kwargs, out=environment[out])
+                step(environment)
                 step = None
             except (MemoryError, RuntimeError):
                 failures = failed(failures)
 
 
-class Step(NamedTuple):
-    """An operation that picks its arguments from an environment.
-
-    Attributes:
-        function: what to call.
-        args: picks the arguments.
-        kwargs: keyword arguments that are constants.
-        out: the number of the tensor to write to, if that is a keyword argument.
-    """
-
-    function: Callable[..., Any]
-    args: Callable[[list[Any]], Any]
-    kwargs: dict[str, Any]
-    out: int | None
-
-
 _END: list[Any] = []
 
 
-def _call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *environment: Any
-) -> None:
-    """An operation whose arguments are lists of tensors, like those of torch's fused kernels."""
-    function(*_concrete(args, environment), **_concrete(kwargs, environment))
-
-
-def _pick(numbers: list[int], environment: list[Any]) -> list[Any]:
-    return [environment[number] for number in numbers]
-
-
-def _concrete(value: Any, environment: Sequence[Any]) -> Any:
-    kind = type(value)
-    if kind is Slot:
-        return environment[value[0]]
-    if kind is dict:
-        return {name: _concrete(each, environment) for name, each in value.items()}
-    if kind is tuple:
-        return tuple([_concrete(each, environment) for each in value])
-    return [_concrete(each, environment) for each in value] if kind is list else value
+@functools.lru_cache(maxsize=1024)
+def _function(source: str) -> Callable[[list[Any]], Any]:
+    found: Callable[[list[Any]], Any] = eval(f"lambda e: {source}")
+    return found
 
 
 def _buffer(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty((count, *shape), dtype=dtype, device="cpu")
 
 
+def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
+    """The number of a buffer for each temporary; those that are not in use together share one."""
+    found: dict[int, int] = {}
+    free: dict[Any, list[int]] = {}
+    last_use = _last_uses(recording)
+    for number, operation in enumerate(recording.operations):
+        slot = operation.result
+        if slot is not None and not operation.is_view:
+            unused = free.get(kinds[slot])
+            found[slot] = unused.pop() if unused else 1 + max(found.values(), default=-1)
+        for slot in last_use.get(number, ()):
+            free.setdefault(kinds[slot], []).append(found[slot])
+    return found
+
+
 def _last_uses(recording: Recording) -> dict[int, list[int]]:
     """For each operation, by number, the temporaries that no later one reads."""
     latest: dict[int, int] = {}
-    roots: dict[int, int] = {}
+    roots: dict[int, int] = {}  # of views
     for number, operation in enumerate(recording.operations):
         used = [roots.get(slot, slot) for slot in _slots_in((operation.args, operation.kwargs))]
         if operation.result is not None:

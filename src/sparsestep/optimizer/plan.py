@@ -243,9 +243,9 @@ class Plan:
             self._calls += self._catch_ups.calls()
 
     def _commit(self) -> None:
-        """Write everything; what can still fail does so before the first write."""
+        """Write everything; what can still fail does so at the beginning, and is undone."""
         with torch.no_grad():
-            self._enter_all()
+            self._begin()
             if self._torch is not None:
                 self._torch.commit()
             self._engines.commit()
@@ -258,11 +258,13 @@ class Plan:
     def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
         self._entries.append((entries, key, value, entries.get(key, _MISSING)))
 
-    def _enter_all(self) -> None:
-        """Add new state to the optimizer's, all of it or, if memory runs out, nothing."""
+    def _begin(self) -> None:
+        """Add new state to the optimizer's, and start writing; if that fails, undo it."""
         try:
             for entries, key, value, _ in self._entries:
                 entries[key] = value
+            if self._torch is not None:
+                self._torch.begin()
         except BaseException:
             finish((self._leave_all,))
             raise
