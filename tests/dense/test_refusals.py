@@ -158,3 +158,36 @@ def test_what_the_native_engine_cannot_run_changes_nothing(first_step: bool):
     assert unchanged(opt, before)
     assert same_bookkeeping(bookkeeping(opt), books)
     opt.catch_up()
+
+
+@pytest.mark.parametrize("taken", [2**31 - 2, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("dense_gradient", [False, True], ids=["sparse", "dense"])
+def test_more_steps_than_rows_can_remember(taken: int, dense_gradient: bool):
+    table = torch.nn.Embedding(6, 2, sparse=not dense_gradient)
+    opt = sparsestep.Adam(table.parameters(), lr=0.1, semantics="dense")
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    saved = opt.state_dict()
+    saved["state"][0]["step"] = torch.tensor(float(taken), dtype=torch.float64)
+    opt.load_state_dict(saved)
+    before = snapshot(opt)
+    with pytest.raises(InputError, match=r"counts at most 2147483646 steps\. Got \d+ steps"):
+        opt.step()
+    assert unchanged(opt, before)
+
+
+def test_the_last_step_that_rows_can_remember():
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    opt = sparsestep.Adam(table.parameters(), lr=0.1, semantics="dense")
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)  # in the dtype of torch's counts, which is too coarse
+    opt.state[table.weight]["step"] = torch.tensor(2.0**31 - 4, dtype=torch.float64)
+    opt.step()
+    opt.step()
+    opt.catch_up()
+    before = snapshot(opt)
+    with pytest.raises(InputError, match="counts at most"):
+        opt.step()
+    assert unchanged(opt, before)

@@ -8,6 +8,7 @@ later steps with those of an optimizer that was never disturbed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
+from sparsestep.engines import torch_kernels
 from tests.faults.allocations import Allocations, is_out_of_memory
 
 Scenario = Callable[[], tuple[Any, Callable[[int], None]]]
@@ -33,11 +35,28 @@ class Own(nn.Module):
 
 
 def dense(
-    name: str, *, steps: int, size: int = 500, dtype: torch.dtype = torch.float32, **options: Any
+    name: str,
+    *,
+    steps: int,
+    size: int = 500,
+    dtype: torch.dtype = torch.float32,
+    is_replayed: bool = True,
+    **options: Any,
 ) -> Scenario:
-    """Dense gradients beside sparse ones."""
+    """Dense gradients beside sparse ones.
+
+    Args:
+        name: of the optimizer.
+        steps: how many are taken before the one that is disturbed.
+        size: of dense parameters.
+        dtype: of all parameters.
+        is_replayed: whether torch's kernel is replayed, or its results are undone.
+        options: of the optimizer.
+    """
 
     def make() -> tuple[Any, Callable[[int], None]]:
+        torch_kernels._FEW_PARAMS = 0 if is_replayed else 16
+        torch_kernels.PIECE = 2048
         model = Own(size, dtype)
         optimizer = getattr(sparsestep, name)(model.parameters(), lr=0.1, **options)
 
@@ -64,7 +83,10 @@ SCENARIOS: dict[str, Scenario] = {
     "Adam, foreach": dense("Adam", steps=2, foreach=True),
     "Adam, fused": dense("Adam", steps=2, fused=True),
     "Adam, complex": dense("Adam", steps=2, dtype=torch.complex64),
-    "Adam, in pieces": dense("Adam", steps=1, size=40_000),
+    "Adam, undone": dense("Adam", steps=2, is_replayed=False),
+    "Adam, undone, first step": dense("Adam", steps=0, is_replayed=False),
+    "Adam, foreach, undone": dense("Adam", steps=2, is_replayed=False, foreach=True),
+    "Adam, fused, undone": dense("Adam", steps=2, is_replayed=False, fused=True),
     "AdamW": dense("AdamW", steps=2),
     "SGD, first step": dense("SGD", steps=0, momentum=0.9, dampening=0.5),
     "SGD, Nesterov, foreach": dense("SGD", steps=1, momentum=0.9, nesterov=True, foreach=True),
@@ -170,14 +192,15 @@ def main() -> None:
     parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS))
     parser.add_argument("--min-bytes", type=int, default=1024)
     parser.add_argument("--most", type=int, default=10_000)
-    parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--modes", nargs="+", choices=["once", "persistent"], default=["once"])
     options = parser.parse_args()
     torch.sparse.check_sparse_tensor_invariants.disable()
     warnings.simplefilter("ignore", sparsestep.errors.StaleWarning)
     failures = 0
-    for name in options.scenarios:
+    for name, mode in itertools.product(options.scenarios, options.modes):
+        persistent = mode == "persistent"
         try:
-            counts = sweep(name, options.min_bytes, options.most, persistent=options.persistent)
+            counts = sweep(name, options.min_bytes, options.most, persistent=persistent)
             print(f"{name}: {counts['done']} done, {counts['refused']} refused", flush=True)
         except AssertionError as error:
             failures += 1

@@ -96,6 +96,8 @@ def _followed(
         return followed(record(rule, step, hyper), start)
     except RecordError as error:
         raise NoMotionError(str(error)) from None
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a formula does with what is no tensor
         raise NoMotionError(f"{type(error).__name__}: {error}") from None
 

@@ -197,6 +197,24 @@ class Guarded(_Watched, nn.Parameter):
             return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
 
 
+def readable(table: Tensor, ids: Any) -> Tensor:
+    """A table for code that reads some of its rows without torch's functions.
+
+    A guarded table's rows are brought up to date first; then its memory is returned as an ordinary
+    tensor, since the type of a parameter must not decide how fast it is looked up.
+
+    Args:
+        table: a parameter, guarded or not.
+        ids: the rows to be read.
+    """
+    if type(table) is not Guarded:
+        return table
+    with without_torch_function():
+        for guard in getattr(table, _NAME):
+            guard.before(functional.embedding, (ids, table), {})
+        return table.detach()
+
+
 def _guarded(found: Any) -> Iterator[Tensor]:
     """The guarded tensors among arguments."""
     if isinstance(found, _Watched):

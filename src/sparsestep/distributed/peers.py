@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,8 +134,5 @@ def as_documented(error: BaseException) -> BaseException:
         >>> as_documented(RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"))
         MemoryError("DefaultCPUAllocator: can't allocate memory: 8 bytes")
     """
-    if isinstance(error, RuntimeError) and not isinstance(error, InputError):
-        text = str(error)
-        if "can't allocate memory" in text or "not enough memory" in text:
-            return MemoryError(text)
-    return error
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, InputError)
+    return MemoryError(str(error)) if is_torchs and is_out_of_memory(error) else error

@@ -48,7 +48,19 @@ def finish(calls: Iterable[Callable[[], object]]) -> None:
             call()
             call = None
         except (MemoryError, RuntimeError):  # torch reports failed allocations as either
-            failures += 1
-            if failures > _MOST_FAILURES:
-                raise
-            _reserve.clear()
+            failures = failed(failures)
+
+
+def failed(failures: int) -> int:
+    """Release the reserve so that a call can be repeated; raises if that happens too often.
+
+    Args:
+        failures: how often calls have failed before.
+
+    Returns:
+        How often they have failed now.
+    """
+    if failures >= _MOST_FAILURES:
+        raise
+    _reserve.clear()
+    return failures + 1

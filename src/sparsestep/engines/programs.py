@@ -112,6 +112,8 @@ class Programs:
             found = self._recorded[key] = _recorded(settings, step)
         except RecordError as error:
             self.refused[id(settings)] = str(error)
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a formula does with what is no tensor
             self.refused[id(settings)] = f"{type(error).__name__}: {error}"
         return found

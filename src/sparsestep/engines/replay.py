@@ -4,24 +4,25 @@ A kernel of ``torch.optim`` creates temporaries while it writes parameters and s
 steps. If an allocation fails in between, the step is torn. So the kernel itself runs on tensors of
 one element only. The operations that it performs there are recorded, then replayed on the real
 tensors, one by one, with temporaries in buffers that were allocated before. Operations are the same
-and so are the bits; large tensors are processed in pieces that fit into the cache.
+and so are the bits; large tensors are processed in pieces, so that the buffers stay small.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sparsestep.engines.finishing import failed
 from sparsestep.memory.parameters import lie_alike
 
-# Elements of a piece, per thread: a multiple of the grain by which torch splits work over threads.
-PIECE = 1 << 17
-_FOREACH = "_foreach_"
+# Elements of a piece, per thread: enough that Python's share of the time is small.
+PIECE = 1 << 20
 # Read numbers, on which the kernel's next operations may depend.
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 
@@ -82,9 +83,9 @@ class Recording(TorchFunctionMode):
             with self:
                 return inner(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith(_FOREACH):
+        if name.startswith("_foreach_") and not name.endswith("_"):
             with self:
-                return _one_by_one(name.removeprefix(_FOREACH), *args, **kwargs)
+                return _in_place(name, *args, **kwargs)
         if name in _READS:
             raise CannotReplayError(name)
         result = func(*args, **kwargs)
@@ -111,110 +112,167 @@ class Recording(TorchFunctionMode):
             return replaced if any(replaced[key] is not value[key] for key in value) else value
         if type(value) in (tuple, list):
             each_replaced = [self._symbolic(each) for each in value]
-            if all(map(_is, each_replaced, value)):
+            if all(map(is_, each_replaced, value)):
                 return value
             return tuple(each_replaced) if type(value) is tuple else each_replaced
         return value
 
 
-def _one_by_one(name: str, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """What ``torch._foreach_<name>`` does on a CPU: the operation on one tensor after the other."""
-    found = []
-    for index in range(len(next(arg for arg in args if isinstance(arg, tuple | list)))):
-        first, *others = (arg[index] if isinstance(arg, tuple | list) else arg for arg in args)
-        if name.startswith("addc") and len(others) == 3:
-            found.append(getattr(first, name)(*others[:2], value=others[2]))
-        elif name == "maximum_":
-            found.append(torch.maximum(first, *others, out=first))
-        elif isinstance(first, Tensor):
-            found.append(getattr(first, name)(*others, **kwargs))
-        else:
-            found.append(getattr(torch, name)(first, *others, **kwargs))
-    return found
+def _in_place(name: str, tensors: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """A foreach function, as copies on which its in-place variant works."""
+    if not isinstance(tensors, tuple | list):
+        raise CannotReplayError(name)
+    copies = [tensor.clone() for tensor in tensors]
+    getattr(torch, f"{name}_")(copies, *args, **kwargs)
+    return copies
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 class Replay:
-    """Makes the calls that repeat a recording on other tensors.
+    """Repeats a recording on other tensors.
+
+    An *environment* is a list of all tensors of one repetition by slot, followed by the functions
+    and constants of all operations. An operation is compiled to a function of an environment.
 
     Args:
         recording: a finished one.
-        largest: the most elements that a tensor has that it will be repeated on.
     """
 
-    def __init__(self, recording: Recording, largest: int) -> None:
-        self._operations = recording.operations
-        self._slots = len(recording.tensors)
-        self._inputs = recording.inputs
+    def __init__(self, recording: Recording) -> None:
         dims = recording.tensors[0].dim()
-        self._shapes = [tuple(tensor.shape[dims:]) for tensor in recording.tensors]
-        self._buffers: dict[int, Tensor] = {}  # by slot
-        self._views: dict[tuple[Any, ...], dict[int, Tensor]] = {}  # by shape and strides
-        free: dict[tuple[Any, ...], list[Tensor]] = {}
-        last_use = _last_uses(recording)
-        for number, operation in enumerate(self._operations):
-            slot = operation.result
-            if slot is not None and not operation.is_view:
-                kind = recording.tensors[slot].dtype, self._shapes[slot]
-                unused = free.get(kind)
-                self._buffers[slot] = unused.pop() if unused else _buffer(largest, *kind)
-            for slot in last_use.get(number, ()):
-                kind = recording.tensors[slot].dtype, self._shapes[slot]
-                free.setdefault(kind, []).append(self._buffers[slot])
+        self._inputs = recording.inputs
+        self._kinds = [(t.dtype, tuple(t.shape[dims:])) for t in recording.tensors]
+        self._constants: list[Any] = []
+        self._views: list[tuple[int, Callable[[list[Any]], Any]]] = []
+        self._steps: list[Callable[[list[Any]], object]] = []
+        for function, args, kwargs, result, is_view in recording.operations:
+            if result is not None and is_view:
+                self._views.append((result, self._compiled(function, args, kwargs)))
+            elif result is None:
+                self._steps.append(self._compiled(function, args, kwargs))
+            else:
+                self._steps.append(self._compiled(*_into(function, args, kwargs, Slot(result))))
+        self._shares = _shared_buffers(recording, self._kinds)
+        self._buffers: list[Tensor] = []
+        self._endings: dict[Any, list[Any]] = {}  # of environments, by shape and strides
 
-    def _view(self, slot: int, like: Tensor) -> Tensor:
+    def _compiled(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        given = [self._source(arg) for arg in args]
+        given += [f"{name}={self._source(value)}" for name, value in kwargs.items()]
+        return _function(f"{self._source(function)}({', '.join(given)})")
+
+    def _source(self, value: Any) -> str:
+        """Python for a value, as found in an environment ``e``."""
+        if type(value) is Slot:
+            return f"e[{value.number}]"
+        if type(value) is list:
+            return f"[{', '.join(map(self._source, value))}]"
+        self._constants.append(value)
+        return f"e[{len(self._kinds) + len(self._constants) - 1}]"
+
+    def reserve(self, largest: int) -> None:
+        """Allocate all temporaries.
+
+        Args:
+            largest: the most elements that a tensor has that the recording will be repeated on.
+        """
+        if self._shares:
+            self.release()
+            count = 1 + max(self._shares.values())
+            kinds = {buffer: self._kinds[slot] for slot, buffer in self._shares.items()}
+            self._buffers = [_buffer(largest, *kinds[number]) for number in range(count)]
+
+    def release(self) -> None:
+        """Give the memory of temporaries back."""
+        if self._shares:
+            self._buffers = []
+            self._endings = {}
+
+    def environment(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """All that a repetition on these tensors needs, after ``reserve``."""
+        like = inputs[0]
+        ending = self._endings.get((like.shape, like.stride()))
+        if ending is None:
+            slots = range(self._inputs, len(self._kinds))
+            ending = [self._view(slot, like) for slot in slots] + self._constants
+            self._endings[like.shape, like.stride()] = ending
+        found = [*inputs, *ending]
+        for slot, view in self._views:
+            found[slot] = view(found)
+        return found
+
+    def _view(self, slot: int, like: Tensor) -> Tensor | None:
         """A buffer in the shape and the memory format of what torch would allocate."""
-        buffer, tail = self._buffers[slot][: like.numel()], self._shapes[slot]
+        if slot not in self._shares:
+            return None  # a view of another
+        buffer, tail = self._buffers[self._shares[slot]][: like.numel()], self._kinds[slot][1]
         if tail or like.is_contiguous():
             return buffer.view((*like.shape, *tail))
         return buffer.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
-    def calls(self, inputs: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
-        """One for each operation, in order: it raises and has done nothing, or does all of it."""
-        like = inputs[0]
-        views = self._views.get((like.shape, like.stride()))
-        if views is None:
-            views = {slot: self._view(slot, like) for slot in self._buffers}
-            self._views[like.shape, like.stride()] = views
-        tensors: list[Any] = [*inputs, *[None] * (self._slots - self._inputs)]
-        for slot, view in views.items():
-            tensors[slot] = view
-        for function, args, kwargs, result, is_view in self._operations:
-            args = _concrete(args, tensors)
-            if kwargs:
-                kwargs = {name: _concrete(value, tensors) for name, value in kwargs.items()}
-            if result is None:
-                yield partial(function, *args, **kwargs)
-            elif is_view:
-                tensors[result] = function(*args, **kwargs)
-            else:
-                yield _into(function, args, kwargs, tensors[result])
+    def run(self, environments: Sequence[list[Any]]) -> None:
+        """Repeat it in each environment; completes even if memory runs out (see ``finish``).
+
+        An operation either raises before it writes, or is complete. One that raises is repeated.
+        """
+        remaining = iter(environments)
+        left: Iterator[Callable[[list[Any]], object]] = iter(())
+        environment: list[Any] = []
+        step: Callable[[list[Any]], object] | None = None
+        failures = 0
+        while True:
+            try:
+                if step is None:
+                    step = next(left, None)
+                    if step is None:
+                        left = iter(self._steps)
+                        environment = next(remaining, _END)
+                        if environment is _END:
+                            return
+                        continue
+                step(environment)
+                step = None
+            except (MemoryError, RuntimeError):
+                failures = failed(failures)
 
 
-def _concrete(value: Any, tensors: list[Any]) -> Any:
-    kind = type(value)
-    if kind is Slot:
-        return tensors[value[0]]
-    if kind is tuple:
-        return tuple([_concrete(each, tensors) for each in value])
-    return [_concrete(each, tensors) for each in value] if kind is list else value
+_END: list[Any] = []
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(source: str) -> Callable[[list[Any]], Any]:
+    found: Callable[[list[Any]], Any] = eval(f"lambda e: {source}")
+    return found
 
 
 def _buffer(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty((count, *shape), dtype=dtype, device="cpu")
 
 
+def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
+    """The number of a buffer for each temporary; those that are not in use together share one."""
+    found: dict[int, int] = {}
+    free: dict[Any, list[int]] = {}
+    last_use = _last_uses(recording)
+    for number, operation in enumerate(recording.operations):
+        slot = operation.result
+        if slot is not None and not operation.is_view:
+            unused = free.get(kinds[slot])
+            found[slot] = unused.pop() if unused else 1 + max(found.values(), default=-1)
+        for slot in last_use.get(number, ()):
+            free.setdefault(kinds[slot], []).append(found[slot])
+    return found
+
+
 def _last_uses(recording: Recording) -> dict[int, list[int]]:
     """For each operation, by number, the temporaries that no later one reads."""
     latest: dict[int, int] = {}
-    roots: dict[int, int] = {}
+    roots: dict[int, int] = {}  # of views
     for number, operation in enumerate(recording.operations):
         used = [roots.get(slot, slot) for slot in _slots_in((operation.args, operation.kwargs))]
         if operation.result is not None:
@@ -241,16 +299,16 @@ def _slots_in(value: Any) -> Iterator[int]:
 
 
 def _into(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> Callable[[], object]:
-    """A call that has an operation write its result into ``out``."""
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Slot
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The operation that writes the same result into ``out``."""
     name = function.__name__
     if name == "clone":
-        return partial(out.copy_, args[0])
+        return Tensor.copy_, (out, args[0]), {}
     found = getattr(torch, {"__truediv__": "div"}.get(name, name), None)
     if found is None:  # no operation of torch's kernels today
         raise CannotReplayError(name)
-    return partial(found, *args, **kwargs, out=out)
+    return found, args, {**kwargs, "out": out}
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:

@@ -1,8 +1,14 @@
 """Torch's own kernels, an engine like the others: for dense gradients under torch's formulas.
 
-On the CPU a kernel is recorded in prepare and replayed in commit, where nothing of the size of a
-parameter is allocated (``replay``). On other devices, and for ``differentiable=True``, the kernel
-itself runs in commit: if its temporaries do not fit into the memory there, the step is torn.
+Torch's kernels allocate temporaries. On the CPU, a step is whole nevertheless if that fails:
+
+- A few small parameters are copied in prepare. The kernel runs before anything else is written; if
+  it fails, the copies are restored.
+- For all others, the kernel is recorded in prepare and replayed in commit, where nothing of the
+  size of a parameter is allocated (``replay``).
+
+On other devices, and for ``differentiable=True``, the kernel runs in commit: if its temporaries do
+not fit into the memory there, the step is torn.
 """
 
 from __future__ import annotations
@@ -27,12 +33,14 @@ from sparsestep.engines.replay import (
     largest_piece,
     pieces,
 )
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, is_out_of_memory, sentence
 from sparsestep.memory import parameters
 from sparsestep.torch_internals import capturable_devices, check_fused
 
 Record = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Up to so many parameters of so many elements together, copies are cheaper than a recording.
+_FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
 
 
 @dataclass(slots=True)
@@ -88,7 +96,11 @@ class TorchKernels:
         self.firsts: list[ParamUpdate] = []
         self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
         self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
-        self._calls: list[Callable[[], object]] = []
+        self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
+        self._counts: list[Callable[[], object]] = []
+        self._small: list[Batch] = []
+        self._written: list[Tensor] = []  # by the kernels for small ones
+        self._copies: list[Tensor] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
@@ -111,85 +123,116 @@ class TorchKernels:
         return True
 
     def prepare(self) -> None:
-        """Make new state, which is not the optimizer's before the commit, and all calls."""
+        """Make new state, which is not the optimizer's before the commit, and record kernels."""
         with torch.no_grad():
             for kind, updates in self._replayed.items():
                 for update in updates:
                     if update.record is None:
                         update.record = self._new_record(update)
-                calls = self._calls_for(updates, is_first=kind[1])
-                if calls is None:
+                try:
+                    if updates[0].settings.rule.counts and _are_few(updates):
+                        self._prepare_copies(updates)
+                    else:
+                        self._prepare_replay(updates, is_first=kind[1])
+                except CannotReplayError:
                     self._direct[kind] = updates
-                else:
-                    self._calls += calls
         for updates in self._direct.values():
             for update in updates:
                 if update.record is None:  # torch takes a missing tensor for a first step
                     counts = update.settings.rule.counts
                     update.record = self._new_record(update) if counts else {}
 
+    def begin(self) -> None:
+        """Start writing; raises and has changed nothing, or succeeds. Without autograd."""
+        try:
+            for batch in self._small:
+                self._kernel(batch)
+        except BaseException:
+            finish((self._restore,))
+            raise
+
+    def _restore(self) -> None:
+        for tensor, copy in zip(self._written, self._copies, strict=True):
+            tensor.copy_(copy)
+
     def commit(self) -> None:
-        """Write; without autograd."""
-        finish(self._calls)
+        """Write the rest; without autograd."""
+        for replay, environments in self._prepared:
+            replay.run(environments)
+            replay.release()
+        finish(self._counts)
         for updates in self._direct.values():
             self._run(updates)
 
-    def _calls_for(
-        self, updates: list[ParamUpdate], *, is_first: bool
-    ) -> list[Callable[[], object]] | None:
-        """All that a commit has to call for parameters of one group that have come equally far.
+    def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
+        """Copy what the kernel will write."""
+        batch = self._batch(updates)
+        written = [*batch.params, *batch.steps]
+        for tensors in batch.state.values():
+            written += tensors
+        self._copies += [tensor.clone() for tensor in written]
+        self._written += written
+        self._small.append(batch)
 
-        ``None`` where the kernel cannot be replayed.
-        """
-        group, rule = updates[0].group, updates[0].settings.rule
+    def _prepare_replay(self, updates: list[ParamUpdate], *, is_first: bool) -> None:
+        """Record the kernel for parameters of one group that have come equally far."""
+        settings, param = updates[0].settings, updates[0].param
+        rule = settings.rule
         names = [spec.name for spec in rule.state]
-        param = updates[0].param
-        first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
-        inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
         records = [update.record or {} for update in updates]
         steps = [records[0]["step"].clone()] if rule.counts else []
-        state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
-        batch = Batch(_for_torch(group), inputs[:1], inputs[1:2], state, steps, is_first)
-        most = PIECE * torch.get_num_threads()
-        calls: list[Callable[[], object]] = []
-        try:
+        key = Replay, is_first, param.dtype, param.dim() > 0
+        replay: Replay | None = settings.core.get(key)
+        if replay is None:
+            first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
+            inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
+            state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
+            options = _for_torch(updates[0].group)
             with Recording(inputs) as recording:
-                self._kernel(batch)
-            largest = max(largest_piece(update.param, most) for update in updates)
-            replay = Replay(recording, largest)
-            for update, record in zip(updates, records, strict=True):
-                tensors = [parameters.memory_of(record[name]) for name in names]
-                for piece in pieces([update.param, update.touched.values, *tensors], most):
-                    calls += replay.calls(piece)
-                calls += [partial(record["step"].copy_, step) for step in steps]
-        except CannotReplayError:
-            return None
-        return calls
+                self._kernel(Batch(options, inputs[:1], inputs[1:2], state, steps, is_first))
+            replay = Replay(recording)
+            if not rule.counts:  # then it is the same in every step
+                settings.core[key] = replay
+        most = PIECE * torch.get_num_threads()
+        replay.reserve(max(largest_piece(update.param, most) for update in updates))
+        environments: list[list[Any]] = []
+        counts: list[Callable[[], object]] = []
+        for update, record in zip(updates, records, strict=True):
+            tensors = [parameters.memory_of(record[name]) for name in names]
+            parts = pieces([update.param, update.touched.values, *tensors], most)
+            environments += map(replay.environment, parts)
+            counts += [partial(record["step"].copy_, step) for step in steps]
+        self._prepared.append((replay, environments))
+        self._counts += counts
 
-    def _run(self, updates: list[ParamUpdate]) -> None:
-        """Let torch's kernel itself write."""
-        group, rule = updates[0].group, updates[0].settings.rule
+    def _batch(self, updates: list[ParamUpdate]) -> Batch:
+        """The arguments of torch's kernel itself."""
+        rule = updates[0].settings.rule
         names = [spec.name for spec in rule.state]
         records = [update.record or {} for update in updates]
         memory = [
             {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
             for r in records
         ]
-        batch = Batch(
-            _for_torch(group),
+        return Batch(
+            _for_torch(updates[0].group),
             [update.param for update in updates],
             [update.touched.values for update in updates],
             {name: [state.get(name) for state in memory] for name in names},
             [record["step"] for record in records] if rule.counts else [],
         )
-        with torch.set_grad_enabled(bool(group.get("differentiable"))):
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        """Let torch's kernel itself write."""
+        batch = self._batch(updates)
+        before = {name: list(tensors) for name, tensors in batch.state.items()}
+        with torch.set_grad_enabled(bool(updates[0].group.get("differentiable"))):
             self._kernel(batch)
         for name, tensors in batch.state.items():
-            for update, record, state, made in zip(updates, records, memory, tensors, strict=True):
-                if made is not state.get(name):  # the kernel has made it
-                    record[name] = parameters.laid_out_like(update.owner, made)
-        for update, record in zip(updates, records, strict=True):
-            update.record = record
+            for update, old, made in zip(updates, before[name], tensors, strict=True):
+                if made is not old:  # the kernel has made it
+                    assert update.record is not None
+                    update.record[name] = parameters.laid_out_like(update.owner, made)
 
     def _fits(self, update: ParamUpdate) -> bool:
         """Whether the kernel can take it: all of one dtype, where it runs at all."""
@@ -218,9 +261,16 @@ class TorchKernels:
             try:
                 check_fused(param)
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 raise InputError(str(error)) from None
         _check(group, param)
         return True
+
+
+def _are_few(updates: list[ParamUpdate]) -> bool:
+    elements = sum(update.param.numel() for update in updates)
+    return len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
 
 
 def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:

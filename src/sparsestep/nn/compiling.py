@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
 
+from sparsestep.dense.guard import Guarded
 from sparsestep.torch_internals import is_exporting, is_tracing, is_transforming
 
 Arguments = ParamSpec("Arguments")
@@ -63,4 +64,4 @@ def is_for_torch(*weights: Tensor) -> bool:
     )
 
 
-_PLAIN = (torch.nn.Parameter, Tensor)
+_PLAIN = (torch.nn.Parameter, Tensor, Guarded)

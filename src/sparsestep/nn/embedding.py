@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.types import Device
 
+from sparsestep.dense.guard import readable
 from sparsestep.gradients.compact import compact
 from sparsestep.nn.checks import check_ids
 from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
@@ -96,11 +97,11 @@ class Embedding(torch.nn.Embedding):
             return self._by_torch(input)
         is_recorded = weight.requires_grad and torch.is_grad_enabled()
         padding = -1 if self.padding_idx is None else self.padding_idx
-        found = None
+        found, table = None, readable(weight, input)
         if self.max_norm is None and takes_compact(weight):
-            request = Request(weight, input, None, False, None, ROWS, padding, is_recorded)
+            request = Request(table, input, None, False, None, ROWS, padding, is_recorded)
             found = look_up([request])
-        rows = self._by_operations(weight, input) if found is None else found[0]
+        rows = self._by_operations(table, input) if found is None else found[0]
         if not is_recorded or rows.output.requires_grad:
             return rows.output
         write_out_for_ddp(weight)
@@ -110,7 +111,7 @@ class Embedding(torch.nn.Embedding):
     def _by_operations(self, weight: Tensor, ids: Tensor) -> Found:
         """With torch's operations, and every check."""
         check_ids(self, weight, ids)
-        if not takes_compact(weight):
+        if not takes_compact(self.weight):
             return Found(self._by_torch(ids))
         with torch.no_grad():
             if self.max_norm is not None:

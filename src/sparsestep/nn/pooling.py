@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsestep.dense.guard import readable
 from sparsestep.gradients.compact import compact
+from sparsestep.memory.parameters import memory_of
 from sparsestep.nn.bag_gradients import MODES, Looked, Saved
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
@@ -155,8 +157,9 @@ def _by_core(asked: Sequence[Asked]) -> list[_Read] | None:
             ids = ids.contiguous()
         has_gradient = is_recorded and weight.requires_grad
         ends, padding = table.include_last_offset, _padding(table)
+        memory = readable(weight, ids)
         requests.append(
-            Request(weight, ids, offsets, ends, factors, pooling, padding, has_gradient)
+            Request(memory, ids, offsets, ends, factors, pooling, padding, has_gradient)
         )
     found = look_up(requests)
     if found is None:
@@ -175,7 +178,7 @@ def _read(asked: Asked, request: Request, found: Found) -> _Read:
         *(request.weight.shape, table.mode, request.padding, table.scale_grad_by_freq),
         *(len(found.output), length, request.ends),
     )
-    return _Read(request.weight, factors, found.output, looked, saved)
+    return _Read(table.weight, factors, found.output, looked, saved)
 
 
 def _padding(table: torch.nn.EmbeddingBag) -> int:
@@ -192,11 +195,12 @@ def _by_operations(asked: Sequence[Asked]) -> list[Tensor]:
         (bags,) = checked
         return [by_torch(bags.table, bags.ids, bags.starts, bags.factors, bags.ends)]
     with torch.no_grad():
-        for bags in checked:
+        weights = [readable(bags.weight, bags.ids) for bags in checked]
+        for bags, weight in zip(checked, weights, strict=True):
             limit = bags.table.max_norm
             if limit is not None:
-                torch.embedding_renorm_(bags.weight, bags.ids, limit, bags.table.norm_type)
-        done = [_by_operation(bags) for bags in checked]
+                torch.embedding_renorm_(weight, bags.ids, limit, bags.table.norm_type)
+        done = list(map(_by_operation, checked, weights))
     return _recorded(done)
 
 
@@ -209,10 +213,10 @@ def _known_starts(known: dict[Any, Tensor], ids: Any) -> Tensor | None:
     return known[form]
 
 
-def _by_operation(bags: Bags) -> _Read:
+def _by_operation(bags: Bags, weight: Tensor) -> _Read:
     table, padding = bags.table, _padding(bags.table)
     mode, is_max = table.mode, table.mode == "max"
-    weight, ids = bags.weight, bags.ids
+    ids = bags.ids
     if padding < 0 and not is_max and not weight.is_contiguous():
         # Rows that lie apart, as in a file: torch would copy all of them.
         rows, inverse = ids.unique(return_inverse=True)
@@ -275,7 +279,9 @@ class _Pooled(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1 + len(done) :]
         tensors_saved: list[Tensor | None] = []
         for each, of_factors in zip(done, wanted, strict=True):
-            saved = each.saved._replace(weight=each.weight) if of_factors else each.saved
+            saved = each.saved
+            if of_factors:
+                saved = saved._replace(weight=memory_of(each.weight))
             tensors_saved += saved
         ctx.save_for_backward(*tensors_saved)
         return tuple(each.output for each in done)

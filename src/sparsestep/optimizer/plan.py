@@ -283,6 +283,7 @@ class Plan:
         """Write everything; nothing can fail."""
         with torch.no_grad():
             if self._torch is not None:
+                finish((self._torch.begin,))
                 self._torch.commit()
             self._engines.commit()
             finish(self._calls)
