@@ -69,12 +69,16 @@ def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]
     )
 
 
+# Of torch, its archives and gloo.
+_TEXTS = ("allocate memory", "not enough memory", "bad_alloc", "allocation failed")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error reports a failed allocation."""
     text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
-        and any(s in text for s in ("can't allocate memory", "not enough memory", "bad_alloc"))
+        and any(s in text for s in _TEXTS)
     )
 
 

@@ -256,13 +256,15 @@ def _run_ranks(
 ) -> Outcome:
     def disturbed(world: ranks.RankOperation) -> Any:
         error: BaseException | None = None
-        if world.rank == make.faulty:
-            error = _inject(injector, world.run, nth)
-        else:
-            try:
+        try:
+            if world.rank == make.faulty:
+                injector.inject(world.run, nth)
+            else:
                 world.run()
-            except Exception as raised:  # an error of the other rank, or a timeout
-                error = raised
+        except AssertionError as lost:  # a signal
+            raise FindingError(str(lost)) from lost
+        except (Exception, *injector.raises) as raised:  # its own, the other rank's, a timeout
+            error = raised
         return None if error is None else repr(error), world.snapshot()
 
     found = ranks.run(make, disturbed)

@@ -88,9 +88,12 @@ class Kills(Lines):
 
 
 class AllocationFailures(Injector):
-    """One allocation fails, in Python, torch or the core, in any thread."""
+    """One allocation fails, in Python, torch or the core, in any thread.
 
-    raises = (MemoryError,)
+    Python's own compiler reports some of these as ``SystemError``.
+    """
+
+    raises = (MemoryError, SystemError)
     persistent = False
 
     def __init__(self) -> None:

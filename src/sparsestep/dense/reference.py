@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsestep.contract.rule import Rule
 from sparsestep.dense.history import History
 from sparsestep.engines.finishing import finish, reserve
-from sparsestep.engines.signals import uninterrupted
+from sparsestep.signals import uninterrupted
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ from sparsestep.distributed.peers import Peers, as_documented
 from sparsestep.distributed.restoring import Held, Restoring, held_by
 from sparsestep.distributed.stored import Stored, Wanted, as_stored, wanted
 from sparsestep.distributed.table import Table
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory.files import about_to_write, written
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.state import initial
+from sparsestep.signals import uninterrupted
 
 
 class About(NamedTuple):

@@ -13,12 +13,12 @@ from sparsestep.distributed.agreement import Doing
 from sparsestep.distributed.owners import owner_of
 from sparsestep.distributed.table import Table as ShardedTable
 from sparsestep.distributed.wire import Wire, joined
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.attached import Table, drawn
 from sparsestep.nn.growing import Spare, prepare_growth
 from sparsestep.nn.ids import Ids, Saved
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
+from sparsestep.signals import uninterrupted
 from sparsestep.surroundings import stack
 
 # New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
@@ -82,6 +82,9 @@ class OwnsIds(nn.Module):
             >>> vocabulary(torch.tensor([7, 8, 9])), table.num_embeddings
             (tensor([1, 2, 3]), 5)
         """
+        uninterrupted(partial(self._grow_together, rows))
+
+    def _grow_together(self, rows: int) -> None:
         error: BaseException | None = None
         commits: list[Callable[[], object]] = []
         with self.local._lock:
@@ -91,7 +94,8 @@ class OwnsIds(nn.Module):
                 error = raised
             contract = "Vocabulary.grow: all ranks must name the same number of rows"
             self._agree(Doing.GROW, rows if error is None else 0, error, contract)
-            uninterrupted(lambda: [commit() for commit in commits])
+            for commit in commits:
+                commit()
 
     def _prepare_to_grow(self, rows: int) -> list[Callable[[], object]]:
         """Do all that may raise; what is returned does the rest, and cannot fail."""
@@ -151,6 +155,9 @@ class OwnsIds(nn.Module):
             >>> vocabulary.merge(today), vocabulary.as_dict()
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
+        return uninterrupted(partial(self._merge_together, other))
+
+    def _merge_together(self, other: OwnsIds | LocalVocabulary) -> Tensor:
         error: BaseException | None = None
         merged: tuple[Ids, Tensor] | None = None
         theirs, which = None, _SHARED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,10 @@ from sparsestep.distributed.modules import make_collection_sharded, make_sharded
 from sparsestep.distributed.plan import Placement, Plan, placed
 from sparsestep.distributed.table import Order, Reduce, Table, check
 from sparsestep.distributed.wire import Wire
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fusing import why_not
+from sparsestep.signals import uninterrupted
 from sparsestep.torch_internals import ignored_by_ddp, own_parameters
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ def shard(
         >>> model(torch.tensor([[3, 1, 3]])).sum().backward()
         >>> optimizer.step()
     """
+    # A rank that stops in the middle of an exchange keeps the others waiting.
+    return uninterrupted(partial(_shard_together, model, mesh, plan, reduce, order))
+
+
+def _shard_together(
+    model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any
+) -> Plan:
     wire = Wire(_group(mesh))
     error: BaseException | None = None
     sharding: _Sharding | None = None
@@ -94,7 +102,7 @@ def shard(
         error,
     )
     assert sharding is not None
-    uninterrupted(sharding.commit)
+    sharding.commit()
     return Plan(sharding.placements, wire.world, tables=sharding.tables)
 
 

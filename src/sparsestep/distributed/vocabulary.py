@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sparsestep.nn.compiling import outside_graphs
 from sparsestep.nn.ids import Evict
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.nn.vocabulary import flat_ids
+from sparsestep.signals import uninterrupted
 
 _ID_BYTES = 8
 
@@ -110,6 +112,10 @@ class Vocabulary(OwnsIds):
         Raises:
             InputError: these are no ids, on this rank or on another; nothing was changed anywhere.
         """
+        # A rank that stops in the middle of an exchange keeps the others waiting.
+        return uninterrupted(partial(self._look_up_together, ids))
+
+    def _look_up_together(self, ids: Tensor) -> Tensor:
         wire = self._wire
         error: BaseException | None = None
         flat = order = torch.empty(0, dtype=torch.int64)

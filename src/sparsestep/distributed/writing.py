@@ -21,8 +21,8 @@ from sparsestep.distributed import manifest
 from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
 from sparsestep.distributed.peers import Peers, as_documented
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
+from sparsestep.signals import uninterrupted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

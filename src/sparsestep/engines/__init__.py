@@ -18,9 +18,9 @@ from sparsestep.engines.finishing import reserve
 from sparsestep.engines.native import Native
 from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.engines.reference import Reference
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.triton import Triton, check_available
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
+from sparsestep.signals import uninterrupted
 from sparsestep.torch_internals import disable_compiler
 
 ENGINES = ("auto", "native", "reference", "triton")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +24,7 @@ from sparsestep.gradients.compact import Compact
 from sparsestep.gradients.compact_clip import clamped
 from sparsestep.gradients.norms import coo_sums, elements, held_by
 from sparsestep.memory.parameters import has_internal_overlap
+from sparsestep.signals import uninterrupted
 from sparsestep.surroundings import stack, without_autocast
 from sparsestep.torch_internals import (
     coo_indices,
@@ -93,7 +95,7 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    _scale([each.grad for each in held], factor, foreach)
+    uninterrupted(partial(_scale, [each.grad for each in held], factor, foreach))
     return shown
 
 

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sparsestep.memory import file_header, file_lock, file_pages, mapping, pages
 from sparsestep.memory.file_header import HEADER_BYTES, Header
 from sparsestep.memory.parameters import address
 from sparsestep.memory.record import TABLE, Kind, Record
+from sparsestep.signals import uninterrupted
 from sparsestep.torch_internals import version_of
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -222,6 +224,11 @@ def open_file(
         anew: make it anew, whatever is there. Tensors of a file that was there live on without it.
     """
     path, wanted = os.path.abspath(path), Header(shape, dtype, dict(state or {}))
+    # An interrupt would leave descriptors open.
+    return uninterrupted(partial(_open, path, wanted, state, anew))
+
+
+def _open(path: str, wanted: Header, state: Mapping[str, Kind] | None, anew: bool) -> MappedFile:
     with _opening:
         alive, descriptor = (None, _replaced(path, wanted)) if anew else _opened(path, wanted)
         try:

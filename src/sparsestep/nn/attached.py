@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.gradients.arriving import source_of
 from sparsestep.memory import parameters
@@ -19,6 +18,7 @@ from sparsestep.memory.files import about_to_write, mapped_files, written
 from sparsestep.memory.row_writes import RowWrites
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.signals import uninterrupted
 from sparsestep.torch_internals import own_parameters
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag

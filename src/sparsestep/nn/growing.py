@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, memory_errors, sentence, usable
 from sparsestep.memory import parameters
 from sparsestep.memory.files import file_of
 from sparsestep.nn.attached import AnyOptimizer, Init, Table, ours, restoring_rng, weight_of
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.growing import prepare_to_grow
+from sparsestep.signals import uninterrupted
 from sparsestep.torch_internals import without_torch_function
 
 

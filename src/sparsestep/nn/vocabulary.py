@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, memory_errors, sentence
 from sparsestep.memory.row_writes import RowWrites
 from sparsestep.nn import saving
@@ -20,6 +19,7 @@ from sparsestep.nn.growing import prepare_growth
 from sparsestep.nn.ids import Evict, Options
 from sparsestep.nn.known import KnowsIds
 from sparsestep.nn.native_ids import new_ids
+from sparsestep.signals import uninterrupted
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Agree: TypeAlias = Callable[[Exception | None], object]

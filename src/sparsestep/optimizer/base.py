@@ -25,7 +25,6 @@ from sparsestep.dense.clock import RowClock
 from sparsestep.dense.trackers import warn_of_another
 from sparsestep.engines.native import Before, step_again
 from sparsestep.engines.protocol import Settings
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import masks
 from sparsestep.gradients.arriving import GradExchange, Source, elsewhere, sources_of
@@ -41,6 +40,7 @@ from sparsestep.optimizer.explaining import Explains
 from sparsestep.optimizer.groups import Groups
 from sparsestep.optimizer.plan import Plan
 from sparsestep.optimizer.shared_options import facts_for
+from sparsestep.signals import uninterrupted
 from sparsestep.surroundings import labelled
 from sparsestep.torch_internals import disable_compiler, global_hooks, profiler_enabled
 

@@ -10,11 +10,11 @@ from torch.optim.optimizer import StateDict
 
 from sparsestep.dense.pending import rows_of
 from sparsestep.dense.tracking import Tracking
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import parameters
 from sparsestep.optimizer.declaration import speaking
 from sparsestep.optimizer.records import StateKeeper
+from sparsestep.signals import uninterrupted
 
 
 class CatchesUp(StateKeeper):

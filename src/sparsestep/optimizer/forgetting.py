@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sparsestep.dense.pending import rows_of
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, memory_errors, sentence
 from sparsestep.memory import parameters
 from sparsestep.memory.files import about_to_write, mapped_files
@@ -16,6 +15,7 @@ from sparsestep.memory.row_writes import RowWrites
 from sparsestep.optimizer import state as states
 from sparsestep.optimizer.catching_up import CatchesUp, row_numbers
 from sparsestep.optimizer.declaration import speaking
+from sparsestep.signals import uninterrupted
 
 
 class Forgets(CatchesUp):

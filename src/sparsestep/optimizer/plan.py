@@ -16,7 +16,6 @@ from sparsestep.engines import SparseEngines, native_engine
 from sparsestep.engines.finishing import finish
 from sparsestep.engines.programs import Recorded
 from sparsestep.engines.protocol import ParamUpdate, Settings
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.engines.torch_kernels import TorchKernels
 from sparsestep.errors import InputError, SlowWarning, warn_once
 from sparsestep.gradients import masks
@@ -27,6 +26,7 @@ from sparsestep.optimizer import state as states
 from sparsestep.optimizer.announcing import announce, announce_checked
 from sparsestep.optimizer.records import StateKeeper
 from sparsestep.optimizer.updates import complete, examined
+from sparsestep.signals import uninterrupted
 from sparsestep.surroundings import labelled
 from sparsestep.torch_internals import disable_compiler
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsestep.engines.signals import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, sentence
 from sparsestep.memory.beside import copy_rows, to_be_replaced
 from sparsestep.memory.files import about_to_write, file_of, open_file, written
@@ -24,6 +23,7 @@ from sparsestep.memory.replacing import Replacements
 from sparsestep.optimizer.arguments import check_model_and_optimizer
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.catching_up import row_numbers
+from sparsestep.signals import uninterrupted
 from sparsestep.storage import journal
 from sparsestep.storage import manifest as manifests
 from sparsestep.storage.ahead import check_table

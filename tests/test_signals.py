@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparsestep.engines.signals import uninterrupted
+from sparsestep.signals import uninterrupted
 
 # A thread sends Ctrl-C while steps are running, over and over. Each time the number of steps that
 # the values have had must be the number that was counted.

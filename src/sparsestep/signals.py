@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
 
 
-def uninterrupted(work: Callable[[], object]) -> None:
-    """Call ``work`` with signals deferred.
+def uninterrupted(work: Callable[[], Result]) -> Result:
+    """Call ``work`` with signals deferred, and return its result.
 
     Signals that arrive meanwhile are handled when ``work`` has returned or raised, each of them,
     after all handlers have been restored. If a handler raises, its exception propagates, with that
@@ -40,12 +42,11 @@ def uninterrupted(work: Callable[[], object]) -> None:
         ['all of it']
     """
     if threading.get_ident() != threading.main_thread().ident:
-        work()  # handlers run in the main thread only
-        return
+        return work()  # handlers run in the main thread only
     deferral = _Deferral()
     try:
         deferral.install()
-        work()
+        return work()
     finally:
         try:
             deferral.release()
