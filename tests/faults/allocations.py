@@ -77,8 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error reports a failed allocation."""
     text = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(s in text for s in _TEXTS)
+        isinstance(error, RuntimeError) and any(s in text for s in _TEXTS)
     )
 
 

@@ -104,7 +104,8 @@ class Reference:
 
     def commit(self) -> None:
         """Write the new values."""
-        finish(self._writes)
+        if self._writes:
+            finish(self._writes)
         for update in self._late:
             late: list[Callable[[], object]] = []
             finish((partial(_append_writes, update, late),))

@@ -196,14 +196,14 @@ class TorchKernels:
         most = PIECE * torch.get_num_threads()
         replay.reserve(max(largest_piece(update.param, most) for update in updates))
         environments: list[list[Any]] = []
-        counts: list[Callable[[], object]] = []
         for update, record in zip(updates, records, strict=True):
             tensors = [parameters.memory_of(record[name]) for name in names]
             parts = pieces([update.param, update.touched.values, *tensors], most)
             environments += map(replay.environment, parts)
-            counts += [partial(record["step"].copy_, step) for step in steps]
         self._prepared.append((replay, environments))
-        self._counts += counts
+        if rule.counts:
+            counts = [record["step"] for record in records]
+            self._counts.append(partial(_set_counts, counts, *steps))
 
     def _batch(self, updates: list[ParamUpdate]) -> Batch:
         """The arguments of torch's kernel itself."""
@@ -266,6 +266,11 @@ class TorchKernels:
                 raise InputError(str(error)) from None
         _check(group, param)
         return True
+
+
+def _set_counts(counts: list[Tensor], step: Tensor) -> None:
+    for count in counts:
+        count.copy_(step)
 
 
 def _are_few(updates: list[ParamUpdate]) -> bool:

@@ -275,9 +275,9 @@ class Plan:
         if apart:
             self._calls.append(partial(increment_version, apart))
         if self._catch_ups is not None:
-            for key, clock in self._catch_ups.new_clocks():
+            for key, clock in self._catch_ups.new:
                 self._enter(self._optimizer._clocks, key, clock)
-            self._calls += self._catch_ups.calls()
+            self._calls += self._catch_ups.calls
 
     def _commit(self) -> None:
         """Write everything; nothing can fail."""
