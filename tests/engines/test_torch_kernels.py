@@ -34,6 +34,6 @@ def test_an_option_that_the_formula_does_not_look_at_must_be_a_number(value: obj
     optimizer = sparsestep.SGD([param], lr=0.1, fused=fused)
     optimizer.param_groups[0]["dampening"] = value
     param.grad = torch.ones(3, 2)
-    with pytest.raises(sparsestep.InputError, match="dampening of param group 0 must be a number"):
+    with pytest.raises(sparsestep.InputError, match="param group 0: dampening must be a number"):
         optimizer.step()
     assert bool((param == 1).all())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sparsestep
 from tests.faults.operations import Operation, ids_of
@@ -84,12 +85,15 @@ class ShardedLookup(RankOperation):
 
 
 class Shard(RankOperation):
+    """With a group that exists: starting one needs threads, without which torch aborts."""
+
     def setup(self) -> None:
         torch.manual_seed(1)
+        self.mesh = init_device_mesh("cpu", (WORLD,))
         self.model = nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
 
     def run(self) -> None:
-        sparsestep.distributed.shard(self.model, plan="rows")
+        sparsestep.distributed.shard(self.model, self.mesh, "rows")
 
     def values(self) -> dict[str, Any]:
         return {"weights": list(self.model.parameters()), "kind": type(self.model[0]).__name__}

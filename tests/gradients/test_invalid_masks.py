@@ -38,7 +38,7 @@ def test_a_mask_that_does_not_fit_is_refused(optimizer: type[RuleOptimizer], bad
     mask, message = bad_masks()[bad]
     with pytest.raises(InputError, match=message) as raised:
         optimizer([{"params": [torch.zeros(SHAPE)], "mask": mask}])
-    assert str(raised.value).startswith(f"{optimizer.__name__}: mask")
+    assert str(raised.value).startswith(f"{optimizer.__name__}: param group 0: mask")
     opt = optimizer([torch.zeros(2)])
     param = torch.nn.Parameter(torch.zeros(SHAPE))
     with pytest.raises(InputError, match=message):

@@ -68,7 +68,7 @@ def test_the_walk_of_a_compact_gradient():
 @needs_tensors_that_the_core_reads
 def test_the_walk_of_dense_semantics():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True), semantics="dense"))
-    assert len(found) <= 113, found
+    assert len(found) <= 116, found
 
 
 def test_the_walk_of_a_function():

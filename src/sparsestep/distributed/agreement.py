@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.wire import Wire, describe_failure, raise_failure, status_of
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, sentence
 
 
@@ -142,10 +143,15 @@ def agree(
     """
     line.status, line.digest = status_of(error), digest(facts or {})
     fields = len(Line.FIELDS)
-    outgoing = room.new_empty(wire.world, fields + room.shape[1])
-    outgoing[:, :fields] = torch.tensor(line.numbers())
-    outgoing[:, fields:] = room
-    lines = Lines(wire.numbers(outgoing))
+
+    def packed() -> Tensor:
+        outgoing = room.new_empty(wire.world, fields + room.shape[1])
+        outgoing[:, :fields] = torch.tensor(line.numbers())
+        outgoing[:, fields:] = room
+        return outgoing
+
+    incoming = wire.numbers(certain(packed))
+    lines = certain(lambda: Lines(incoming))
     if error is not None:
         raise error
     for rank, status in enumerate(lines["status"]):

@@ -16,6 +16,7 @@ from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, sentence
 from sparsestep.gradients import arriving
 
@@ -71,7 +72,7 @@ class Exchange:
         line, room = self._ledger.line(doing, table.index), None
         line.largest = largest
         if counts is not None:
-            room = torch.zeros(self.wire.world, self._ledger.room, dtype=torch.int64)
+            room = certain(self._ledger.zeros)
             room[:, 0] = counts
         return self._ledger.agree(line, room, error)
 

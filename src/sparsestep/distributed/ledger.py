@@ -15,6 +15,7 @@ from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
+from sparsestep.engines.finishing import certain
 
 
 class Ticket:
@@ -77,6 +78,10 @@ class Ledger:
         """What this rank says at the begin of an exchange."""
         return Line(doing, table, self.turn, min(self.alive, default=self.turn))
 
+    def zeros(self) -> Tensor:
+        """Numbers for each rank, as many as there is room for."""
+        return torch.zeros(self.wire.world, self.room, dtype=torch.int64)
+
     def agree(
         self,
         line: Line,
@@ -86,7 +91,7 @@ class Ledger:
     ) -> Lines:
         """Begin an exchange, and drop answers whose gradient cannot come from any rank."""
         if room is None:
-            room = torch.zeros(self.wire.world, self.room, dtype=torch.int64)
+            room = certain(self.zeros)
         names = [table.name for table in self.tables]
         lines = agree(self.wire, line, room, names, error, facts)
         oldest = min(lines["oldest"])

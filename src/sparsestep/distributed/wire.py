@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError
 from sparsestep.surroundings import cat
 
@@ -130,7 +132,7 @@ class Wire:
         """
         if self.world == 1:
             return outgoing
-        incoming = torch.empty_like(outgoing)
+        incoming = certain(lambda: torch.empty_like(outgoing))
         self._all_to_all(incoming, outgoing)
         return incoming
 
@@ -153,8 +155,9 @@ class Wire:
         Args:
             error: of this rank.
         """
-        statuses = self.numbers(torch.full((self.world, 1), status_of(error)))
-        raise_failure(statuses.flatten().tolist(), error)
+        status = status_of(error)
+        statuses = self.numbers(certain(lambda: torch.full((self.world, 1), status)))
+        raise_failure(certain(lambda: statuses.flatten().tolist()), error)
 
     def send(
         self,
@@ -210,7 +213,7 @@ class Wire:
             error = raised
         status = status_of(error)
         for begin, length in zip(_begins(lengths), lengths, strict=True):
-            self._outgoing[begin + length] = status
+            certain(partial(self._outgoing.__setitem__, begin + length, status))
         self._swap(
             self._outgoing[: sum(lengths) + self.world],
             self._incoming[: sum(sizes) + self.world],
@@ -218,7 +221,7 @@ class Wire:
             [size + 1 for size in sizes],
         )
         ends = [begin + size for begin, size in zip(_begins(sizes), sizes, strict=True)]
-        raise_failure([int(self._incoming[end]) for end in ends], error)
+        raise_failure(certain(lambda: [int(self._incoming[end]) for end in ends]), error)
         found: list[Reader] = []
         try:
             for begin, end in zip(_begins(sizes), ends, strict=True):
