@@ -128,10 +128,11 @@ def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: 
 
 def show(counts: Counter[tuple[str, str, str]]) -> None:
     rows = sorted({(operation, injector) for operation, injector, _ in counts})
-    print(f"{'operation':32} {'fault':11} {'done':>6} {'undone':>7} {'findings':>9}")
+    print(f"{'operation':32} {'fault':11} {'done':>8}{'undone':>9}{'aborted':>9}{'findings':>9}")
     for pair in rows:
-        numbers = [counts[(*pair, kind)] for kind in ("done", "undone", "finding")]
-        print(f"{pair[0]:32} {pair[1]:11} {numbers[0]:6} {numbers[1]:7} {numbers[2]:9}")
+        kinds = ("done", "undone", "aborted", "finding")
+        numbers = "".join(f"{counts[(*pair, kind)]:9}" for kind in kinds)
+        print(f"{pair[0]:32} {pair[1]:11}{numbers}")
 
 
 if __name__ == "__main__":

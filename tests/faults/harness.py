@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     """The end of a case.
 
     Attributes:
-        kind: ``done``, ``undone`` or ``finding``.
+        kind: ``done``, ``undone``, ``finding``, or ``aborted`` by the C library.
         detail: of a finding.
     """
 
@@ -267,7 +267,10 @@ def _run_ranks(
             error = raised
         return None if error is None else repr(error), world.snapshot()
 
-    found = ranks.run(make, disturbed)
+    try:
+        found = ranks.run(make, disturbed)
+    except ranks.AbortedError:
+        return Outcome("aborted")
     kinds = []
     for rank, (error, values) in enumerate(found):
         raised = None if error is None else RuntimeError(error)

@@ -181,6 +181,14 @@ OPERATIONS: dict[str, type[Operation]] = {
 }
 
 
+# The C library's word when a thread of gloo first uses its variables: it ends the process.
+_NO_THREAD_DATA = "cannot allocate memory for thread-local data"
+
+
+class AbortedError(Exception):
+    """The C library has ended a process, as nothing could have prevented."""
+
+
 def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
     """Set an operation up on all ranks and call a function there; its results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
@@ -192,6 +200,8 @@ def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
             path = folder / f"result{rank}"
             if status or not path.exists():
                 log = (folder / f"log{rank}").read_text()[-1500:]
+                if _NO_THREAD_DATA in log:
+                    raise AbortedError(log)
                 raise RuntimeError(f"rank {rank} ended with status {status}: {log}")
             kind, result = pickle.loads(path.read_bytes())
             if kind == "error":

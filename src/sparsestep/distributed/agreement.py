@@ -182,8 +182,9 @@ def compare_facts(
         contract: what the message says is required.
         error: of this rank.
     """
-    mine = torch.tensor([status_of(error), digest(facts)]).repeat(wire.world, 1)
-    statuses, digests = wire.numbers(mine).t().tolist()
+    numbers = [status_of(error), digest(facts)]
+    theirs = wire.numbers(certain(lambda: torch.tensor(numbers).repeat(wire.world, 1)))
+    statuses, digests = certain(lambda: theirs.t().tolist())
     raise_failure(statuses, error)
     if len(set(digests)) > 1:
         raise different_facts(wire, facts, contract)

@@ -17,6 +17,7 @@ from sparsestep.distributed.modules import make_collection_sharded, make_sharded
 from sparsestep.distributed.plan import Placement, Plan, placed
 from sparsestep.distributed.table import Order, Reduce, Table, check
 from sparsestep.distributed.wire import Wire
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fusing import why_not
@@ -91,16 +92,14 @@ def _shard_together(
     wire = Wire(_group(mesh))
     error: BaseException | None = None
     sharding: _Sharding | None = None
+    facts: dict[str, str] = {}
     try:
         sharding = _Sharding(model, wire, plan, reduce, order)
+        facts = sharding.facts()
     except BaseException as raised:
         error = raised
-    compare_facts(
-        wire,
-        {} if sharding is None else sharding.facts(),
-        "shard: all ranks must shard the same tables with the same arguments",
-        error,
-    )
+    contract = "shard: all ranks must shard the same tables with the same arguments"
+    compare_facts(wire, facts, contract, error)
     assert sharding is not None
     sharding.commit()
     return Plan(sharding.placements, wire.world, tables=sharding.tables)
@@ -180,12 +179,13 @@ class _Sharding:
             if table.kind == "copy" and self._wire.world > 1 and first == table.index:
                 dist.broadcast(table.here, group_src=0, group=self._wire.group)
         widths = [len(each.tables) for each in self._collections.values()]
-        exchange = Exchange(self._wire, self.tables, max([len(self.tables), *widths]))
+        most = max([len(self.tables), *widths])
+        exchange = certain(partial(Exchange, self._wire, self.tables, most))
         for table, module in zip(self.tables, self._modules.values(), strict=True):
-            make_sharded(module, table, exchange)
+            certain(partial(make_sharded, module, table, exchange))
         for collection in self._collections.values():
-            make_collection_sharded(collection, exchange)
-        _leave_to_us(self._model, self.tables)
+            certain(partial(make_collection_sharded, collection, exchange))
+        certain(partial(_leave_to_us, self._model, self.tables))
 
 
 _OPTIONS = (
