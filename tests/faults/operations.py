@@ -23,9 +23,11 @@ class Operation:
 
     Attributes:
         reopens: whether a killed process leaves something to go on from; ``reopen`` has it.
+        may_raise_late: whether torch may still run out of memory when the operation is complete.
     """
 
     reopens = False
+    may_raise_late = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -259,7 +261,9 @@ class ClippedGrads(CompactStep):
 
 
 class StepInBackward(Model):
-    """Each parameter is a step of its own."""
+    """Each parameter is a step of its own, after which torch's backward goes on."""
+
+    may_raise_late = True
 
     def tables(self) -> list[nn.Module]:
         return [sparsestep.nn.Embedding(ROWS, DIM)]
