@@ -78,7 +78,9 @@ def test_rules_that_keep_numbers_per_row_refuse_masks_of_elements(
     optimizer: type[RuleOptimizer], options: dict[str, Any]
 ):
     param = torch.nn.Parameter(torch.zeros(SHAPE))
-    with pytest.raises(InputError, match=rf"^{optimizer.__name__}: mask 0 must have shape \(6,\)"):
+    with pytest.raises(
+        InputError, match=rf"^{optimizer.__name__}: param group 0: mask 0 must have shape \(6,\)"
+    ):
         optimizer([{"params": [param], "mask": ELEMENTS, **options}])
     opt = optimizer([{"params": [param], "mask": ROWS, **options}])
     opt.param_groups[0]["mask"] = ELEMENTS

@@ -34,7 +34,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder)
         self._files = _Files(self.save_id)
         self._folder = folder
-        self.fs = self._files
+        self.fs: FileSystem = self._files
 
     @property
     def sums(self) -> dict[str, Sum]:

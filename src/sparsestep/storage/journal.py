@@ -85,7 +85,8 @@ class Rows:
     """
 
     def __init__(self, rows: Tensor, files: Mapping[int, MappedFile]) -> None:
-        self.rows, self.files = rows, files
+        self.rows: Tensor = rows
+        self.files: Mapping[int, MappedFile] = files
 
     @property
     def part(self) -> Part:
