@@ -11,14 +11,28 @@
 // How many more allocations of this thread succeed; negative: all.
 static thread_local int64_t allocations_left = -1;
 
-void* operator new(size_t size) {
-    if (allocations_left == 0) throw std::bad_alloc();
+// All forms of them: sanitizers replace each by itself. Not inlined, or the compiler sees memory of
+// one kind given back as another.
+#define REPLACED __attribute__((noinline))
+
+static void* allocated(size_t size) noexcept {
+    if (allocations_left == 0) return nullptr;
     if (allocations_left > 0) --allocations_left;
-    if (void* const found = std::malloc(size ? size : 1)) return found;
+    return std::malloc(size ? size : 1);
+}
+REPLACED void* operator new(size_t size) {
+    if (void* const found = allocated(size)) return found;
     throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+REPLACED void* operator new[](size_t size) { return operator new(size); }
+REPLACED void* operator new(size_t size, const std::nothrow_t&) noexcept { return allocated(size); }
+REPLACED void* operator new[](size_t size, const std::nothrow_t&) noexcept {
+    return allocated(size);
+}
+REPLACED void operator delete(void* memory) noexcept { std::free(memory); }
+REPLACED void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+REPLACED void operator delete[](void* memory) noexcept { std::free(memory); }
+REPLACED void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
 namespace sparsestep::testing {
 namespace {

@@ -66,7 +66,9 @@ def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list
             parts = (_as_rows(param, part.positions, part.slots) for part in grad.parts())
             return [_selected(param, rows, selection) for rows in parts]
         grad = grad.materialize_()
-    if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.shape != param.shape:
+    if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
+        return []
+    if grad.shape != param.shape:
         return []
     if grad.layout is torch.sparse_coo and grad.sparse_dim():
         return [_selected(param, coo_indices(grad)[0].contiguous(), selection)]
@@ -82,7 +84,8 @@ def _selected(param: Tensor, rows: Tensor | None, selection: Selection | None) -
     if rows is None:
         return _as_rows(param, selection.positions, selection.mask.numel())
     rows = rows[(rows >= 0) & (rows < len(param))]
-    return rows[selection.mask[rows].reshape(len(rows), -1).any(1)]
+    chosen = selection.mask[rows]
+    return rows[chosen if chosen.dim() == 1 else chosen.flatten(1).any(1)]
 
 
 def _as_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
