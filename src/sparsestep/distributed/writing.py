@@ -22,6 +22,7 @@ from sparsestep.distributed.groups import new_group_like
 from sparsestep.distributed.manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
 from sparsestep.distributed.peers import Peers, as_documented
 from sparsestep.errors import InputError, sentence
+from sparsestep.memory.copies import sync_folder
 from sparsestep.signals import uninterrupted
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class _Publication:
         os.replace(temporary, folder / manifest.NAME)
         self.is_done = True  # so an error below must not make the checkpoint fail
         with suppress(Exception):
-            _sync(folder)
+            sync_folder(folder)
         with suppress(Exception):
             os.replace(folder / pending, folder / METADATA)
         with suppress(Exception):
@@ -156,17 +157,6 @@ class _Publication:
                 for path in folder.glob(pattern):
                     if path.name not in (*content.files, pending):
                         path.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Have the names of files on the disk, too."""
-    if os.name == "nt":  # which cannot open folders, and does so by itself
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _entries_of(metadata: Metadata) -> dict[str, Entry]:

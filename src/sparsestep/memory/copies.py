@@ -7,11 +7,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from sparsestep.errors import sentence
 from sparsestep.memory.file_pages import extents
+from sparsestep.signals import uninterrupted
 
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
@@ -119,3 +121,17 @@ def reserve(file: int, begin: int, size: int) -> None:
         raise OSError(
             error.errno, sentence(contract, reason, "Free some space, then try again")
         ) from None
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Write the names in a folder to the disk."""
+    if os.name != "nt":  # Windows opens no folders, and writes names by itself
+        uninterrupted(partial(_sync_folder, folder))  # or its descriptor might stay open
+
+
+def _sync_folder(folder: str | os.PathLike[str]) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

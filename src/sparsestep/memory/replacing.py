@@ -17,6 +17,7 @@ from types import TracebackType
 from sparsestep.errors import sentence
 from sparsestep.memory import mapping
 from sparsestep.memory.files import MappedFile, open_file, temporary_path
+from sparsestep.signals import uninterrupted
 
 # Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -101,7 +102,8 @@ class _Swap:
     def __init__(self, stack: ExitStack, file: MappedFile, staged: MappedFile) -> None:
         self._file, self._staged = file, staged
         self._old_header, self._old_reserved = file.header, file.reserved
-        old = stack.enter_context(io.FileIO(os.dup(file.descriptor), "r+"))
+        duplicated = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
+        old = stack.enter_context(duplicated)
         self._old = old.fileno()
         self._path = os.path.realpath(file.path)
         # A file that was deleted, or replaced by another of its name, has no name to take over.

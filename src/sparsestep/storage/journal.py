@@ -27,6 +27,7 @@ from sparsestep.memory import file_header
 from sparsestep.memory.copies import copy_sparse, reserve
 from sparsestep.memory.file_header import check_version
 from sparsestep.memory.files import MappedFile, words_of
+from sparsestep.signals import uninterrupted
 from sparsestep.storage.manifest import (
     JOURNAL_HEADER,
     JOURNAL_MAGIC,
@@ -213,10 +214,17 @@ class _Writer:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.bytes, self.crc = 0, 0
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         memory = memoryview(data).cast("B")
-        self.crc = _append(self._descriptor, memory, self.crc)
+        if self.error is None:
+            try:
+                self.crc = _append(self._descriptor, memory, self.crc)
+            except (
+                BaseException
+            ) as error:  # torch ends the process if this raises at the wrong time
+                self.error = error
         self.bytes += len(memory)
         return len(memory)
 
@@ -230,11 +238,14 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
     handled = sys.exc_info()[1]
     with create(folder, name) as target:
         writer = _Writer(target.fileno())
+        content = {"version": _REST_VERSION, **content}
         try:
-            torch.save({"version": _REST_VERSION, **content}, cast("IO[bytes]", writer))
+            uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
         except BaseException as error:
             # Torch tries to complete its archive then, and raises what comes of that.
             raise first_error(error, handled) from None
+        if writer.error is not None:
+            raise writer.error
         os.fsync(target.fileno())
         return File(name, writer.bytes, writer.crc)
 

@@ -28,7 +28,9 @@ import torch
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import record, schema
+from sparsestep.memory.copies import sync_folder
 from sparsestep.memory.file_header import Header, check_version
+from sparsestep.signals import uninterrupted
 
 MANIFEST = "manifest.json"
 VERSION = 2
@@ -263,7 +265,8 @@ def open_file(folder: Path, name: str) -> io.FileIO:
     path = folder / name
     contract = f"{path} must be a regular file"
     try:
-        file = io.FileIO(path, "r", opener=_open_itself)
+        # An interrupt in the opener would leave the descriptor open.
+        file = uninterrupted(lambda: io.FileIO(path, "r", opener=_open_itself))
     except FileNotFoundError:
         raise InputError(sentence(contract, "no such file", _REMEDY)) from None
     except OSError as error:
@@ -336,18 +339,9 @@ def commit(folder: Path, manifest: Manifest) -> None:
         file.write(json.dumps(_encoded(manifest), indent=1).encode())
         file.flush()
         os.fsync(raw.fileno())
-    sync(folder)
+    sync_folder(folder)
     os.replace(folder / temporary, folder / MANIFEST)
-    sync(folder)
-
-
-def sync(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
 
 
 def remove_others(folder: Path, manifest: Manifest | None) -> None:
