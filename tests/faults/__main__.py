@@ -84,7 +84,7 @@ def search(options: argparse.Namespace) -> int:
                 elif options.sample:
                     if turn >= options.sample:
                         return
-                    nth = turn * events // options.sample
+                    nth = (2 * turn + 1) * events // (2 * options.sample)
                 else:
                     nth = chance.randrange(max(1, events))
                 if time.monotonic() > end:
