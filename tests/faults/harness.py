@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     """The end of a case.
 
     Attributes:
-        kind: ``done``, ``undone``, ``finding``, or ``aborted`` by the C library.
+        kind: ``done``, ``undone``, ``finding``, or ``aborted`` by a library below torch.
         detail: of a finding.
     """
 
@@ -291,6 +291,7 @@ class _Child:
     pid: int
     reader: int
     deadline: float
+    log: Any
     data: bytearray = field(default_factory=bytearray)
 
 
@@ -329,15 +330,17 @@ def in_processes(
 
 def _start(key: Any, work: Callable[[], Any]) -> _Child:
     reader, writer = os.pipe()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the child runs)
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         os.close(writer)
-        return _Child(key, pid, reader, time.monotonic() + TIMEOUT)
+        return _Child(key, pid, reader, time.monotonic() + TIMEOUT, log)
     status = 1
     try:
         os.setsid()
         os.close(reader)
+        os.dup2(log.fileno(), 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             result = work()
@@ -356,8 +359,13 @@ def _start(key: Any, work: Callable[[], Any]) -> _Child:
 def _result(child: _Child) -> Any:
     os.close(child.reader)
     status = os.waitpid(child.pid, 0)[1]
+    with child.log:
+        child.log.seek(0)
+        text = child.log.read().decode(errors="replace")[-1000:]
     if status or not child.data:
-        return Outcome("finding", f"crash: exit status {status}")
+        if ranks.is_aborted(text):
+            return Outcome("aborted")
+        return Outcome("finding", f"crash: exit status {status}\n{text}")
     return pickle.loads(bytes(child.data))
 
 

@@ -181,12 +181,18 @@ OPERATIONS: dict[str, type[Operation]] = {
 }
 
 
-# The C library's word when a thread of gloo first uses its variables: it ends the process.
-_NO_THREAD_DATA = "cannot allocate memory for thread-local data"
+# Last words of libraries that end the process: the C library when a thread first uses its
+# variables, and torch's OpenMP when it starts its threads.
+_LAST_WORDS = ("cannot allocate memory for thread-local data", "libgomp: Out of memory")
+
+
+def is_aborted(log: str) -> bool:
+    """Whether a library below torch has ended the process for want of memory."""
+    return any(words in log for words in _LAST_WORDS)
 
 
 class AbortedError(Exception):
-    """The C library has ended a process, as nothing could have prevented."""
+    """A library below torch has ended a process, which nothing could have prevented."""
 
 
 def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
@@ -200,7 +206,7 @@ def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
             path = folder / f"result{rank}"
             if status or not path.exists():
                 log = (folder / f"log{rank}").read_text()[-1500:]
-                if _NO_THREAD_DATA in log:
+                if is_aborted(log):
                     raise AbortedError(log)
                 raise RuntimeError(f"rank {rank} ended with status {status}: {log}")
             kind, result = pickle.loads(path.read_bytes())
