@@ -1,4 +1,4 @@
-"""The command line: ``sparsestep demo``, ``bench``, ``info``, ``plan`` and ``completion``.
+"""The command line: ``sparsestep demo``, ``bench``, ``info`` and ``plan``.
 
 A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
 command line needs (rich, matplotlib) is imported when a command runs, never before.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparsestep.cli import bench, completion, demo, info, plan
+from sparsestep.cli import bench, demo, info, plan
 from sparsestep.version import __version__
 
 
@@ -35,7 +35,6 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "info": info,
     "plan": plan,
-    "completion": completion,
 }
 
 _EXTRA = ("rich", "matplotlib")  # what sparsestep[cli] brings
@@ -49,7 +48,6 @@ Examples:
   sparsestep bench              time a step on this machine
   sparsestep info               what to paste into a bug report
   sparsestep plan --tables user=1000000x64 --ranks 8   do the tables fit?
-  sparsestep completion bash    completion for your shell
   sparsestep demo --help        the options of a command
 """
 
@@ -69,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--version", action="version", version=f"sparsestep {__version__}")
     commands = result.add_subparsers(metavar="command")
-    parsers: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
         its_parser = commands.add_parser(
@@ -79,8 +76,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_options(its_parser)
-        its_parser.set_defaults(run=command.run, commands=parsers)
-        parsers[name] = its_parser
+        its_parser.set_defaults(run=command.run)
     return result
 
 
