@@ -11,8 +11,8 @@ INSTALLED := $(VENV)/.installed
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
 NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 
-.PHONY: demo test integrations test-all kill-test faults lint format fuzz soak fuzz-properties sanitize sanitize-module \
-	portability gpu-check bench docs wheel release-requirements clean
+.PHONY: demo test integrations test-all kill-test faults mutants mutants-native coverage coverage-diff lint format fuzz soak \
+	fuzz-properties sanitize sanitize-module portability gpu-check bench docs wheel release-requirements clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -38,6 +38,7 @@ lint: $(INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.mutants.run --check
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -58,6 +59,27 @@ kill-test: $(INSTALLED)
 # all; see tests/faults. Until you stop it, or for SECONDS=1800.
 faults: $(INSTALLED)
 	$(BIN)/python -W ignore -m tests.faults $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+
+# Seeded bugs, which the tests must notice; see tests/mutants. ONLY="p-crc-dropped ..." for some of them.
+mutants mutants-native: $(INSTALLED)
+	$(BIN)/python -m tests.mutants.run $(if $(findstring native,$@),--native) $(if $(ONLY),--only $(ONLY)) \
+		--workers $(or $(WORKERS),2)
+
+# Lines and branches that the tests reach, in build/coverage.json. Keep it as build/coverage-before.json,
+# change tests, and coverage-diff prints what they no longer reach.
+coverage: $(VENV)/.coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses auto || true
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage json --quiet -o build/coverage.json
+	$(BIN)/coverage report --skip-covered --sort=cover | tail -40
+
+coverage-diff:
+	$(BIN)/python -m tests.mutants.coverage_diff build/coverage-before.json build/coverage.json
+
+$(VENV)/.coverage: $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check "coverage>=7.10"
+	touch $@
 
 # Twenty thousand steps of four processes that share tables; the slow tests have a tenth of it.
 soak: $(INSTALLED)

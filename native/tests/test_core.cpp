@@ -1,23 +1,25 @@
-// Runs the core's tests; see testing.h.
+// Runs the core's tests, or those of the groups named as arguments; see testing.h.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <utility>
 
 #include "testing.h"
 
 using namespace sparsestep::testing;
 
-int main() {
-    test_steps();
-    test_rules();
-    test_tiles();
-    test_norms();
-    test_catch_up();
-    test_compressed();
-    test_owners();
-    test_mapped();
-    test_lazy();
-    test_lookup();
-    test_vocabulary();
+int main(int count, char** names) {
+    const std::pair<const char*, void (*)()> groups[] = {
+        {"steps", test_steps},   {"rules", test_rules},           {"tiles", test_tiles},
+        {"norms", test_norms},   {"catch_up", test_catch_up},     {"compressed", test_compressed},
+        {"owners", test_owners}, {"mapped", test_mapped},         {"lazy", test_lazy},
+        {"lookup", test_lookup}, {"vocabulary", test_vocabulary},
+    };
+    for (const auto& [name, test] : groups) {
+        bool chosen = count == 1;
+        for (int i = 1; i < count; ++i) chosen |= std::strcmp(names[i], name) == 0;
+        if (chosen) test();
+    }
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
