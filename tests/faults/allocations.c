@@ -4,9 +4,12 @@
 // `min_bytes`, over all threads, and fails the n-th: once, or that and all later ones. glibc only.
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
+#include <execinfo.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -50,8 +53,34 @@ static int fails(size_t bytes) {
 
 void* malloc(size_t bytes) { return fails(bytes) ? NULL : __libc_malloc(bytes); }
 
+// backtrace loads libgcc when it is first called, which allocates.
+__attribute__((constructor)) static void load_backtrace(void) {
+    void* frame;
+    backtrace(&frame, 1);
+}
+
+// A thread that torch started asks for the GIL, and CPython allocates its state.
+static int is_thread_state(void) {
+    void* frames[8];
+    int count = backtrace(frames, 8);
+    for (int i = 0; i < count; i++) {
+        Dl_info found;
+        if (dladdr(frames[i], &found) && found.dli_sname &&
+            strcmp(found.dli_sname, "PyThreadState_New") == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 void* calloc(size_t count, size_t each) {
-    return fails(count * each) ? NULL : __libc_calloc(count, each);
+    if (!fails(count * each)) return __libc_calloc(count, each);
+    if (is_thread_state()) {
+        static const char words[] = "allocations.c: no memory for PyThreadState_New\n";
+        if (write(2, words, sizeof words - 1) < 0) return NULL;
+    }
+    errno = ENOMEM;
+    return NULL;
 }
 
 void* realloc(void* old, size_t bytes) {

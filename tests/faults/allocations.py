@@ -40,7 +40,7 @@ def shim() -> Path | None:
     library.parent.mkdir(parents=True, exist_ok=True)
     mine = library.with_suffix(f".{os.getpid()}")  # several test processes may build at once
     flags = ["-shared", "-fPIC", "-O2", "-fno-builtin"]
-    subprocess.run([compiler, *flags, "-o", mine, SOURCE], check=True, timeout=60)
+    subprocess.run([compiler, *flags, "-o", mine, SOURCE, "-ldl"], check=True, timeout=60)
     os.replace(mine, library)
     return library
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import signal
@@ -39,8 +40,9 @@ class Injector:
 class Lines(Injector):
     """Ctrl-C when a line of Python begins.
 
-    Lines of ``with`` statements are left out: the interpreter traces them once more when the block
-    ends, but checks for no signal there.
+    Two kinds of lines are left out, where the interpreter checks for no signal: those of ``with``
+    statements, traced once more when the block ends, and a ``try:`` inside of another block, which
+    CPython's compiler does not protect by that block.
     """
 
     raises = (KeyboardInterrupt,)
@@ -60,8 +62,7 @@ class Lines(Injector):
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal seen
             if event == "line":
-                name, number = frame.f_code.co_filename, frame.f_lineno
-                if not linecache.getline(name, number).lstrip().startswith("with "):
+                if _is_interruptible(frame):
                     seen += 1
                     if seen - 1 == nth:
                         sys.settrace(None)
@@ -76,6 +77,18 @@ class Lines(Injector):
         finally:
             sys.settrace(None)
         return seen
+
+
+def _is_interruptible(frame: Any) -> bool:
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    if not line.startswith("try:"):
+        return not line.startswith("with ")
+    entries = getattr(dis.Bytecode(frame.f_code), "exception_entries", ())  # since Python 3.11
+
+    def is_protected(offset: int) -> bool:
+        return any(entry.start <= offset < entry.end for entry in entries)
+
+    return is_protected(frame.f_lasti) or not is_protected(frame.f_lasti - 2)
 
 
 class Kills(Lines):

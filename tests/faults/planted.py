@@ -1,4 +1,4 @@
-"""Operations with a defect each: the harness has to find all of them."""
+"""Operations with a defect each, which the harness has to find, and a correct one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ class Locked(Torn):
         time.sleep(0.01)
         self.first = self.second = 1
         self.lock.release()
+
+
+class Guarded(Locked):
+    """Correct: always releases its lock, also when its ``try`` is interrupted."""
+
+    def run(self) -> None:
+        with self.lock:
+            torch.zeros(1000)
+            try:
+                self.first = self.second = 1
+            finally:
+                time.sleep(0)
 
 
 class Deaf(Torn):
@@ -105,6 +117,7 @@ class Alone(RankOperation):
 OPERATIONS: dict[str, type[Operation]] = {
     "torn": Torn,
     "locked": Locked,
+    "guarded": Guarded,
     "deaf": Deaf,
     "crashing": Crashing,
     "half": Half,

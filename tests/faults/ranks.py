@@ -182,8 +182,13 @@ OPERATIONS: dict[str, type[Operation]] = {
 
 
 # Last words of libraries that end the process: the C library when a thread first uses its
-# variables, and torch's OpenMP when it starts its threads.
-_LAST_WORDS = ("cannot allocate memory for thread-local data", "libgomp: Out of memory")
+# variables, torch's OpenMP when it starts its threads, and CPython when a thread of gloo drops the
+# last reference to a tensor. The latter is a crash without words, so allocations.c supplies them.
+_LAST_WORDS = (
+    "cannot allocate memory for thread-local data",
+    "libgomp: Out of memory",
+    "no memory for PyThreadState_New",
+)
 
 
 def is_aborted(log: str) -> bool:

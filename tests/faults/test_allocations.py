@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults import allocations
+from tests.faults.ranks import is_aborted
 
 needs_shim = pytest.mark.skipif(
     allocations.shim() is None, reason="failing allocations needs a C compiler and glibc"
@@ -42,6 +43,24 @@ print("done")
 def test_the_nth_allocation_fails():
     result = allocations.run("-c", SCRIPT)
     assert result.stdout == "done\n", result.stderr
+
+
+THREAD_STATE = """
+import ctypes
+from tests.faults.allocations import Allocations
+
+new, interpreter = ctypes.pythonapi.PyThreadState_New, ctypes.pythonapi.PyInterpreterState_Get
+new.restype = interpreter.restype = ctypes.c_void_p
+new.argtypes = [ctypes.c_void_p]
+current = interpreter()
+Allocations().arm(1, min_bytes=256)
+new(current)
+"""
+
+
+@needs_shim
+def test_a_thread_without_memory_for_its_state_has_last_words():
+    assert is_aborted(allocations.run("-c", THREAD_STATE).stderr)
 
 
 def test_a_process_without_the_library_says_so():

@@ -54,3 +54,4 @@ def test_defects_are_found():
         ("half", "kill"),
         ("alone", "allocation"),
     }
+    assert "guarded" not in {operation for operation, _ in found}
