@@ -83,7 +83,7 @@ $(VENV)/.coverage: $(INSTALLED)
 
 # Twenty thousand steps of four processes that share tables; the slow tests have a tenth of it.
 soak: $(INSTALLED)
-	SPARSESTEP_TESTS=all SPARSESTEP_SOAK=20000 $(BIN)/python -m pytest tests/distributed/test_shard_long.py -k many_steps
+	SPARSESTEP_TESTS=all SPARSESTEP_SOAK=20000 $(BIN)/python -m pytest tests/distributed/test_shard.py -k many_steps
 
 # The property tests with random cases instead of the fixed ones, until one fails or you stop it.
 fuzz-properties: $(INSTALLED)

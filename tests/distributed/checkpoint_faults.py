@@ -16,7 +16,7 @@ import sparsestep
 from sparsestep.distributed import contents, files, manifest, writing
 from sparsestep.torch_internals import group_timeout
 from tests.distributed import pair
-from tests.distributed.shard_cases import Case, Tables, batch_of
+from tests.distributed.runs import Case, Tables, batch_of
 
 CASE = Case("rows")
 SECONDS = 150

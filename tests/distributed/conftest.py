@@ -53,9 +53,3 @@ def run_once(once: Once) -> RunOnce:
     return lambda module, world: once(
         f"{module}-{world}", lambda folder: run_ranks(module, folder, world)
     )
-
-
-@pytest.fixture(scope="session", params=[2, 3])
-def found(request: Any, run_once: RunOnce) -> list[Results]:
-    """What each of several ranks found that share tables."""
-    return run_once("tests.distributed.shard_worker", request.param)

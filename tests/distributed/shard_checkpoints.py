@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
 from tests.distributed import pair
-from tests.distributed.shard_cases import Batch, Case, Tables, batch_of, collected, joined
+from tests.distributed.runs import Batch, Case, Tables, batch_of, collected, joined
 from tests.table import EVERYTHING
 
 HALF, WHOLE = range(2), range(2, 4)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sparsestep
 from sparsestep.distributed import wire
 from tests.distributed import pair
-from tests.distributed.shard_behaviour import said
+from tests.distributed.runs import said
 
 Found = dict[Any, Any]
 

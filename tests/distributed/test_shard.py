@@ -1,20 +1,31 @@
-"""Sharded tables, trained by several processes, are those of one process with all batches."""
+"""Sharded tables, trained by several ranks, are those of one process with all batches."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import resource
+import signal
 
 import pytest
 import torch
+from torch import nn
 
+import sparsestep
+from tests.distributed.runs import (
+    PLAN,
+    QUICK,
+    SWEEP,
+    Case,
+    Net,
+    Results,
+    in_one_process,
+    put_together,
+    trained,
+)
+from tests.ranks import Rank, ranks
 from tests.table import same_bits
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("needs gloo", allow_module_level=True)
-
-from tests.distributed.pair import Results, run_ranks
-from tests.distributed.shard_cases import Case, in_one_process, on_ranks, put_together
-from tests.distributed.shard_runs import QUICK, SWEEP
+SOAK = int(os.environ.get("SPARSESTEP_SOAK", "2000"))  # steps
 
 
 def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
@@ -33,31 +44,59 @@ def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
             torch.testing.assert_close(ours[key], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_ranks_train_as_one_process_does(found: list[Results], name: str):
-    case = QUICK[name]
-    whole = put_together([each[name] for each in found], case.kind)
-    assert_alike(case, whole, in_one_process(case, len(found)))
+def assert_trains_alike(rank: Rank, case: Case) -> None:
+    parts = rank.gather(trained(case, rank.index, rank.world))
+    if rank.is_last:
+        assert_alike(case, put_together(parts, case.kind), in_one_process(case, rank.world))
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def swept(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    folder = tmp_path_factory.mktemp(f"sweep{request.param}")
-    return run_ranks("tests.distributed.shard_sweep", folder, request.param)
-
-
-@pytest.mark.slow
-def test_every_rule_trains_as_in_one_process(swept: list[Results]):
-    for name, case in SWEEP.items():
-        whole = put_together([each[name] for each in swept], case.kind)
-        try:
-            assert_alike(case, whole, in_one_process(case, len(swept)))
-        except AssertionError as error:
-            raise AssertionError(f"{name} with {len(swept)} ranks: {error}") from None
+@ranks(2, 3)
+@pytest.mark.parametrize("name", list(QUICK))
+def test_ranks_train_as_one_process_does(rank: Rank, name: str):
+    assert_trains_alike(rank, QUICK[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEEP)
-def test_one_rank_is_one_process(name: str):
-    case = SWEEP[name]
-    assert_alike(case, on_ranks(case, 0, 1)[0], in_one_process(case, 1))
+@ranks(1, 2, 3, 4, timeout=120.0)
+@pytest.mark.parametrize("name", list(SWEEP))
+def test_every_rule_trains_as_in_one_process(rank: Rank, name: str):
+    assert_trains_alike(rank, SWEEP[name])
+
+
+@ranks(2, timeout=20.0, killed=1)
+def test_the_others_raise_when_a_rank_is_killed(rank: Rank):
+    table = nn.Embedding(7, 2)
+    sparsestep.distributed.shard(table, plan="rows")
+    optimizer = sparsestep.SGD(table.parameters(), lr=1.0)
+    before = table.weight.detach().clone()
+    table(torch.tensor([rank.index])).sum().backward()
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert torch.equal(before, table.weight)
+
+
+@pytest.mark.slow
+@ranks(4, timeout=180 + SOAK / 5)
+def test_many_steps_neither_hang_nor_grow(rank: Rank):
+    """Uneven batches, tables left out, rows that one rank alone has."""
+    model = Net()
+    sparsestep.distributed.shard(model, plan=PLAN)
+    optimizer = sparsestep.Adam(model.parameters(), lr=0.01)
+    draw = torch.Generator().manual_seed(rank.index)
+    for step in range(SOAK):
+        optimizer.zero_grad()
+        size, skips = torch.randint(0, 4, (2,), generator=draw).tolist()
+        found = model.tables(torch.randint(0, 3, (size, 3, 2), generator=draw))
+        used = [rows for number, rows in enumerate(found.values()) if number != skips]
+        if skips != 3 or step % 7:
+            sum(used).square().sum().backward()
+        optimizer.step()
+        kept = len(model.tables._exchange._ledger.answers)
+        assert kept <= 6, "lookups of the step before, and of this one"
+        if step == SOAK // 2:
+            early = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - early < 20_000, "kilobytes"
+    steps = rank.gather([int(s["step"]) for s in optimizer.state.values() if "step" in s])
+    assert set(steps[rank.index]) <= set(steps[0])

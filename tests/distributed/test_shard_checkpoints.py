@@ -18,7 +18,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 from tests.distributed.conftest import Once
 from tests.distributed.pair import run_ranks
-from tests.distributed.shard_cases import STEPS, Tables, put_together
+from tests.distributed.runs import STEPS, Tables, put_together
 from tests.distributed.shard_checkpoints import (
     CASES,
     HALF,

@@ -1,4 +1,4 @@
-"""What sharded tables are trained with, and the one process that they are compared with."""
+"""Models that ranks train, ways to train them, and the one process that they are compared with."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
+from tests.ranks import Rank
+from tests.table import EVERY, Variant, sm3_by_rows
 
 ROWS = {"user": 11, "item": 13, "tags": 9}  # numbers that no number of ranks divides
 DIM, STEPS, BATCH = 4, 4, 6
 KINDS = ("tables", "rows", "copy")
+Results = dict[str, Any]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Tables(nn.Module):
@@ -105,12 +111,12 @@ class Case:
         return norm
 
 
-def in_one_process(case: Case, world: int, steps: range = range(STEPS)) -> dict[str, Any]:
+def in_one_process(case: Case, world: int) -> Results:
     """The tables and their state after training on all ranks' batches."""
     model = sparsestep.nn.fuse(Tables(case.dtype))
     opt = case.optimizer(model)
     norms = []
-    for step in steps:
+    for step in range(STEPS):
         batches = [
             batch_of(step, r, size, case.dtype) for r, size in enumerate(sizes_of(step, world))
         ]
@@ -119,23 +125,21 @@ def in_one_process(case: Case, world: int, steps: range = range(STEPS)) -> dict[
     return collected(model, opt, norms)
 
 
-def on_ranks(
-    case: Case, rank: int, world: int, steps: range = range(STEPS)
-) -> tuple[dict[str, Any], Tables, RuleOptimizer]:
-    """The parts of the tables and of their state that this rank has after training."""
+def trained(case: Case, rank: int, world: int) -> Results:
+    """The shards of the tables and of their state that this rank has after training."""
     model = Tables(case.dtype)
     sparsestep.distributed.shard(model, plan=case.kind, reduce=case.reduce, order=case.order)
     opt = case.optimizer(model)
     norms = []
-    for step in steps:
+    for step in range(STEPS):
         batch = batch_of(step, rank, sizes_of(step, world)[rank], case.dtype)
         norms.append(case.step(model, opt, batch))
-    return collected(model, opt, norms), model, opt
+    return collected(model, opt, norms)
 
 
-def collected(model: Tables, opt: RuleOptimizer, norms: list[Any]) -> dict[str, Any]:
+def collected(model: Tables, opt: RuleOptimizer, norms: list[Any]) -> Results:
     opt.catch_up()
-    found: dict[str, Any] = {"norms": norms}
+    found: Results = {"norms": norms}
     for name in ROWS:
         weight = getattr(model, name).weight
         found[name] = weight.detach().clone()
@@ -144,9 +148,26 @@ def collected(model: Tables, opt: RuleOptimizer, norms: list[Any]) -> dict[str, 
     return found
 
 
-def put_together(parts: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+def whole(rank: Rank, local: Tensor, kind: str = "rows", rows: int = 7) -> Tensor:
+    """All rows of a table, from the shards of all ranks."""
+    parts = rank.gather(local.detach())
+    if kind == "rows":
+        return torch.stack(parts, 1).flatten(0, 1)[:rows]
+    return next(part for part in parts if len(part))
+
+
+def said(work: Callable[[], Any], errors: Any = sparsestep.InputError) -> str:
+    """The message of the error that a call raises, if any."""
+    try:
+        work()
+    except errors as error:
+        return str(error)
+    return ""
+
+
+def put_together(parts: list[Results], kind: str) -> Results:
     """The whole of what each rank has a part of."""
-    whole: dict[str, Any] = {}
+    whole: Results = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         name, _, state = key.partition(".")
         # A rank that has no row of a whole table counts nothing for it.
@@ -163,3 +184,71 @@ def put_together(parts: list[dict[str, Any]], kind: str) -> dict[str, Any]:
         else:
             whole[key] = torch.stack(values, 1).flatten(0, 1)[: ROWS[name]]
     return whole
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"user": (11, 4), "item": (13, 4), "day": (3, 4)}
+        self.tables = sparsestep.nn.EmbeddingBagCollection(sizes, mode="sum")
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(sum(self.tables(ids).values()).sin())
+
+
+PLAN = {"user": "rows", "item": "tables", "day": "copy"}
+
+
+def net_batch(step: int, rank: int) -> Tensor:
+    draw = torch.Generator().manual_seed(31 * step + rank)
+    return torch.randint(0, 3, (6, 3, 2), generator=draw)
+
+
+def has_dense_form(variant: Variant) -> bool:
+    try:
+        variant([torch.zeros(1, 1)], semantics="dense")
+    except sparsestep.InputError:
+        return False
+    return True
+
+
+ROUNDED = (
+    ("stochastic_rounding", True),
+    ("rounding_seed", 7),
+    ("state_dtype", torch.bfloat16),
+)
+CODED = (("state_dtype", torch.int8), ("rounding_seed", 7))
+QUICK = {
+    **{f"{kind}-global": Case(kind) for kind in KINDS},
+    **{f"{kind}-fast": Case(kind, order="fast", reduce="mean") for kind in KINDS},
+    "dense": Case("rows", semantics="dense", make=sparsestep.AdamW),
+    "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
+    "clipped": Case("tables", clip=0.5),
+    **{f"half-{kind}": Case(kind, order="fast", dtype=torch.bfloat16) for kind in KINDS},
+    **{f"user rule-{kind}": Case(kind, make=sm3_by_rows) for kind in KINDS},
+    # The random bits are those of the elements of the whole, whoever has them.
+    **{
+        f"rounded-{kind}-{rule.__name__}": Case(
+            kind, make=rule, options=ROUNDED, dtype=torch.bfloat16
+        )
+        for kind in KINDS
+        for rule in (sparsestep.Adam, sparsestep.RowwiseAdagrad, sm3_by_rows)
+    },
+    **{f"int8-{kind}": Case(kind, make=sparsestep.Adam, options=CODED) for kind in KINDS},
+}
+
+# Every rule with every kind, under both semantics where the rule has both.
+SWEEP = {
+    f"{variant}-{kind}-{semantics}": Case(
+        kind,
+        semantics=semantics,
+        make=variant.cls,
+        options=tuple(variant.options.items()),
+    )
+    for variant in EVERY
+    for kind in KINDS
+    for semantics in ("masked", "dense")
+    if semantics == "masked" or has_dense_form(variant)
+}

@@ -1,0 +1,414 @@
+"""A vocabulary that ranks share gives the rows, and trains the tables, of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.distributed.owners import owner_of
+from sparsestep.errors import InputError
+from sparsestep.nn.ids import public_hash
+from tests.distributed.runs import said, whole
+from tests.ranks import Rank, ranks
+from tests.table import same_bits
+
+shard, Vocabulary = sparsestep.distributed.shard, sparsestep.distributed.Vocabulary
+
+ROWS, DIM, STEPS = 41, 3, 12
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "lru": {"evict": "lru"},
+    "lfu": {"evict": "lfu", "shared": 2},
+    "admit": {"admit": 2, "evict": "lru"},
+}
+
+
+def batch_of(step: int, rank: int) -> Tensor:
+    """Ids that drift, of any value; sometimes none."""
+    chance = torch.Generator().manual_seed(100 * step + rank)
+    if (step + rank) % 5 == 4:
+        return torch.empty(0, dtype=torch.int64)
+    ids = torch.randint(4 * step, 4 * step + 50, (2, 13), generator=chance)
+    return (ids * 0x9E3779B97F4A7C1) ^ -(ids % 2)
+
+
+def batches_of(step: int, world: int) -> list[Tensor]:
+    return [batch_of(step, rank) for rank in range(world)]
+
+
+def new_table(rows: int = ROWS) -> sparsestep.nn.Embedding:
+    torch.manual_seed(0)
+    return sparsestep.nn.Embedding(rows, DIM)
+
+
+class OneProcess:
+    """One process in the place of all ranks: a vocabulary for each, and the whole tables."""
+
+    def __init__(self, world: int, options: dict[str, Any], rows: int = ROWS) -> None:
+        self.world = world
+        self.parts = [
+            sparsestep.nn.Vocabulary(len(range(rank, rows, world)), **options)
+            for rank in range(world)
+        ]
+
+    def __call__(self, batches: list[Tensor]) -> list[Tensor]:
+        """The rows of each rank's ids."""
+        ids = torch.cat([each.reshape(-1) for each in batches])
+        owners, rows = owner_of(ids, self.world), torch.empty_like(ids)
+        for rank, part in enumerate(self.parts):
+            rows[owners == rank] = part(ids[owners == rank]) * self.world + rank
+        split = rows.split([each.numel() for each in batches])
+        return [r.view(b.shape) for r, b in zip(split, batches, strict=True)]
+
+    def taken_over(self) -> list[Tensor]:
+        return [part.taken_over for part in self.parts]
+
+    def ids_of(self, rank: int) -> dict[int, int]:
+        return {i: row * self.world + rank for i, row in self.parts[rank].as_dict().items()}
+
+
+def assert_ids_alike(rank: Rank, vocabulary: Any, reference: OneProcess) -> None:
+    known = vocabulary.as_dict()
+    assert known == reference.ids_of(rank.index)
+    assert known
+    everything = rank.gather(known)
+    together = {key: row for each in everything for key, row in each.items()}
+    assert len(together) == sum(map(len, everything)) == len(set(together.values()))
+    assert {row % rank.world for row in known.values()} == {rank.index}
+    assert set(owner_of(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
+    """Rows, ids and weights to the bit; also from a vocabulary that was loaded half-way."""
+    table, plain, options = new_table(), new_table(), OPTIONS[name]
+    shard(table, plan="rows", reduce="sum", order="global")
+    optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
+    vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
+    reference, reference_ids = (
+        sparsestep.Adam(plain.parameters(), lr=0.1),
+        OneProcess(rank.world, options),
+    )
+    before, evicted = reference_ids.taken_over(), 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        rows = vocabulary(batch_of(step, rank.index))
+        (table(rows).square().sum() * (1 + step)).backward()
+        optimizer.step()
+        if step == STEPS // 2:
+            saved = vocabulary.state_dict()
+            vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
+            vocabulary.load_state_dict(saved)
+        # The same in one process
+        reference.zero_grad()
+        expected = reference_ids(batches_of(step, rank.world))
+        for index, (mine, earlier) in enumerate(
+            zip(reference_ids.taken_over(), before, strict=True)
+        ):
+            if mine is not earlier and mine.numel():
+                evicted += mine.numel()
+                reference.forget(plain.weight, mine * rank.world + index)
+                plain.weight.data[mine * rank.world + index] = 1.0
+        before = reference_ids.taken_over()
+        flat = torch.cat([each.reshape(-1) for each in expected])
+        (plain(flat).square().sum() * (1 + step)).backward()
+        reference.step()
+        assert torch.equal(rows, expected[rank.index]), step
+    assert bool(evicted) == ("evict" in options)
+    assert_ids_alike(rank, vocabulary, reference_ids)
+    for part in reference_ids.parts:
+        part.eval()
+    expected = reference_ids(batches_of(STEPS, rank.world))
+    assert torch.equal(vocabulary.eval()(batch_of(STEPS, rank.index)), expected[rank.index])
+    assert same_bits(whole(rank, table.weight, rows=ROWS), plain.weight.detach())
+
+
+def made(rows: int = ROWS, **options: Any) -> tuple[Any, Any, Any]:
+    table = new_table(rows)
+    shard(table, plan="rows", reduce="sum")
+    optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
+    optimizer.materialize_state()
+    return table, optimizer, Vocabulary(table, optimizer, **options)
+
+
+def snapshot(table: Any, optimizer: Any, vocabulary: Any) -> list[Tensor]:
+    tensors = [table.weight, *optimizer.state[table.weight].values()]
+    known = [each.clone() for each in (*tensors, *vocabulary.state_dict().values())]
+    return [*known, torch.tensor([vocabulary.rows, table.num_embeddings])]
+
+
+def assert_unchanged(before: list[Tensor], *things: Any) -> None:
+    for ours, theirs in zip(before, snapshot(*things), strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs)
+
+
+def assert_named(rank: Rank, call: Callable[[], Any], doing: str, *messages: str) -> None:
+    """The last rank has an error of its own, the others name that rank."""
+    message = said(call)
+    if rank.is_last:
+        assert all(each in message for each in messages), message
+    else:
+        assert message.startswith(f"rank {rank.world - 1}, which {doing}, rejected"), message
+
+
+@ranks(2, 3)
+def test_a_rank_that_refuses_is_named_and_nothing_was_changed(rank: Rank):
+    table, optimizer, vocabulary = things = made(evict="lru")
+    vocabulary(torch.arange(3) + rank.index)
+    before = snapshot(*things)
+    doing = "looks up ids of the table"
+    ids = torch.arange(20.0) if rank.is_last else torch.arange(20)
+    wanted = "Vocabulary: ids must be integers, in a tensor. Got"
+    assert_named(rank, lambda: vocabulary(ids), doing, wanted)
+    record = optimizer.state[table.weight]
+    right = record["exp_avg"]
+    if rank.is_last:
+        record["exp_avg"] = right[:1]
+    wanted = "the state 'exp_avg' must have shape"
+    assert_named(rank, lambda: vocabulary(torch.arange(100)), doing, wanted)
+    record["exp_avg"] = right
+    call = table if rank.is_last else vocabulary
+    message = said(lambda: call(torch.zeros(1, dtype=torch.int64)))
+    assert "must call sharded tables in the same order" in message
+    assert_unchanged(before, *things)
+    assert "cannot be copied or pickled" in said(lambda: copy.deepcopy(vocabulary))
+    once = OneProcess(rank.world, {"evict": "lru"})
+    expected = once([torch.arange(3) + index for index in range(rank.world)])
+    assert torch.equal(vocabulary(torch.arange(3) + rank.index), expected[rank.index])
+
+
+# Growth, merging and exporting
+
+# Neither divides among two ranks or three; some growth only fills what is left of a rank's rows.
+SIZES = (17, 18, 23, 41)
+MERGED = 200  # rows, so that there is room for the ids of another vocabulary
+GROWING: dict[str, Any] = {
+    "per row": (sparsestep.Adam, {"bias_correction": "per_row"}),
+    "dense": (sparsestep.AdamW, {"semantics": "dense"}),
+}
+
+
+def two_tables() -> Any:
+    """The second one has rows that its vocabulary does not give away at first."""
+    return nn.ModuleDict({"first": new_table(SIZES[0]), "second": new_table(SIZES[2])})
+
+
+def optimizer_of(tables: Any, name: str) -> Any:
+    make, options = GROWING[name]
+    optimizer = make(tables.parameters(), lr=0.1, **options)
+    if optimizer.semantics == "dense":
+        optimizer.track(tables)
+    return optimizer
+
+
+def train(tables: Any, optimizer: Any, rows: Tensor) -> None:
+    ((tables["first"](rows) ** 2).sum() + (tables["second"](rows) ** 3).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_of(tables: Any, optimizer: Any) -> list[Tensor]:
+    weights = [table.weight for table in tables.values()]
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [*weights, *(v for v in state if isinstance(v, Tensor) and v.dim())]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", list(GROWING))
+def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
+    """Rows, ids, weights and state to the bit, also where growth fills what was spare of a rank."""
+    tables, plain = two_tables(), two_tables()
+    shard(tables, plan="rows", reduce="sum", order="global")
+    optimizer, reference = optimizer_of(tables, name), optimizer_of(plain, name)
+    vocabulary = Vocabulary(tables["first"], optimizer, init=nn.init.ones_)
+    vocabulary.attach(tables["second"], optimizer, init=nn.init.ones_)
+    reference_ids = OneProcess(rank.world, {}, SIZES[0])
+    weights = list(tables.parameters())
+    for turn, size in enumerate(SIZES):
+        for each in (
+            optimizer,
+            reference,
+        ):  # on all ranks alike: in two parts, a row is rounded twice
+            each.catch_up()
+        vocabulary.grow(size)
+        for index, part in enumerate(reference_ids.parts):
+            part.grow(len(range(index, size, rank.world)))
+        for table in plain.values():
+            if table.num_embeddings < size:
+                sparsestep.nn.grow(table, size, reference, init=nn.init.ones_)
+        for step in range(3 * turn, 3 * turn + 3):
+            rows = vocabulary(batch_of(step, rank.index))
+            train(tables, optimizer, rows)
+            expected = reference_ids(batches_of(step, rank.world))
+            train(plain, reference, torch.cat([each.reshape(-1) for each in expected]))
+            assert torch.equal(rows, expected[rank.index]), step
+    optimizer.catch_up()
+    reference.catch_up()
+    assert_ids_alike(rank, vocabulary, reference_ids)
+    assert all(ours is theirs for ours, theirs in zip(weights, tables.parameters(), strict=True))
+    sizes = [vocabulary.rows, *(table.num_embeddings for table in tables.values())]
+    assert sizes == [SIZES[-1]] * 3
+    ours, theirs = tensors_of(tables, optimizer), tensors_of(plain, reference)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert same_bits(whole(rank, mine, rows=SIZES[-1]), its.detach())
+
+
+@ranks(2, 3)
+def test_growth_that_a_rank_refuses(rank: Rank):
+    """A rank has a gradient, or another number of rows, or fewer than there are."""
+    table, _, vocabulary = things = made()
+    vocabulary(torch.arange(5))
+    before = snapshot(*things)
+    if rank.is_last:
+        table.weight.grad = torch.zeros_like(table.weight)
+    wanted = "grow: a table that grows must have no gradient"
+    assert_named(rank, lambda: vocabulary.grow(50), "grows the table", wanted)
+    table.weight.grad = None
+    message = said(lambda: vocabulary.grow(50 + rank.index))
+    assert "all ranks must name the same number of rows. Got [50, 51" in message
+    fewer = 30 if rank.is_last else 50
+    wanted = "rows must be a whole number, at least 41. Got 30."
+    assert_named(rank, lambda: vocabulary.grow(fewer), "grows the table", wanted)
+    assert_unchanged(before, *things)
+    vocabulary.grow(50)
+    new_rows = rank.gather(table.weight.detach()[-2:])
+    assert not torch.equal(new_rows[0][0], new_rows[-1][0])
+
+
+def counts_of(local: Any) -> dict[int, int]:
+    counts = local._ids.save().counts.tolist()
+    return {each: counts[row] for each, row in local.as_dict().items()}
+
+
+@ranks(2, 3)
+def test_merging_is_that_of_each_rank(rank: Rank):
+    """With a vocabulary that ranks share, then with an ordinary one."""
+    world, index = rank.world, rank.index
+    _, _, vocabulary = made(MERGED)
+    _, _, other = made(MERGED // 2)
+    vocabulary(batch_of(0, index))
+    mine, theirs = OneProcess(world, {}, MERGED), OneProcess(world, {}, MERGED // 2)
+    mine(batches_of(0, world))
+    for step in (1, 2):
+        other(batch_of(step, index))
+        theirs(batches_of(step, world))
+    local = mine.parts[index]
+    shared = vocabulary.merge(other)
+    assert torch.equal(shared, local.merge(theirs.parts[index]) * world + index)
+    there = other.as_dict()
+    known = vocabulary.as_dict()
+    assert shared.tolist() == [index, *(known[i] for i in sorted(there, key=there.__getitem__))]
+    plain, ids = sparsestep.nn.Vocabulary(60), torch.arange(9)
+    plain(ids)
+    merged = vocabulary.merge(plain)
+    owned, is_mine = sparsestep.nn.Vocabulary(60), owner_of(ids, world) == index
+    owned(ids[is_mine])
+    assert torch.equal(merged[1:][is_mine], local.merge(owned)[1:] * world + index)
+    assert rank.gather(merged.tolist()) == [merged.tolist()] * world
+    assert merged[0] == 0
+    assert vocabulary.as_dict() == mine.ids_of(index)
+    assert counts_of(vocabulary.local) == counts_of(local)
+
+
+@ranks(2, 3)
+def test_merging_that_a_rank_refuses(rank: Rank):
+    _, _, vocabulary = things = made(MERGED)
+    _, _, other = made(MERGED // 2)
+    plain, different = sparsestep.nn.Vocabulary(60), sparsestep.nn.Vocabulary(60)
+    plain(torch.arange(9))
+    vocabulary(batch_of(0, rank.index))
+    before = snapshot(*things)
+    different(torch.arange(9) + rank.index)
+    for wrong in (different, other if rank.is_last else plain):
+        message = said(lambda wrong=wrong: vocabulary.merge(wrong))
+        assert message.startswith("Vocabulary.merge: all ranks must pass the same")
+    ids, many = torch.arange(10 * MERGED), sparsestep.nn.Vocabulary(MERGED)
+    many(ids[owner_of(ids, rank.world) == rank.world - 1][: MERGED // rank.world])
+    doing = "merges ids of the table with others"
+    wanted = "there must be", "free rows. Got"
+    assert_named(rank, lambda: vocabulary.merge(many), doing, *wanted)
+    none: Any = {} if rank.is_last else plain
+    missing = "it must be another Vocabulary with as many shared rows. Got {}"
+    assert_named(rank, lambda: vocabulary.merge(none), doing, missing)
+    assert_unchanged(before, *things)
+
+
+@ranks(2, 3)
+def test_what_is_exported(rank: Rank):
+    table, optimizer, vocabulary = made(shared=2)
+    for step in range(3):
+        rows = vocabulary(batch_of(step, rank.index))
+        table(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exported = vocabulary.export(table)
+    assert (exported is None) == (rank.index > 0)
+    weight = whole(rank, table.weight, rows=ROWS)
+    known = {i: row for each in rank.gather(vocabulary.as_dict()) for i, row in each.items()}
+    if exported is not None:
+        ours, row_of = exported[0].weight, exported[1]
+        shared = 2 * rank.world
+        assert row_of.keys() == known.keys()
+        assert torch.equal(ours[:shared], weight[:shared])
+        assert all(torch.equal(ours[row_of[i]], weight[row]) for i, row in known.items())
+        assert sorted(row_of.values()) == list(range(shared, len(ours)))
+    wrong = nn.Embedding(41, 3) if rank.is_last else table
+    wanted = "its table must be sharded by rows. Got a Embedding."
+    assert_named(rank, lambda: vocabulary.export(wrong), "exports the table", wanted)
+
+
+# One process
+
+
+@given(ids=st.lists(st.integers(-(2**63), 2**63 - 1)), world=st.integers(1, 5000))
+def test_the_owner_is_a_hash_of_the_id(ids: list[int], world: int):
+    found = owner_of(torch.tensor(ids, dtype=torch.int64), world).tolist()
+    assert found == [(public_hash(each) >> 32) % world for each in ids]
+
+
+def sharded(plan: str = "rows", **options: Any) -> nn.Embedding:
+    table = nn.Embedding(ROWS, 3, **options)
+    shard(table, plan=plan)
+    return table
+
+
+def test_one_process_alone_is_an_ordinary_vocabulary():
+    table = sharded()
+    ours = Vocabulary(table, evict="lru", shared=2)
+    plain = sparsestep.nn.Vocabulary(ROWS, evict="lru", shared=2)
+    for step in range(8):
+        ids = batch_of(step, 1)
+        assert torch.equal(ours(ids), plain(ids))
+    assert torch.equal(ours.taken_over, plain.taken_over)
+    assert (ours.as_dict(), ours.used, ours.rows) == (plain.as_dict(), plain.used, ROWS)
+    exported = ours.export(table)
+    assert exported is not None
+    copied = nn.Embedding.from_pretrained(table.weight.detach().clone())
+    embedding, row_of = plain.export(copied)
+    assert torch.equal(exported[0].weight, embedding.weight)
+    assert exported[1] == row_of
+
+
+def test_what_is_no_table_of_rows_is_refused():
+    for table in (nn.Embedding(5, 3), sharded("tables"), nn.Linear(2, 2)):
+        with pytest.raises(InputError, match=r"its table must be sharded by rows\. Got"):
+            Vocabulary(table)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"at most the rows of a rank, 41\. Got 42"):
+        Vocabulary(sharded(), shared=42)
+    with pytest.raises(InputError, match=r"padding_idx must be one of 1 shared rows\. Got 3"):
+        Vocabulary(sharded(padding_idx=3))
+    other = sharded()
+    with pytest.raises(InputError, match="an optimizer must have the weight"):
+        Vocabulary(sharded(), sparsestep.Adam(other.parameters()))
+    with pytest.raises(InputError, match=r"must be sharded with the first, 41 rows\. Got another"):
+        Vocabulary(sharded()).attach(other)

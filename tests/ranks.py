@@ -1,0 +1,352 @@
+"""Tests whose body runs on several ranks: ``@ranks(2, 3)``.
+
+The ranks of a module are started once per world size. On Linux they are forked from a process that
+has imported torch and the module; elsewhere each is an interpreter of its own. A rank reads tasks
+from a connection to pytest's process: which function, with which arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsestep
+from sparsestep import errors
+
+ROOT = Path(__file__).parents[1]
+HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+_FORKS = sys.platform == "linux"  # elsewhere, what torch uses may not survive a fork
+_START = 120.0  # seconds to import everything, on a busy machine
+
+
+@dataclass
+class Rank:
+    """First argument of a test on ranks."""
+
+    index: int
+    world: int
+    folder: Path  # shared by the ranks of this test
+    monkeypatch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.world - 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(gathered, value)
+        return gathered
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            torch.distributed.barrier()
+
+
+def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> Any:
+    """Run a test on every rank of process groups of these sizes.
+
+    The test takes a :class:`Rank` first, then parameters and fixtures that can be pickled. It fails
+    if any rank fails. One rank is pytest's own process, without a process group.
+
+    Args:
+        worlds: the numbers of ranks.
+        timeout: of the process group, in seconds. A test takes a little longer at most.
+        killed: a rank that is expected to end by a signal.
+    """
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def run(tmp_path: Path, world: int, **arguments: Any) -> None:
+            if world == 1:
+                rank = Rank(0, 1, tmp_path)
+                with contextlib.closing(_Undo(rank.monkeypatch)):
+                    test(rank, **arguments)
+                return
+            task = _Task(test.__module__, test.__qualname__, tmp_path, arguments)
+            _pool(test.__module__, world, timeout).run(task, killed)
+
+        own = [p for name, p in inspect.signature(test).parameters.items() if name != "rank"]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        more = [inspect.Parameter(name, kind) for name in ("tmp_path", "world")]
+        run.__signature__ = inspect.Signature([*more, *own])  # type: ignore[attr-defined]
+        run = pytest.mark.parametrize("world", worlds)(run)
+        run = pytest.mark.xdist_group(test.__module__)(run)
+        return pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")(run)
+
+    return decorate
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function of a test module returns on each of several ranks; for fixtures."""
+    if not HAS_GLOO:
+        pytest.skip("needs gloo")
+    task = _Task(function.__module__, function.__qualname__, None, arguments)
+    return _pool(function.__module__, world, 120.0).run(task)
+
+
+@dataclass
+class _Undo:
+    monkeypatch: pytest.MonkeyPatch
+
+    def close(self) -> None:
+        self.monkeypatch.undo()
+
+
+@dataclass
+class _Task:
+    module: str
+    name: str
+    folder: Path | None  # None: no test, but a function that a fixture calls
+    arguments: Any
+
+    def run(self, index: int, world: int) -> Any:
+        function = getattr(importlib.import_module(self.module), self.name)
+        if self.folder is None:
+            return function(index, world, *self.arguments)
+        rank = Rank(index, world, self.folder)
+        with contextlib.closing(_Undo(rank.monkeypatch)):
+            function.__wrapped__(rank, **self.arguments)
+        return None
+
+
+# In pytest's process
+
+
+class _Pool:
+    """The ranks of one world size."""
+
+    def __init__(self, module: str, world: int, timeout: float) -> None:
+        self.timeout, self.folder = timeout, Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.ranks: list[Connection] = []
+        self.pids: list[int] = []
+        with _listener() as listener:
+            _start(_Start(module, world, self.folder, timeout, listener.address))
+            found = {}
+            while len(found) < world:
+                connection = listener.accept()
+                rank, pid = connection.recv()
+                found[rank] = connection, pid
+        for rank in range(world):
+            self.ranks.append(found[rank][0])
+            self.pids.append(found[rank][1])
+
+    def run(self, task: _Task, killed: int | None = None) -> list[Any]:
+        replies: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + self.timeout + 5
+        for connection in self.ranks:
+            connection.send_bytes(pickle.dumps(task))
+        while len(replies) < len(self.ranks):
+            missing = [c for n, c in enumerate(self.ranks) if n not in replies]
+            ready = wait(missing, max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = self.ranks.index(connection)  # type: ignore[arg-type]
+                try:
+                    replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    replies[rank] = ("ended", None) if rank == killed else ("failed", "it ended")
+                if replies[rank][0] == "failed":  # others may wait for it
+                    deadline = min(deadline, time.monotonic() + 5)
+            if not ready:
+                break
+        failed = {rank: text for rank, (kind, text) in replies.items() if kind == "failed"}
+        if failed or len(replies) < len(self.ranks):
+            self._fail(failed, [n for n in range(len(self.ranks)) if n not in replies])
+        if killed is not None:
+            self.close()
+        for kind, value in replies.values():
+            if kind == "skipped":
+                pytest.skip(value)
+        return [replies[rank][1] for rank in range(len(self.ranks))]
+
+    def _fail(self, failed: dict[int, Any], stuck: list[int]) -> None:
+        world, texts = len(self.ranks), []
+        for rank, text in failed.items():
+            texts.append(f"rank {rank} of {world}:\n{text}{self._log(rank)}")
+        for rank in stuck:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.5 if stuck else 0)  # for the stacks to be written
+        texts += [f"rank {rank} of {world} did not finish:\n{self._log(rank)}" for rank in stuck]
+        self.close()
+        pytest.fail("\n".join(texts), pytrace=False)
+
+    def _log(self, rank: int) -> str:
+        return (self.folder / f"log{rank}").read_text()[-4000:]
+
+    def close(self) -> None:
+        """Let ranks that wait for a task end; kill others."""
+        _pools.pop(next((key for key, pool in _pools.items() if pool is self), None), None)
+        for connection in self.ranks:
+            connection.close()
+        deadline = time.monotonic() + 5
+        for pid in self.pids:
+            while _is_alive(pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@dataclass
+class _Start:
+    module: str
+    world: int
+    folder: Path
+    timeout: float
+    address: Any
+
+
+_pools: dict[Any, _Pool] = {}
+_processes: list[subprocess.Popen[bytes]] = []
+
+
+def _pool(module: str, world: int, timeout: float) -> _Pool:
+    for (other, _, _), pool in list(_pools.items()):
+        if other != module:
+            pool.close()
+    key = module, world, timeout
+    if key not in _pools:
+        _pools[key] = _Pool(*key)
+    return _pools[key]
+
+
+def _start(start: _Start) -> None:
+    if _FORKS:
+        _starter().send(start)
+        return
+    for rank in range(start.world):
+        _run(start.address, str(rank), pickle.dumps(start).hex())
+
+
+def _listener() -> Listener:
+    listener = Listener()
+    if hasattr(socket, "AF_UNIX"):
+        listener._listener._socket.settimeout(_START)  # type: ignore[attr-defined]
+    return listener
+
+
+@functools.cache
+def _starter() -> Connection:
+    """A process that has imported everything, and forks into ranks."""
+    with _listener() as listener:
+        _run(listener.address)
+        connection = listener.accept()
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def _run(address: Any, *arguments: str) -> None:
+    loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
+    names = {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback} if loopback else {}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.ranks", str(address), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **names, "OMP_NUM_THREADS": "1"},
+    )
+    _processes.append(process)
+
+
+# In other processes
+
+
+def _main() -> None:
+    sparsestep.SGD([torch.zeros(1)])  # with the first optimizer torch imports its compiler
+    # Torch's parts warn each other of TorchScript, and of process groups without a frontend.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\b")
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.7's own
+    if len(sys.argv) > 2:
+        _serve(pickle.loads(bytes.fromhex(sys.argv[3])), int(sys.argv[2]))
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks leave no zombies
+    with Client(sys.argv[1]) as connection:
+        while True:
+            try:
+                start = connection.recv()
+            except (EOFError, OSError, KeyboardInterrupt):
+                return
+            importlib.import_module(start.module)
+            for rank in range(start.world):
+                if os.fork() == 0:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    connection.close()
+                    _serve(start, rank)
+                    return
+
+
+def _serve(start: _Start, rank: int) -> None:
+    """Be a rank; then the interpreter ends as usual, which must work, too."""
+    log = os.open(start.folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=(start.folder / "meeting").as_uri(),
+        rank=rank,
+        world_size=start.world,
+        timeout=timedelta(seconds=start.timeout),
+    )
+    with Client(start.address) as connection:
+        connection.send((rank, os.getpid()))
+        while True:
+            try:
+                task = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                break
+            connection.send_bytes(pickle.dumps(_reply(task, rank, start.world)))
+    torch.distributed.destroy_process_group()
+
+
+def _reply(task: _Task, rank: int, world: int) -> tuple[str, Any]:
+    errors._said.clear()
+    torch.manual_seed(0)
+    try:
+        return "done", task.run(rank, world)
+    except pytest.skip.Exception as skipped:
+        return "skipped", str(skipped)
+    except BaseException as error:
+        text = traceback.TracebackException.from_exception(error, capture_locals=True, limit=-6)
+        return "failed", "".join(text.format())
+    finally:
+        gc.collect()
+
+
+if __name__ == "__main__":
+    from tests.ranks import _main as main  # tasks are classes of this module, not of __main__
+
+    main()
