@@ -190,10 +190,16 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Equal to the last bit: NaN equals NaN of the same bits, 0.0 does not equal -0.0."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    if ours.is_complex():
-        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-    return torch.equal(ours.contiguous().view(integers), theirs.contiguous().view(integers))
+    return torch.equal(_bits(ours), _bits(theirs))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    size = tensor.element_size()
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return tensor.contiguous().view(integers)
 
 
 def snapshot(opt: torch.optim.Optimizer) -> list[Any]:

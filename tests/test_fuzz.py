@@ -11,10 +11,11 @@ import torch
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
 from tests.fuzz import cases, pool, spoiling
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
+from tests.fuzz.findings import check_refusal
 from tests.fuzz.kinds import training
 from tests.fuzz.screen import Tally
+from tests.generate.source import SeededSource, Source
+from tests.oracle import FindingError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # as in the fuzzer: garbage is warned of
 
@@ -51,11 +52,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
     monkeypatch.setattr(RuleOptimizer, "step", step)
 
 
-def findings(kind: Callable[[Chance, Callable[[str], None]], None], count: int) -> set[str]:
+def findings(kind: Callable[[Source, Callable[[str], None]], None], count: int) -> set[str]:
     found = set()
     for seed in range(count):
         try:
-            kind(Chance(seed), lambda text: None)
+            kind(SeededSource(seed), lambda text: None)
         except FindingError as error:
             found.add(error.kind)
     return found

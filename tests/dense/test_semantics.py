@@ -10,7 +10,7 @@ import torch
 import sparsestep
 from sparsestep.contract.motion import Still
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.cases import Case, cases, each_case
+from tests.generate.cases import Case, cases, each_case
 from tests.dense.runs import (
     OF_TORCH,
     VARIANTS,

@@ -8,15 +8,14 @@ changes nothing, and that nothing crashes or hangs.
     make fuzz SECONDS=600                     # or CASES=20000, FIRST=0
     python -m tests.fuzz --seed 4711          # one case, as readable steps
 
+Parameters, gradients and garbage come from `tests/generate`, the numbers of a step from
+`tests/oracle.py`.
+
 | where | what it is |
 | --- | --- |
-| `chance.py` | where all randomness of a case comes from |
-| `findings.py` | what counts as a finding; what a refusal has to look like |
-| `gradients.py`, `compressed.py` | a gradient in every layout, and what it means |
-| `tables.py` | parameters and options |
-| `oracle.py` | one step in float64 |
+| `findings.py` | what a refusal has to look like |
 | `world.py`, `operations.py` | an optimizer and what may be done with it |
-| `spoiling.py`, `garbage.py` | what must be refused, or at least not break anything |
+| `spoiling.py` | what must be refused, or at least not break anything |
 | `kinds/` | a file for each kind of case |
 | `cases.py` | seed to case |
 | `pool.py`, `screen.py`, `__main__.py` | processes that survive a crash, and the command |

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import torch
 
 from sparsestep import core
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, NotApplicableError, where
+from tests.fuzz.findings import where
 from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
 from tests.fuzz.outcome import Outcome
 from tests.fuzz.world import INSTRUCTION_SETS, Say
+from tests.generate.source import NotApplicableError, SeededSource, Source
+from tests.oracle import FindingError
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {
+KINDS: dict[Callable[[Source, Say], None], int] = {
     **training.KINDS,
     **functions.KINDS,
     **dense.KINDS,
@@ -40,7 +41,7 @@ def collect() -> None:
 
 def run(seed: int, tell: Say | None = None) -> Outcome:
     """One case. ``tell`` gets its steps as they are taken."""
-    chance, steps = Chance(seed), list[str]()
+    chance, steps = SeededSource(seed), list[str]()
 
     def say(text: str) -> None:
         steps.append(text)

@@ -6,19 +6,7 @@ import re
 import traceback
 
 from sparsestep import InputError
-
-
-class FindingError(Exception):
-    """Something that the library must not do; ``kind`` names it in a word or two."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind, self.detail = kind, detail
-
-
-class NotApplicableError(Exception):
-    """Torch itself does not make what a case asked for; nothing was tested."""
-
+from tests.oracle import FindingError
 
 # Errors of Python and of torch's base class that are documented, or say all there is to say.
 _OTHERS = (

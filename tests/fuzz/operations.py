@@ -14,11 +14,13 @@ from torch import Tensor
 
 from sparsestep import InputError, clip_grad_norm_, core
 from sparsestep.rules import OPTIMIZERS
-from tests.fuzz import gradients, oracle, tables
-from tests.fuzz.findings import FindingError
-from tests.fuzz.gradients import is_lazy
+from tests import oracle
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import INSTRUCTION_SETS, NOT_NATIVE, Snapshot, World
+from tests.generate.grads import any_grad, is_lazy
+from tests.generate.params import any_options, any_param
+from tests.oracle import FindingError
+from tests.table import same_bits
 
 Operation = Callable[[World], None]
 
@@ -104,7 +106,7 @@ def step_one_by_one(world: World) -> None:
 def change_options(world: World) -> None:
     """As a scheduler or a person would, also in place."""
     group = world.chance.pick(world.groups)
-    fresh = tables.any_options(world.chance, world.cls)
+    fresh = any_options(world.chance, world.cls)
     keep = {"state_dtype", "stochastic_rounding", "bias_correction", "amsgrad", "centered"}
     keep |= {"momentum", "nesterov", "dampening", "foreach", "fused", "initial_accumulator_value"}
     names = [name for name in fresh if name in group and name not in keep]
@@ -180,7 +182,7 @@ def round_trip(world: World) -> None:
 
 def _check_kept(world: World, before: Snapshot) -> None:
     for place, (_, _, param) in enumerate(world.each()):
-        if not oracle.same_bits(param, before.params[place]):
+        if not same_bits(param, before.params[place]):
             raise FindingError("a checkpoint changed a parameter", f"param {place}")
         was = before._state[place]
         record = world.record(param)
@@ -192,7 +194,7 @@ def _check_kept(world: World, before: Snapshot) -> None:
             if name == "step":
                 same = int(value) == int(was[name])
             else:
-                same = not isinstance(value, Tensor) or oracle.same_bits(value, was[name])
+                same = not isinstance(value, Tensor) or same_bits(value, was[name])
             if not same:
                 raise FindingError("a checkpoint changed the state", name)
 
@@ -230,7 +232,7 @@ def replace_data(world: World) -> None:
 def add_group(world: World) -> None:
     if world.by_hand or len(world.groups) > 3:
         return
-    param, text = tables.any_param(world.chance, world.dtype)
+    param, text = any_param(world.chance, world.dtype)
     world.say(f"add_param_group: {text}")
     world.front.add_param_group({"params": [param]})
     world.params.append(param)
@@ -240,8 +242,8 @@ def take_on(world: World) -> None:
     """By hand, a parameter that nobody has heard of."""
     if not world.by_hand or world.groups[0].get("mask") is not None or len(world.params) > 4:
         return
-    param, text = tables.any_param(world.chance, world.dtype)
-    drawn = gradients.draw(world.chance, param, by_hand=True)
+    param, text = any_param(world.chance, world.dtype)
+    drawn = any_grad(world.chance, param, by_hand=True)
     wanted = None
     if param.numel():
         wanted = oracle.expected(world.cls, world.groups[0], {}, param, drawn, None)

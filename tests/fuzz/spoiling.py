@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz import garbage
-from tests.fuzz.findings import FindingError, NotApplicableError
 from tests.fuzz.world import Snapshot, World, refused
+from tests.generate import garbage
+from tests.generate.source import NotApplicableError
+from tests.oracle import FindingError
 
 
 @dataclass

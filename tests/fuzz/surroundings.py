@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from tests.fuzz.chance import Chance
+from tests.generate.source import Source
 
 
 @contextmanager
@@ -43,7 +43,7 @@ _AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-def any_surroundings(chance: Chance) -> tuple[AbstractContextManager[object], str]:
+def any_surroundings(chance: Source) -> tuple[AbstractContextManager[object], str]:
     """Mostly none."""
     if not chance.one_in(5):
         return nullcontext(), ""

@@ -15,10 +15,13 @@ from sparsestep import InputError, core
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.optimizer.functional import FunctionalOptimizer
 from sparsestep.rules import FUNCTIONAL
-from tests.fuzz import gradients, oracle, tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
-from tests.fuzz.gradients import Drawn, is_as_given
+from tests import oracle
+from tests.fuzz.findings import check_refusal
+from tests.generate.grads import Drawn, any_grad, is_as_given
+from tests.generate.params import any_class, any_dtype, any_mask, any_options, any_param, written
+from tests.generate.source import Source
+from tests.oracle import FindingError
+from tests.table import same_bits
 
 INSTRUCTION_SETS = [name for name, there in core.instruction_sets().items() if there]
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
@@ -35,11 +38,11 @@ def by_hand_class(cls: type[RuleOptimizer]) -> type[FunctionalOptimizer]:
 class World:
     """An optimizer, or one by hand, whatever it works on, and where its program is told."""
 
-    def __init__(self, chance: Chance, say: Say, *, by_hand: bool) -> None:
+    def __init__(self, chance: Source, say: Say, *, by_hand: bool) -> None:
         self.chance, self.say, self.by_hand = chance, say, by_hand
-        self.cls = tables.any_class(chance)
-        self.dtype = tables.any_dtype(chance, self.cls)
-        self.options = tables.any_options(chance, self.cls)
+        self.cls = any_class(chance)
+        self.dtype = any_dtype(chance, self.cls)
+        self.options = any_options(chance, self.cls)
         if self.dtype.is_complex:
             for name in ("state_dtype", "fused"):
                 self.options.pop(name, None)
@@ -57,7 +60,7 @@ class World:
             engine = "auto"
         for _ in range(chance.pick([1, 1, 2, 3])):
             make = partial(self.cls, **self.options)
-            param, text = tables.any_param(chance, self.dtype, make)
+            param, text = any_param(chance, self.dtype, make)
             self.say(f"param {len(self.params)}: {text}")
             self.params.append(param)
         given = {**self.options, "engine": engine}
@@ -72,7 +75,7 @@ class World:
             self.front = self.cls(groups, **given)
             for group in self.groups:
                 self._mask_some(group)
-        self.say(f"{type(self.front).__name__}({tables.written(given)})")
+        self.say(f"{type(self.front).__name__}({written(given)})")
 
     def _has_twin(self) -> bool:
         made = self.cls([torch.zeros(1)], **self.options)
@@ -85,7 +88,7 @@ class World:
         masks: list[Tensor | None] = []
         for param in group["params"]:
             allowed = param.dim() > 0 and not self.chance.one_in(3)
-            masks.append(tables.any_mask(self.chance, param, by_row=by_row) if allowed else None)
+            masks.append(any_mask(self.chance, param, by_row=by_row) if allowed else None)
         self.say(f"mask {[None if m is None else m.int().tolist() for m in masks]}")
         alone = len(masks) == 1 and masks[0] is not None and self.chance.one_in(2)
         group["mask"] = masks[0] if alone else masks
@@ -123,7 +126,7 @@ class World:
             if self.chance.one_in(6):
                 found.append(None)
                 continue
-            drawn = gradients.draw(self.chance, param, by_hand=self.by_hand)
+            drawn = any_grad(self.chance, param, by_hand=self.by_hand)
             self.say(f"gradient {number}: {drawn.text}")
             found.append(drawn)
         return found
@@ -194,7 +197,7 @@ class World:
                 raise FindingError("a gradient was written", each.text)
             self._check_count(before.counts[place], record, given=each is not None)
             if want is None:
-                if not oracle.same_bits(param, before.params[place]):
+                if not same_bits(param, before.params[place]):
                     raise FindingError("a parameter without a gradient changed", f"param {place}")
                 continue
             found = [param.detach(), *(record.get(name) for name in want.names[1:])]
@@ -235,14 +238,14 @@ class World:
 
     def _compare_with(self, twin: World) -> None:
         for (_, _, ours), (_, _, theirs) in zip(self.each(), twin.each(), strict=True):
-            if not oracle.same_bits(ours, theirs):
+            if not same_bits(ours, theirs):
                 raise FindingError("bits depend on threads, instruction set or copying", "param")
             mine, other = self.record(ours), twin.record(theirs)
             for name, value in mine.items():
                 if name == "step":  # whose dtype follows torch's default
                     same = int(value) == int(other[name])
                 else:
-                    same = not isinstance(value, Tensor) or oracle.same_bits(value, other[name])
+                    same = not isinstance(value, Tensor) or same_bits(value, other[name])
                 if not same:
                     raise FindingError("bits depend on threads, instruction set or copying", name)
 
@@ -287,7 +290,7 @@ class Snapshot:
             raise FindingError("a refusal changed something", "the number of parameters")
         for place, (_, _, param) in enumerate(each):
             old = self.params[place]
-            if old is not None and not oracle.same_bits(param, old):
+            if old is not None and not same_bits(param, old):
                 raise FindingError("a refusal changed something", f"param {place}")
             record, was = self._world.record(param), self._state[place]
             if record.keys() != was.keys():
@@ -309,7 +312,7 @@ def _same(now: Any, was: Any) -> bool:
         return now is was or bool(now == was)
     if not _is_readable(now):
         return isinstance(was, Tensor)
-    return isinstance(was, Tensor) and oracle.same_bits(now, was)
+    return isinstance(was, Tensor) and same_bits(now, was)
 
 
 def refused(world: World, call: Callable[[], Any], during: str, *, must: bool) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.cases import Gradient
+from tests.generate.cases import Gradient
 from tests.table import running_on, same_bits, state_tensors
 
 BY_ROW = (sparsestep.RowwiseAdagrad, sparsestep.RowwiseAdam)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sparsestep import InputError, Touched, core
 from sparsestep.engines.reference import summed
 from sparsestep.gradients.norms import slot_norms
-from tests.cases import each_case
+from tests.generate.cases import each_case
 from tests.gradients.layout_runs import Run
 from tests.table import ENGINES, EVERY, Variant, dtypes, on_each_engine, running_on, same_bits
 

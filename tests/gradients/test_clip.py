@@ -16,7 +16,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.gradients import clip, norms
 from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
-from tests.cases import Gradient, gradients, shapes
+from tests.generate.cases import Gradient, gradients, shapes
 from tests.gradients.clipping import NORM_TYPES, assert_same_gradients, coo, form, with_grad
 from tests.table import DTYPES, same_bits
 

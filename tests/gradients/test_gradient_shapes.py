@@ -7,7 +7,7 @@ import torch
 from torch.masked import masked_tensor
 
 from sparsestep import Touched, functional
-from tests.gradients.entries import BLOCKED, Entries, Stored, coalesced, compress
+from tests.generate.layouts import BLOCKED, Entries, Stored, coalesced, compress
 from tests.gradients.layout_runs import FEW, MARKS, Run, each_kind, each_of_a_few, randn
 from tests.table import Variant, each_variant, running_on, same_bits, steps_of
 

@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor, masked_tensor
 
 from sparsestep import Touched, functional
 from sparsestep.gradients.layouts import Gradient as AnyGradient
-from tests.gradients.entries import BY_ROW, Entries, coalesced, compress
+from tests.generate.layouts import BY_ROW, Entries, coalesced, compress
 from tests.gradients.layout_runs import FEW, MARKS, Run, each_kind, each_of_a_few, randn
 from tests.properties.test_properties import close, oracle_step
 from tests.table import EVERY, Variant, dtypes, on_each_engine, running_on, same_bits, steps_of

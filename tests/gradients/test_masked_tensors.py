@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsestep import functional
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.gradients.entries import Entries
+from tests.generate.layouts import Entries
 from tests.gradients.layout_runs import MARKS, Run, each_kind, randn
 from tests.table import Variant, each_optimizer, running_on, same_bits, state_tensors
 

@@ -7,7 +7,7 @@ import torch
 
 import sparsestep
 from sparsestep import functional
-from tests.gradients.entries import Entries
+from tests.generate.layouts import Entries
 from tests.gradients.layout_runs import FEW, MARKS, Run, each_kind, randn
 from tests.table import Variant, running_on
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import sparsestep
-from tests.cases import Case, cases, take_step
+from tests.generate.cases import Case, cases, take_step
 from tests.table import each_dtype, each_engine, running_on, same_bits
 
 

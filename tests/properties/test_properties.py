@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.cases import Case, cases, each_case, take_step
+from tests.generate.cases import Case, cases, each_case, take_step
 from tests.table import (
     EVERY,
     INSTRUCTION_SETS,

@@ -9,25 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep import clip_grad_norm_, clip_grad_value_
-from tests.fuzz import garbage, gradients, oracle, tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
+from tests.fuzz.findings import check_refusal
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import Say
+from tests.generate import garbage
+from tests.generate.grads import any_grad, as_dense, compact, coo, is_lazy, strided
+from tests.generate.params import REAL, any_param
+from tests.generate.source import Source
+from tests.oracle import FindingError
+from tests.table import same_bits
 
 _ROOM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _ORDERS = [2.0, 2.0, 1.0, float("inf"), -float("inf"), 3.0, 0.5, 0.0]
 
 
-def _given(chance: Chance, say: Say) -> tuple[list[Any], list[Tensor | None]]:
+def _given(chance: Source, say: Say) -> tuple[list[Any], list[Tensor | None]]:
     """Parameters with gradients, and these as dense tensors in float64."""
     params, dense = list[Any](), list[Tensor | None]()
-    dtype = chance.weighted(tables.REAL)
+    dtype = chance.weighted(REAL)
     for place in range(chance.integer(1, 3)):
-        param, _ = tables.any_param(chance, dtype)
-        kind = chance.pick([gradients.coo, gradients.coo, gradients.compact, gradients.strided])
-        drawn = None if chance.one_in(8) else kind(chance, param, param.dtype)
-        if drawn is not None and isinstance(drawn.grad, Tensor) and gradients.is_lazy(drawn.grad):
+        param, _ = any_param(chance, dtype)
+        kinds = (coo, compact, strided)
+        drawn = None if chance.one_in(8) else any_grad(chance, param, by_hand=False, kinds=kinds)
+        if drawn is not None and isinstance(drawn.grad, Tensor) and is_lazy(drawn.grad):
             drawn = None  # torch itself cannot write it
         say(f"gradient {place} of {tuple(param.shape)}: {drawn.text if drawn else None}")
         param.grad = drawn.grad if drawn else None
@@ -36,7 +40,7 @@ def _given(chance: Chance, say: Say) -> tuple[list[Any], list[Tensor | None]]:
     return params, dense
 
 
-def clipping(chance: Chance, say: Say) -> None:
+def clipping(chance: Source, say: Say) -> None:
     params, dense = _given(chance, say)
     held = [(p, d) for p, d in zip(params, dense, strict=True) if d is not None]
     if not held:  # a norm of nothing is torch's, wherever torch makes it
@@ -74,16 +78,16 @@ def clipping(chance: Chance, say: Say) -> None:
         _close("norm", norm, exact.to(norm.dtype), params[0].dtype, room=room)
         wanted = [shadow.grad for shadow in shadows]
     for (param, _), want in zip(held, wanted, strict=True):
-        _close("gradient", gradients.as_dense(param.grad), want, param.dtype, _of_entries(param))
+        _close("gradient", as_dense(param.grad), want, param.dtype, _of_entries(param))
     for param, was in zip(params, before, strict=True):
-        if not oracle.same_bits(param, was):
+        if not same_bits(param, was):
             raise FindingError("clipping wrote a parameter", "")
 
 
-def clipping_and_garbage(chance: Chance, say: Say) -> None:
+def clipping_and_garbage(chance: Source, say: Say) -> None:
     """Bounds, orders and gradients that nobody can work with."""
     params, _ = _given(chance, say)
-    grads = [None if p.grad is None else gradients.as_dense(p.grad) for p in params]
+    grads = [None if p.grad is None else as_dense(p.grad) for p in params]
     arguments: dict[str, Any] = {"parameters": params}
     by_value = chance.one_in(2)
     arguments["clip_value" if by_value else "max_norm"] = chance.pick([1.0, *_THINGS])
@@ -111,7 +115,7 @@ def clipping_and_garbage(chance: Chance, say: Say) -> None:
         for place, (param, was) in enumerate(zip(params, grads, strict=True)):
             if was is None or place == spoilt:
                 continue
-            if not oracle.same_bits(gradients.as_dense(param.grad), was):
+            if not same_bits(as_dense(param.grad), was):
                 raise FindingError("a refusal changed something", "a gradient") from error
 
 
@@ -164,4 +168,4 @@ def _close(
         )
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {clipping: 5, clipping_and_garbage: 3}
+KINDS: dict[Callable[[Source, Say], None], int] = {clipping: 5, clipping_and_garbage: 3}

@@ -15,12 +15,12 @@ from sparsestep import core
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.dense import own_rules
-from tests.fuzz import gradients, tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError
-from tests.fuzz.gradients import Drawn
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import INSTRUCTION_SETS, Say, World, by_hand_class
+from tests.generate.grads import Drawn, any_grad
+from tests.generate.params import any_mask, written
+from tests.generate.source import Source
+from tests.oracle import FindingError
 
 _DECAY = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 # Formulas for which a run of a few steps in float32 stays close to one in float64.
@@ -60,7 +60,7 @@ _SHAPES = {(7, 3): 6, (5,): 2, (6, 33): 1, (2, 3, 4): 2, (1, 4): 1, (4, 1): 1, (
 class DenseWorld(World):
     """An optimizer with dense semantics, and its shadow: the same class with dense gradients."""
 
-    def __init__(self, chance: Chance, say: Say, *, by_hand: bool) -> None:
+    def __init__(self, chance: Source, say: Say, *, by_hand: bool) -> None:
         self.chance, self.say, self.by_hand = chance, say, by_hand
         self.cls, self.options = chance.pick(VARIANTS)
         self.options = {**self.options, "lr": chance.pick([0.1, 0.01, 0.0])}
@@ -82,16 +82,14 @@ class DenseWorld(World):
             self.say(f"param {shape} {self.dtype} strides {values.stride()}")
         options = dict(self.options)
         if chance.one_in(5) and self.params[0].dim():
-            mask = [
-                tables.any_mask(chance, p, by_row=True) if p.dim() else None for p in self.params
-            ]
+            mask = [any_mask(chance, p, by_row=True) if p.dim() else None for p in self.params]
             options["mask"] = mask
             self.say(f"mask {[None if m is None else m.int().tolist() for m in mask]}")
         engine = chance.pick(["auto", "auto", "reference"])
         make = by_hand_class(self.cls) if self.by_hand else self.cls
         self.front = make(self.params, semantics="dense", engine=engine, **options)
         self.shadow = self.cls(self.shadows, engine="reference", **options)
-        self.say(f"{make.__name__}(semantics='dense', engine={engine}, {tables.written(options)})")
+        self.say(f"{make.__name__}(semantics='dense', engine={engine}, {written(options)})")
         self._make_table()
 
     def _make_table(self) -> None:
@@ -126,7 +124,7 @@ class DenseWorld(World):
             if self.chance.one_in(8):
                 found.append(None)
                 continue
-            drawn = gradients.draw(self.chance, param, by_hand=self.by_hand)
+            drawn = any_grad(self.chance, param, by_hand=self.by_hand)
             self.say(f"gradient {place}: {drawn.text}")
             found.append(drawn)
         return found
@@ -226,7 +224,7 @@ class DenseWorld(World):
             )
 
 
-def _program(chance: Chance, say: Say, *, by_hand: bool, invalid: bool) -> None:
+def _program(chance: Source, say: Say, *, by_hand: bool, invalid: bool) -> None:
     world = DenseWorld(chance, say, by_hand=by_hand)
     world.build()
     operations: dict[Callable[[], None], int] = {
@@ -248,15 +246,15 @@ def _program(chance: Chance, say: Say, *, by_hand: bool, invalid: bool) -> None:
     world.check()
 
 
-def dense_semantics(chance: Chance, say: Say) -> None:
+def dense_semantics(chance: Source, say: Say) -> None:
     _program(chance, say, by_hand=chance.one_in(3), invalid=False)
 
 
-def dense_semantics_and_garbage(chance: Chance, say: Say) -> None:
+def dense_semantics_and_garbage(chance: Source, say: Say) -> None:
     _program(chance, say, by_hand=chance.one_in(2), invalid=True)
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {
+KINDS: dict[Callable[[Source, Say], None], int] = {
     dense_semantics: 8,
     dense_semantics_and_garbage: 5,
 }

@@ -10,12 +10,16 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import InputError
-from tests.fuzz import garbage, gradients, oracle, tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
+from tests import oracle
+from tests.fuzz.findings import check_refusal
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import NOT_NATIVE, Say
-from tests.table import FUNCTIONS
+from tests.generate import garbage
+from tests.generate.grads import any_grad
+from tests.generate.params import any_dtype, any_mask, any_options, any_param
+from tests.generate.source import Source
+from tests.oracle import FindingError
+from tests.table import FUNCTIONS, same_bits
 
 # The names of state that are keyword arguments where a function takes several kinds.
 _NOT_TAKEN = {
@@ -27,23 +31,23 @@ _NOT_TAKEN = {
 class Call:
     """One function with everything that it takes."""
 
-    def __init__(self, chance: Chance, say: Say) -> None:
+    def __init__(self, chance: Source, say: Say) -> None:
         self.chance, self.say = chance, say
         self.cls = chance.pick(list(FUNCTIONS))
         self.function = FUNCTIONS[self.cls]
-        dtype = tables.any_dtype(chance, self.cls)
-        options = tables.any_options(chance, self.cls)
+        dtype = any_dtype(chance, self.cls)
+        options = any_options(chance, self.cls)
         for name in ("bias_correction", "state_dtype", "stochastic_rounding", "fused", "foreach"):
             options.pop(name, None)
         # Only for what the group's options come to.
         self.group = self.cls([torch.zeros(1)], **options).param_groups[0]
         self.rule = self.cls._rule_for(self.group)
-        param, text = tables.any_param(chance, dtype)
+        param, text = any_param(chance, dtype)
         self.param = param.detach()
         say(f"{self.function.__name__}: param {text}")
         self.mask = None
         if self.param.dim() and chance.one_in(4):
-            self.mask = tables.any_mask(chance, self.param, by_row=self.rule.by_row)
+            self.mask = any_mask(chance, self.param, by_row=self.rule.by_row)
         self.state = {spec.name: self._state(spec) for spec in self.rule.state}
         self.steps = chance.pick([0, 0, 9])  # RAdam begins with a formula of its own
         self.over = False
@@ -72,11 +76,11 @@ class Call:
         for name, now, was in zip(
             ["param", *self.state], [self.param, *self.state.values()], before, strict=True
         ):
-            if isinstance(now, Tensor) and not oracle.same_bits(now, was):
+            if isinstance(now, Tensor) and not same_bits(now, was):
                 raise FindingError("a refusal changed something", name)
 
     def valid(self) -> None:
-        drawn = gradients.draw(self.chance, self.param, by_hand=True)
+        drawn = any_grad(self.chance, self.param, by_hand=True)
         around, name = any_surroundings(self.chance)
         engine = self.chance.pick(["auto", "auto", "native", "reference"])
         self.say(f"step {self.steps + 1}: {drawn.text}; {engine} {name}")
@@ -99,7 +103,7 @@ class Call:
 
     def invalid(self) -> None:
         """One argument is garbage; where it is accepted, nothing more can be said."""
-        grad: Any = gradients.draw(self.chance, self.param, by_hand=True).grad
+        grad: Any = any_grad(self.chance, self.param, by_hand=True).grad
         keywords, must = self.keywords(), False
         if self.chance.one_in(2):
             grad, text, must = garbage.any_garbage(self.chance, self.param)
@@ -130,13 +134,13 @@ def _things(param: Tensor) -> list[Any]:
     ]
 
 
-def functions(chance: Chance, say: Say) -> None:
+def functions(chance: Source, say: Say) -> None:
     call = Call(chance, say)
     for _ in range(chance.integer(1, 4)):
         call.valid()
 
 
-def functions_and_garbage(chance: Chance, say: Say) -> None:
+def functions_and_garbage(chance: Source, say: Say) -> None:
     call = Call(chance, say)
     for _ in range(chance.integer(1, 4)):
         chance.pick([call.invalid, call.invalid, call.valid])()
@@ -144,4 +148,4 @@ def functions_and_garbage(chance: Chance, say: Say) -> None:
             return
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {functions: 6, functions_and_garbage: 6}
+KINDS: dict[Callable[[Source, Say], None], int] = {functions: 6, functions_and_garbage: 6}

@@ -9,22 +9,23 @@ from typing import Any
 import torch
 
 import sparsestep
-from tests.fuzz import tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
-from tests.fuzz.garbage import Wrapper
+from tests.fuzz.findings import check_refusal
 from tests.fuzz.spoiling import VALUES
 from tests.fuzz.world import Say, World, by_hand_class, refused
+from tests.generate.garbage import Wrapper
+from tests.generate.params import any_class, any_options, any_param
+from tests.generate.source import Source
+from tests.oracle import FindingError
 
 # What somebody writes who means an option that there is: it must not go unnoticed.
 _NEAR_MISSES = ["masks", "bias_corection", "weight_deacy", "state_dtpye", "stochastic_roundng"]
 
 
-def making(chance: Chance, say: Say) -> None:
+def making(chance: Source, say: Say) -> None:
     """A class with one argument that makes no sense."""
-    cls = tables.any_class(chance)
-    options = tables.any_options(chance, cls)
-    params: Any = [tables.any_param(chance, torch.float32)[0] for _ in range(2)]
+    cls = any_class(chance)
+    options = any_options(chance, cls)
+    params: Any = [any_param(chance, torch.float32)[0] for _ in range(2)]
     kind = chance.pick(["option", "option", "group option", "near miss", "params", "keyword"])
     must = False
     if kind == "option":
@@ -91,7 +92,7 @@ def _params() -> dict[str, Any]:
     }
 
 
-def loading(chance: Chance, say: Say) -> None:
+def loading(chance: Source, say: Say) -> None:
     """Checkpoints that are broken: nothing may change, and training goes on."""
     world = World(chance, say, by_hand=chance.one_in(3))
     world.build()
@@ -103,7 +104,7 @@ def loading(chance: Chance, say: Say) -> None:
         world.step()
 
 
-def _broken(chance: Chance, saved: dict[str, Any]) -> str:
+def _broken(chance: Source, saved: dict[str, Any]) -> str:
     """Break one thing in a checkpoint."""
     what = chance.pick(["state", "tensor", "count", "group", "option", "whole"])
     state, groups = saved["state"], saved["param_groups"]
@@ -141,7 +142,7 @@ def _broken(chance: Chance, saved: dict[str, Any]) -> str:
     return "a note"
 
 
-def making_again(chance: Chance, say: Say) -> None:
+def making_again(chance: Source, say: Say) -> None:
     """``type(optimizer)(params, **optimizer.defaults)`` makes the same optimizer again."""
     world = World(chance, say, by_hand=False)
     semantics = chance.pick(["masked", "dense"])
@@ -156,4 +157,4 @@ def making_again(chance: Chance, say: Say) -> None:
     del world
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {making: 5, loading: 5, making_again: 1}
+KINDS: dict[Callable[[Source, Say], None], int] = {making: 5, loading: 5, making_again: 1}

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, check_refusal
-from tests.fuzz.gradients import as_dense
+from tests.fuzz.findings import check_refusal
 from tests.fuzz.world import Say
+from tests.generate.grads import as_dense
+from tests.generate.source import Source
+from tests.oracle import FindingError
 
 _ROOM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _OPTIMIZERS = ["SGD", "Adam", "AdamW", "SparseAdam", "Adagrad", "RowwiseAdagrad", "Lion"]
@@ -23,7 +24,7 @@ _OPTIMIZERS = ["SGD", "Adam", "AdamW", "SparseAdam", "Adagrad", "RowwiseAdagrad"
 class Pair:
     """A module of ours and torch's, with the same weight."""
 
-    def __init__(self, chance: Chance, say: Say) -> None:
+    def __init__(self, chance: Source, say: Say) -> None:
         self.chance, self.say = chance, say
         self.rows, self.columns = chance.pick([(7, 3), (1, 1), (20, 5), (6, 16)])
         self.dtype = chance.pick([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -195,7 +196,7 @@ def _shown(given: dict[str, Any]) -> dict[str, Any]:
     return {name: text(value) for name, value in given.items()}
 
 
-def modules(chance: Chance, say: Say) -> None:
+def modules(chance: Source, say: Say) -> None:
     pair = Pair(chance, say)
     for _ in range(chance.integer(1, 3)):
         pair.train()
@@ -203,10 +204,10 @@ def modules(chance: Chance, say: Say) -> None:
             pair.copy()
 
 
-def modules_and_garbage(chance: Chance, say: Say) -> None:
+def modules_and_garbage(chance: Source, say: Say) -> None:
     pair = Pair(chance, say)
     for _ in range(chance.integer(1, 4)):
         chance.pick([pair.garbage, pair.garbage, pair.train])()
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {modules: 6, modules_and_garbage: 4}
+KINDS: dict[Callable[[Source, Say], None], int] = {modules: 6, modules_and_garbage: 4}

@@ -11,11 +11,13 @@ from torch import Tensor
 import sparsestep
 from sparsestep.optimizer.base import RuleOptimizer
 from tests.contract.random_formulas import BINARY, UNARY, Formula, computed
-from tests.fuzz import gradients, oracle, tables
-from tests.fuzz.chance import Chance
-from tests.fuzz.findings import FindingError, NotApplicableError
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import INSTRUCTION_SETS, Say
+from tests.generate.grads import any_grad
+from tests.generate.params import any_mask, any_param, written
+from tests.generate.source import NotApplicableError, Source
+from tests.oracle import FindingError
+from tests.table import same_bits
 
 # Where these jump, a rounding decides.
 _JUMPS = {"sign", "where", "not"}
@@ -25,7 +27,7 @@ _LARGEST = 1e4
 _ROOM = 1e-8
 
 
-def any_formula(chance: Chance) -> Formula:
+def any_formula(chance: Source) -> Formula:
     return [
         (chance.pick(_NAMES), chance.integer(0, 99), chance.integer(0, 99))
         for _ in range(chance.integer(1, 12))
@@ -35,7 +37,7 @@ def any_formula(chance: Chance) -> Formula:
 class Own:
     """A rule of random parts; what it came to on its way is noted where it is called on tensors."""
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, chance: Source) -> None:
         self.formula = any_formula(chance)
         self.largest = 0.0
         self.by_row = chance.one_in(2)
@@ -71,7 +73,7 @@ class Own:
         return self.by_row or not any("row" in name for name, _, _ in self.formula)
 
 
-def own_rules(chance: Chance, say: Say) -> None:
+def own_rules(chance: Source, say: Say) -> None:
     own = Own(chance)
     if not own.is_of_elements:
         raise NotApplicableError
@@ -80,17 +82,17 @@ def own_rules(chance: Chance, say: Say) -> None:
         options["weight_decay"] = 0.1
         options["decoupled_weight_decay"] = chance.one_in(2)
     options["maximize"] = chance.one_in(4)
-    given, text = tables.any_param(chance, torch.float64)
+    given, text = any_param(chance, torch.float64)
     if own.by_row and not given.dim():
         raise NotApplicableError
-    say(f"{own.formula}, by row {own.by_row}: {tables.written(options)}; param {text}")
+    say(f"{own.formula}, by row {own.by_row}: {written(options)}; param {text}")
     if given.dim() and chance.one_in(4):
-        options["mask"] = tables.any_mask(chance, given, by_row=own.by_row)
+        options["mask"] = any_mask(chance, given, by_row=own.by_row)
     ours, theirs = given, torch.nn.Parameter(given.detach().clone())
     fast, slow = own.cls([ours], **options), own.cls([theirs], engine="reference", **options)
     fast.materialize_state()  # for what inference mode makes can only be used there
     for number in range(chance.integer(1, 4)):
-        drawn = gradients.draw(chance, ours, by_hand=False)
+        drawn = any_grad(chance, ours, by_hand=False)
         around, name = any_surroundings(chance)
         say(f"step {number + 1}: {drawn.text} {name}")
         ours.grad, theirs.grad = drawn.grad, drawn.grad
@@ -101,11 +103,11 @@ def own_rules(chance: Chance, say: Say) -> None:
         if own.largest > _LARGEST:
             raise NotApplicableError
         _compare(fast, slow, ours, theirs)
-        if other is not None and not oracle.same_bits(other, ours.detach()):
+        if other is not None and not same_bits(other, ours.detach()):
             raise FindingError("other bits with another instruction set", str(own.formula))
 
 
-def _with_other_instructions(chance: Chance, fast: RuleOptimizer, param: Tensor) -> Tensor | None:
+def _with_other_instructions(chance: Source, fast: RuleOptimizer, param: Tensor) -> Tensor | None:
     """What a step comes to on a copy, with another instruction set.
 
     A copy is contiguous, and of a dense gradient that decides which engine it is.
@@ -141,4 +143,4 @@ def _compare(fast: RuleOptimizer, slow: RuleOptimizer, ours: Tensor, theirs: Ten
         raise FindingError("another step count", f"{kept.get('step')}, {wanted.get('step')}")
 
 
-KINDS: dict[Callable[[Chance, Say], None], int] = {own_rules: 4}
+KINDS: dict[Callable[[Source, Say], None], int] = {own_rules: 4}

@@ -13,8 +13,7 @@ from torch.masked import masked_tensor
 
 import sparsestep
 from sparsestep import Touched
-from tests.fuzz.chance import Chance
-from tests.fuzz.compressed import compressed
+from tests.generate.source import Source
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,23 +35,27 @@ class Drawn:
     text: str
 
 
+Kind = Callable[[Source, Tensor, torch.dtype], Drawn]
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def draw(chance: Chance, param: Tensor, *, by_hand: bool) -> Drawn:
-    """A valid gradient of ``param``; by hand also those that ``.grad`` cannot be."""
-    kinds = dict(_ANYWHERE)
-    if by_hand:
-        kinds |= _BY_HAND
-    while True:
-        kind = chance.weighted(kinds)
-        found = kind(chance, param, _dtype(chance, param, by_hand))
-        if found is not None:
-            return found
+def any_grad(
+    chance: Source, param: Tensor, *, by_hand: bool, kinds: tuple[Kind, ...] = ()
+) -> Drawn:
+    """A valid gradient, of one of ``kinds``; by hand also those that ``.grad`` cannot be."""
+    dtype = _dtype(chance, param, by_hand)
+    weights = {
+        kind: weight
+        for kind, (weight, applies) in _KINDS.items()
+        if (kind in kinds or not kinds) and (by_hand or kind in _GRADS) and applies(param, dtype)
+    }
+    return chance.weighted(weights)(chance, param, dtype)
 
 
-def _dtype(chance: Chance, param: Tensor, by_hand: bool) -> torch.dtype:
+def _dtype(chance: Source, param: Tensor, by_hand: bool) -> torch.dtype:
     mixed = by_hand and param.dtype in REAL and chance.one_in(5)
     return chance.pick(REAL) if mixed else param.dtype
 
@@ -60,7 +63,7 @@ def _dtype(chance: Chance, param: Tensor, by_hand: bool) -> torch.dtype:
 # Strided
 
 
-def strided(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+def strided(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     values, text = chance.numbers(param.shape, dtype), f"strided {dtype}"
     form = chance.integer(0, 9)
     if form == 0 and values.dim() > 1:
@@ -93,7 +96,7 @@ def is_lazy(grad: Tensor) -> bool:
 # COO
 
 
-def coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+def coo(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     shape = tuple(param.shape)
     sparse_dim = chance.integer(min(1, len(shape)), len(shape))
     if chance.one_in(20):
@@ -170,9 +173,7 @@ def summed(
 # MaskedTensor
 
 
-def masked(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
-    if dtype not in (torch.float16, torch.float32, torch.float64) or not param.dim():
-        return None
+def masked(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     if param.numel() and chance.one_in(3):
         return _masked_coo(chance, param, dtype)
     values, held = chance.numbers(param.shape, dtype), chance.flags(param.shape)
@@ -181,7 +182,7 @@ def masked(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
     return Drawn(masked_tensor(data, held), dense, held, f"MaskedTensor {dtype}")
 
 
-def _masked_coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+def _masked_coo(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     more = chance.flags(param.shape)
     held = more & chance.flags(param.shape)
     values = chance.numbers(param.shape, dtype)
@@ -195,13 +196,8 @@ def _masked_coo(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
 # Compact: what sparsestep.nn gives
 
 
-def compact(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
+def compact(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     """By a lookup of its own, with a gradient of the output that is given."""
-    usable = type(param) is torch.nn.Parameter and param.requires_grad
-    if not usable or param.dim() != 2 or not param.numel() or dtype != param.dtype:
-        return None
-    if dtype.is_complex or param.is_inference():
-        return None
     kept, param.grad = param.grad, None
     dense = torch.zeros(param.shape, dtype=torch.float64)
     held = torch.zeros(param.shape, dtype=torch.bool)
@@ -214,7 +210,7 @@ def compact(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
         param.grad = kept
 
 
-def _look_up(chance: Chance, param: Any, dense: Tensor, held: Tensor) -> str:
+def _look_up(chance: Source, param: Any, dense: Tensor, held: Tensor) -> str:
     rows, columns = param.shape
     bags = chance.one_in(2)
     count, length = chance.pick([0, 1, 3, 6]), chance.pick([1, 2, 4]) if bags else 1
@@ -242,7 +238,7 @@ def _look_up(chance: Chance, param: Any, dense: Tensor, held: Tensor) -> str:
 # Touched
 
 
-def touched(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn:
+def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     shape, numel = tuple(param.shape), param.numel()
     if chance.one_in(8):
         values = chance.numbers(shape, dtype)
@@ -284,14 +280,84 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _compressed(chance: Chance, param: Tensor, dtype: torch.dtype) -> Drawn | None:
-    found = compressed(chance, param.shape, dtype)
-    if found is None:
-        return None
-    grad, values, held, text = found
+# CSR, CSC, BSR and BSC
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
+    """Of a tensor with more dims than two, those in front are batches or those behind are dense."""
+    shape = param.shape
+    layout = chance.pick(COMPRESSED)
+    dense_dims = len(shape) - 2 if len(shape) > 2 and chance.one_in(2) else 0
+    batch_dims = len(shape) - 2 - dense_dims
+    rows, columns = shape[batch_dims : batch_dims + 2]
+    blocked = layout in (torch.sparse_bsr, torch.sparse_bsc)
+    high, width = _block(chance, rows, columns) if blocked else (1, 1)
+    grid = chance.flags((rows // high, columns // width), chance.pick([0.0, 0.2, 0.5, 1.0]))
+    values = chance.numbers(shape, dtype)
+    by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
+    grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
+    starts = torch.zeros(grid.shape[0 if by_row else 1] + 1, dtype=torch.int64)
+    starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)
+    down, along = (grouped, others) if by_row else (others, grouped)
+    batch = shape[:batch_dims]
+    entries = (
+        values.reshape(-1, rows // high, high, columns // width, width, *shape[batch_dims + 2 :])
+        .transpose(2, 3)[:, down, along]
+        .reshape(*batch, len(others), high, width, *shape[batch_dims + 2 :])
+    )
+    if not blocked:
+        entries = entries.squeeze(batch_dims + 2).squeeze(batch_dims + 1)
+    integers = chance.pick([torch.int64, torch.int64, torch.int32])
+    if chance.one_in(5) and entries.dim():
+        entries = entries.repeat_interleave(2, 0)[::2]
+    grad = torch.sparse_compressed_tensor(
+        starts.to(integers).expand(*batch, -1).contiguous(),
+        others.to(integers).expand(*batch, -1).contiguous(),
+        entries,
+        shape,
+        layout=layout,
+        check_invariants=True,
+    )
+    held = grid.repeat_interleave(high, 0).repeat_interleave(width, 1)
+    held = held.reshape(rows, columns, *[1] * dense_dims).expand(shape)
+    text = f"{layout} {dtype} {integers} blocks {high} x {width}, {len(others)} entries"
+    held = held.contiguous()
     return Drawn(grad, torch.where(held, values, 0).to(wide(dtype)), held, text)
 
 
-_Kind = Callable[[Chance, Tensor, torch.dtype], Drawn | None]
-_ANYWHERE: dict[_Kind, int] = {strided: 4, coo: 8, masked: 1, compact: 2}
-_BY_HAND: dict[_Kind, int] = {touched: 5, _compressed: 5}
+def _block(chance: Source, rows: int, columns: int) -> tuple[int, int]:
+    return chance.pick(_divisors(rows)), chance.pick(_divisors(columns))
+
+
+# Which kinds apply to a parameter
+
+
+def _always(param: Tensor, dtype: torch.dtype) -> bool:
+    return True
+
+
+def _can_be_masked(param: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.float32, torch.float64) and param.dim() > 0
+
+
+def _can_be_compact(param: Tensor, dtype: torch.dtype) -> bool:
+    usable = type(param) is torch.nn.Parameter and param.requires_grad and not param.is_inference()
+    fits = param.dim() == 2 and param.numel() > 0 and dtype == param.dtype
+    return usable and fits and not dtype.is_complex
+
+
+def can_be_compressed(param: Tensor, dtype: torch.dtype) -> bool:
+    return param.dim() > 1 and param.numel() > 0
+
+
+_KINDS: dict[Kind, tuple[int, Callable[[Tensor, torch.dtype], bool]]] = {
+    strided: (4, _always),
+    coo: (8, _always),
+    masked: (1, _can_be_masked),
+    compact: (2, _can_be_compact),
+    touched: (5, _always),
+    compressed: (5, can_be_compressed),
+}
+_GRADS = (strided, coo, masked, compact)

@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep import storage
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
-from tests.fuzz.chance import Chance
+from tests.generate.source import Source
 from tests.table import sign_sgd, sm3_by_rows
 
 Options = dict[str, Any]
@@ -47,18 +47,18 @@ DTYPES = {
 REAL = {dtype: weight for dtype, weight in DTYPES.items() if not dtype.is_complex}
 
 
-def any_class(chance: Chance) -> type[RuleOptimizer]:
+def any_class(chance: Source) -> type[RuleOptimizer]:
     classes = [*OPTIMIZERS, *OPTIMIZERS, sign_sgd, sm3_by_rows]
     return chance.pick(classes)
 
 
-def any_dtype(chance: Chance, cls: type[RuleOptimizer]) -> torch.dtype:
+def any_dtype(chance: Source, cls: type[RuleOptimizer]) -> torch.dtype:
     takes_complex = cls._supports_complex and cls in OPTIMIZERS
     return chance.weighted(DTYPES if takes_complex else REAL)
 
 
 def any_param(
-    chance: Chance, dtype: torch.dtype, optimizer: Callable[[Any], RuleOptimizer] | None = None
+    chance: Source, dtype: torch.dtype, optimizer: Callable[[Any], RuleOptimizer] | None = None
 ) -> tuple[torch.nn.Parameter, str]:
     """A parameter, and how it lies; in a file only with the optimizer that it has room for."""
     shape = chance.weighted(SHAPES)
@@ -100,7 +100,7 @@ def _in_a_file(values: Tensor, optimizer: Callable[[Any], RuleOptimizer]) -> Ten
     return table.copy_(values)
 
 
-def any_mask(chance: Chance, param: Tensor, *, by_row: bool) -> Tensor:
+def any_mask(chance: Source, param: Tensor, *, by_row: bool) -> Tensor:
     whole = not by_row and param.dim() != 1 and chance.one_in(2)
     shape = param.shape if whole else param.shape[:1]
     return chance.flags(shape, chance.pick([0.0, 0.5, 0.5, 0.5, 1.0]))
@@ -109,7 +109,7 @@ def any_mask(chance: Chance, param: Tensor, *, by_row: bool) -> Tensor:
 # Options
 
 
-def any_options(chance: Chance, cls: type[RuleOptimizer]) -> Options:
+def any_options(chance: Source, cls: type[RuleOptimizer]) -> Options:
     """What a class may be made with: the formula's options, and those of all."""
     found: Options = {"lr": chance.pick([0.0, 1e-3, 0.1, 0.1, 1.0])}
     if chance.one_in(10) and cls in OPTIMIZERS:
@@ -159,7 +159,7 @@ _OWN: dict[str, Options] = {
 }
 
 
-def _made_consistent(chance: Chance, cls: type[RuleOptimizer], found: Options) -> None:
+def _made_consistent(chance: Source, cls: type[RuleOptimizer], found: Options) -> None:
     if found.get("centered"):
         found["eps"] = 0.5  # a difference of squares, of which little may be left
     if found.get("nesterov"):

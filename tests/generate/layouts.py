@@ -11,7 +11,7 @@ from torch.masked import masked_tensor
 
 from sparsestep import Touched
 from sparsestep.gradients.layouts import Gradient as AnyGradient
-from tests.cases import Gradient
+from tests.generate.cases import Gradient
 
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)

@@ -13,9 +13,8 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
 from sparsestep import Touched
-from tests.fuzz.chance import Chance
-from tests.fuzz.compressed import LAYOUTS, compressed
-from tests.fuzz.findings import NotApplicableError
+from tests.generate.grads import COMPRESSED, can_be_compressed, compressed
+from tests.generate.source import NotApplicableError, Source
 
 # A gradient, what it is, and whether it has to be refused.
 Bad = tuple[Any, str, bool]
@@ -41,7 +40,7 @@ class Wrapper(Tensor):
         return tree_map(lambda t: Wrapper(t) if isinstance(t, Tensor) else t, found)
 
 
-def no_tensor(chance: Chance, param: Tensor) -> Bad:
+def no_tensor(chance: Source, param: Tensor) -> Bad:
     things: list[Any] = [
         *({}, [], (), 3, 0.5, "gradient", True, object(), int, len, torch.float32, torch.Size([2])),
         *(np.ones(tuple(param.shape)), [1.0], {"grad": 1}, b"bytes", range(3), 1j),
@@ -50,7 +49,7 @@ def no_tensor(chance: Chance, param: Tensor) -> Bad:
     return thing, f"a gradient that is {type(thing).__name__}", True
 
 
-def wrong_shape(chance: Chance, param: Tensor) -> Bad:
+def wrong_shape(chance: Source, param: Tensor) -> Bad:
     shape = list(param.shape)
     if shape and chance.one_in(2):
         shape[chance.integer(0, len(shape) - 1)] += chance.pick([1, 2])
@@ -66,7 +65,7 @@ def wrong_shape(chance: Chance, param: Tensor) -> Bad:
     return values, f"a strided gradient of shape {tuple(shape)}", True
 
 
-def wrong_dtype(chance: Chance, param: Tensor) -> Bad:
+def wrong_dtype(chance: Source, param: Tensor) -> Bad:
     dtypes = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn]
     dtypes.append(torch.float32 if param.is_complex() else torch.complex64)
     dtype = chance.pick(dtypes)
@@ -81,7 +80,7 @@ def wrong_dtype(chance: Chance, param: Tensor) -> Bad:
     return values, f"a strided gradient of {dtype}", True
 
 
-def elsewhere(chance: Chance, param: Tensor) -> Bad:
+def elsewhere(chance: Source, param: Tensor) -> Bad:
     values = torch.ones(param.shape, dtype=param.dtype)
     form = chance.integer(0, 2)
     if form == 1:
@@ -93,7 +92,7 @@ def elsewhere(chance: Chance, param: Tensor) -> Bad:
     return values.to("meta"), "a strided gradient on meta", True
 
 
-def odd(chance: Chance, param: Tensor) -> Bad:
+def odd(chance: Source, param: Tensor) -> Bad:
     """Tensors of rare kinds, some of which might be worked with."""
     values = chance.numbers(param.shape, param.dtype)
     kind = chance.pick(["zero", "wrapper", "mkldnn", "nested", "quantized", "param", "requires"])
@@ -114,7 +113,7 @@ def odd(chance: Chance, param: Tensor) -> Bad:
     return values.requires_grad_(), "a gradient that requires one", False
 
 
-def indices_outside(chance: Chance, param: Tensor) -> Bad:
+def indices_outside(chance: Source, param: Tensor) -> Bad:
     if not param.dim() or not param.numel():
         raise NotApplicableError
     sparse_dim = chance.integer(1, param.dim())
@@ -129,12 +128,11 @@ def indices_outside(chance: Chance, param: Tensor) -> Bad:
     return grad, f"COO indices {indices.tolist()}", True
 
 
-def broken_compressed(chance: Chance, param: Tensor) -> Bad:
-    found = compressed(chance, param.shape, param.dtype)
-    if found is None:
+def broken_compressed(chance: Source, param: Tensor) -> Bad:
+    if not can_be_compressed(param, param.dtype):
         raise NotApplicableError
-    good = found[0]
-    by_row = good.layout in (LAYOUTS[0], LAYOUTS[2])
+    good = compressed(chance, param, param.dtype).grad
+    by_row = good.layout in (COMPRESSED[0], COMPRESSED[2])
     starts = (good.crow_indices() if by_row else good.ccol_indices()).clone()
     others = (good.col_indices() if by_row else good.row_indices()).clone()
     values = good.values().clone()
@@ -155,7 +153,7 @@ def broken_compressed(chance: Chance, param: Tensor) -> Bad:
     return grad, f"{good.layout} with a broken {what}", True
 
 
-def broken_touched(chance: Chance, param: Tensor) -> Bad:
+def broken_touched(chance: Source, param: Tensor) -> Bad:
     shape = tuple(param.shape)
     rows, block = (shape[0] if shape else 1), math.prod(shape[1:])
     if not rows or not block:
@@ -178,7 +176,7 @@ def broken_touched(chance: Chance, param: Tensor) -> Bad:
 
 
 def _broken(
-    chance: Chance, name: str, n: int, rows: int, block: int, param: Tensor
+    chance: Source, name: str, n: int, rows: int, block: int, param: Tensor
 ) -> list[tuple[Any, bool]]:
     """Values for one field, and whether each has to be refused."""
     things: list[tuple[Any, bool]] = [("x", True), ([0], True), (1.5, True), ({}, True)]
@@ -202,7 +200,7 @@ def _broken(
     return [*things, (at, True), (at, True), (floats, True), (longer, True)]
 
 
-def positions_in_the_param(chance: Chance, param: Tensor) -> Bad:
+def positions_in_the_param(chance: Source, param: Tensor) -> Bad:
     """Positions that the step itself would write over while it reads them."""
     fits = param.dtype == torch.float64 and param.dim() and param.is_contiguous() and param.numel()
     if not fits:
@@ -213,7 +211,7 @@ def positions_in_the_param(chance: Chance, param: Tensor) -> Bad:
     return Touched(positions, values), "positions in the parameter's memory", False
 
 
-GARBAGE: dict[Callable[[Chance, Tensor], Bad], int] = {
+GARBAGE: dict[Callable[[Source, Tensor], Bad], int] = {
     no_tensor: 3,
     wrong_shape: 3,
     wrong_dtype: 3,
@@ -226,7 +224,7 @@ GARBAGE: dict[Callable[[Chance, Tensor], Bad], int] = {
 }
 
 
-def any_garbage(chance: Chance, param: Tensor) -> Bad:
+def any_garbage(chance: Source, param: Tensor) -> Bad:
     while True:
         try:
             return chance.weighted(GARBAGE)(chance, param)
