@@ -10,7 +10,6 @@ import torch
 import sparsestep
 from sparsestep.contract.motion import Still
 from sparsestep.optimizer.base import RuleOptimizer
-from tests.generate.cases import Case, cases, each_case
 from tests.dense.runs import (
     OF_TORCH,
     VARIANTS,
@@ -24,6 +23,7 @@ from tests.dense.runs import (
     room_for,
     standard,
 )
+from tests.generate.cases import Case, cases, each_case
 from tests.table import WITH_DENSE, Variant, each_engine, on_each_engine, running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,9 +19,9 @@ from sparsestep.contract.stand_in import record
 from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.engines.tiles import CODES, lowered
 from sparsestep.gradients.touched import Touched
-from tests.generate.cases import EXAMPLES
 from tests.contract.random_formulas import Formula, computed, formulas
 from tests.engines import emulator
+from tests.generate.cases import EXAMPLES
 from tests.table import INSTRUCTION_SETS, VARIANTS, Variant, running_on, same_bits
 
 pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="the core is not installed")
