@@ -20,7 +20,7 @@ from sparsestep.errors import InputError
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import FUNCTIONAL, OPTIMIZERS
 from tests.contract.tables import rows, table, train
-from tests.fuzz.garbage import Wrapper
+from tests.generate.garbage import Wrapper
 from tests.table import FUNCTIONS, each_optimizer, same_bits, snapshot, unchanged
 
 
