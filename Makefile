@@ -8,8 +8,9 @@ PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-FORMATTED := $(wildcard native/*/*.cpp native/*/*.h)
-NATIVE := $(filter-out native/tests/%,$(FORMATTED))
+LIMIT := build/bench/.built
+FORMATTED := $(wildcard native/*/*.cpp native/*/*.h benchmarks/native/*)
+NATIVE := $(filter-out native/tests/% benchmarks/%,$(FORMATTED))
 
 .PHONY: demo test integrations test-all kill-test faults mutants mutants-native coverage coverage-diff lint format fuzz soak \
 	fuzz-properties sanitize sanitize-module portability gpu-check bench docs wheel release-requirements clean
@@ -17,7 +18,7 @@ NATIVE := $(filter-out native/tests/%,$(FORMATTED))
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(LIMIT)
 	$(BIN)/python -m pytest --numprocesses auto
 
 # The examples that need other packages: Lightning, Accelerate, Transformers, PyG, PyKEEN.
@@ -29,7 +30,7 @@ $(VENV)/.integrations: $(INSTALLED) packaging/integrations.txt
 	touch $@
 
 # With every instruction set in every test, and what takes long.
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(LIMIT)
 	SPARSESTEP_TESTS=all $(BIN)/python -m pytest --numprocesses auto
 
 lint: $(INSTALLED)
@@ -52,7 +53,7 @@ fuzz: $(INSTALLED)
 		$(if $(FIRST),--first $(FIRST))
 
 # Processes that train a table in a file, killed at random moments; KILLS=200 says how often.
-kill-test: $(INSTALLED)
+kill-test: $(INSTALLED) $(LIMIT)
 	$(BIN)/python -m tests.storage.kills --kills $(or $(KILLS),200)
 
 # Failed allocations, signals and kills in every operation, which must happen as a whole or not at
@@ -157,8 +158,16 @@ $(VENV)/.triton: $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt triton
 	touch $@
 
-bench: $(INSTALLED)
-	$(BIN)/sparsestep bench
+# ARGS="--suite lookups" chooses what to measure; see benchmarks/README.md.
+bench: $(INSTALLED) $(LIMIT)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# The limit of the benchmarks is no part of the package.
+$(LIMIT): $(INSTALLED) $(wildcard benchmarks/native/*)
+	cmake -S . -B build/bench -DSPARSESTEP_BENCH=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	cmake --build build/bench --target _limit --parallel
+	touch $@
 
 # The site, in docs/_build/html. What it is built with is installed when it is first wanted.
 docs: $(VENV)/.docs

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from resident import growth
-
+from benchmarks.harness.memory import growth
 from sparsestep.cli.options import whole_number
 
 ROWS, DIM, BAGS, IDS = 100_000, 128, 4_096, 64

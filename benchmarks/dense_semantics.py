@@ -19,12 +19,12 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from gradients import SETS, uniform
 from torch import Tensor
 from torch.nn import Embedding, Parameter
-from turns import Stepping, add_rounds, medians
 
 import sparsestep
+from benchmarks.harness.gradients import SETS, uniform
+from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep.cli.options import whole_number
 from sparsestep.dense.clock import RowClock
 

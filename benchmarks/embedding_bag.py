@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gradients import SETS
 from torch import Tensor
-from turns import add_rounds, medians
 
 import sparsestep
+from benchmarks.harness.cases import case
+from benchmarks.harness.gradients import SETS
+from benchmarks.harness.limit import addresses, limit_module, plan
+from benchmarks.harness.peers import imported
+from benchmarks.harness.race import Racer
+from benchmarks.harness.turns import add_rounds, medians
+from benchmarks.harness.workload import Unavailable, fill
 from sparsestep import core
-from sparsestep.cli.bench.cases import case
-from sparsestep.cli.bench.harness import Racer
-from sparsestep.cli.bench.limit import addresses, limit_module, plan
-from sparsestep.cli.bench.peers import imported
-from sparsestep.cli.bench.workload import Unavailable, fill
 from sparsestep.cli.options import whole_number
 from sparsestep.optimizer.base import RuleOptimizer
 

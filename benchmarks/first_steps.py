@@ -3,7 +3,7 @@
 26 tables of 200,000 x 64 with 8,192 lookups each, as in a recommender. CPU time in seconds, since
 much of it is the system's, which provides memory. Each measurement has a process of its own.
 
-    python benchmarks/first_steps.py
+    python -m benchmarks.first_steps
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from gradients import uniform
-from turns import Stepping, add_rounds, medians
 
 import sparsestep
+from benchmarks.harness.gradients import uniform
+from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep.cli import identifiers, skipgram
 from sparsestep.cli.options import whole_number
 

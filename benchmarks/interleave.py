@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from gradients import SETS, uniform
 
 import sparsestep
+from benchmarks.harness.gradients import SETS, uniform
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
 

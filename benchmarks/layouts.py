@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gradients import SETS
 from torch import Tensor
 from torch.nn import Parameter
-from turns import Stepping, add_rounds, medians
 
 import sparsestep
+from benchmarks.harness.gradients import SETS
+from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep import Touched, functional
 from sparsestep.cli.options import whole_number
 from sparsestep.gradients.layouts import Gradient

@@ -7,7 +7,7 @@ needs working memory is there: uniform, one row with half of all lookups, all in
 
 from __future__ import annotations
 
-from resident import growth
+from benchmarks.harness.memory import growth
 
 CHILD = """
 import torch, sparsestep

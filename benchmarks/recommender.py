@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradients import SETS
-from turns import add_rounds, medians
 
+from benchmarks.harness.gradients import SETS
+from benchmarks.harness.turns import add_rounds, medians
 from sparsestep.cli.options import whole_number
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

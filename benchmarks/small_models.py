@@ -11,14 +11,14 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import torch
-from gradients import SETS
-from turns import Stepping, add_rounds, medians
 
 import sparsestep
-from sparsestep.cli.bench.cases import case
-from sparsestep.cli.bench.contestants import Native, TorchSparseAdam
-from sparsestep.cli.bench.harness import Racer
-from sparsestep.cli.bench.workload import Workload
+from benchmarks.harness.cases import case
+from benchmarks.harness.contestants import Native, TorchSparseAdam
+from benchmarks.harness.gradients import SETS
+from benchmarks.harness.race import Racer
+from benchmarks.harness.turns import Stepping, add_rounds, medians
+from benchmarks.harness.workload import Workload
 
 TABLES = case(1_000, 16, 64, "uniform", tables=26)
 LAYERS, WIDTH = 50, 16

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from resident import growth
-
+from benchmarks.harness.memory import growth
 from sparsestep.cli.options import whole_number
 
 TABLES, ROWS, DIM = 10, 50_000, 64

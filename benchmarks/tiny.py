@@ -14,9 +14,9 @@ import sys
 import time
 
 import torch
-from gradients import SETS, uniform
 
 import sparsestep
+from benchmarks.harness.gradients import SETS, uniform
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000, 16, 64, 2_000
 

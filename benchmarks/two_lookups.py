@@ -11,12 +11,12 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from gradients import SETS
 from torch import Tensor
 from torch.optim import Optimizer
-from turns import add_rounds, medians
 
 import sparsestep
+from benchmarks.harness.gradients import SETS
+from benchmarks.harness.turns import add_rounds, medians
 from sparsestep.cli.options import whole_number
 
 ROWS, DIM, PAIRS = 400_000, 128, 65_536

@@ -3,7 +3,7 @@
 Nothing is measured for that; one example is run.
 
 Example:
-    python docs/pictures.py
+    python -m docs.pictures
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sparsestep.cli.bench.picture import draw
-from sparsestep.cli.bench.results import Report
+from benchmarks.harness.figure import draw
+from benchmarks.harness.results import Report
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"

@@ -3,7 +3,7 @@
 Examples that need other packages are not run: what they printed is in docs/gallery/recorded.
 
 Example:
-    python docs/thumbnails.py
+    python -m docs.thumbnails
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from pictures import FAINT, INK, LIGHT, OURS, TORCH, beside, framed, save
+
+from docs.pictures import FAINT, INK, LIGHT, OURS, TORCH, beside, framed, save
 
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"

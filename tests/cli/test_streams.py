@@ -22,7 +22,6 @@ COMMANDS = [
     ["info"],
     ["info", "--json"],
     ["demo", "--words", "200", "--steps", "2", "--dim", "8", "--out"],
-    ["bench", "--suite", "small", "--scale", "1000", "--seconds", "0.01", "--threads", "1"],
 ]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 

@@ -1,4 +1,4 @@
-"""The command line: ``sparsestep demo``, ``bench``, ``info`` and ``plan``.
+"""The command line: ``sparsestep demo``, ``info`` and ``plan``.
 
 A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
 command line needs (rich, matplotlib) is imported when a command runs, never before.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparsestep.cli import bench, demo, info, plan
+from sparsestep.cli import demo, info, plan
 from sparsestep.version import __version__
 
 
@@ -32,7 +32,6 @@ class Command(Protocol):
 # The one place where commands are registered: a line each.
 COMMANDS: dict[str, Command] = {
     "demo": demo,
-    "bench": bench,
     "info": info,
     "plan": plan,
 }
@@ -45,7 +44,6 @@ _INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
 _EXAMPLES = """\
 Examples:
   sparsestep demo               compare with torch's SparseAdam
-  sparsestep bench              time a step on this machine
   sparsestep info               what to paste into a bug report
   sparsestep plan --tables user=1000000x64 --ranks 8   do the tables fit?
   sparsestep demo --help        the options of a command

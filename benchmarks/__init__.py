@@ -1,0 +1,1 @@
+"""``python -m benchmarks`` times steps; ``python -m benchmarks.<claim>`` checks one claim."""

@@ -1,0 +1,285 @@
+"""What sharing tables costs: CPU time per step and rank, of sharded tables and of those alone.
+
+Ranks on this machine, one thread each. ``alone`` is the same training in each rank by itself,
+without a word to the others: what no sharing can be faster than. ``tables`` and ``rows`` are
+sharded. ``ddp`` is torch's: DistributedDataParallel with sparse gradients and SparseAdam. Each step
+is lookup, backward and update of all tables; contestants take turns.
+
+Where TorchRec is installed, ``torchrec tables`` and ``torchrec rows`` take part with row-wise
+Adagrad, beside ``rowwise tables`` and ``rowwise rows``, which are ours under that rule. (TorchRec
+has no Adam on the CPU. ``pip install --no-deps torchrec fbgemm-gpu-cpu``, of the versions that fit
+torch's.)
+
+Then the phases of a step of ours, by functions: what each takes without those that it calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsestep
+from benchmarks.harness.peers import imported
+from sparsestep.distributed import arrivals, exchange, ledger, lookups, modules
+
+TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
+WARM = 5  # steps of each that do not count
+Step = Callable[[Sequence[Tensor]], None]
+
+
+def collection() -> sparsestep.nn.EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return sparsestep.nn.EmbeddingBagCollection([(ROWS, DIM)] * TABLES, mode="sum")
+
+
+def touch_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have all state in memory: its first steps would otherwise be those of the system."""
+    for record in list(optimizer.state.values()):
+        for value in record.values():
+            if isinstance(value, Tensor) and value.dim():
+                value.add_(0)
+
+
+def ours(kind: str | None, rule: Any = sparsestep.SparseAdam) -> Step:
+    """Without a kind, each rank for itself."""
+    model = collection()
+    if kind is not None:
+        sparsestep.distributed.shard(model, plan=kind)
+    optimizer = rule(model.parameters())
+    touch_state(optimizer)
+    steps = itertools.count()
+
+    def step(ids: Sequence[Tensor]) -> None:
+        optimizer.zero_grad()
+        found: Any = model(list(ids))
+        with phase("backward"):
+            torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
+        with phase("update"):
+            optimizer.step()
+        if next(steps) == WARM - 2:
+            optimizer._huge_pages.move_all()  # which a long training gets in time
+
+    return step
+
+
+class Torchs(nn.Module):
+    """Torch's own modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bags = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES)]
+        self.bags = nn.ModuleList(bags)
+
+    def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Look all tables up."""
+        return [bag(each) for bag, each in zip(self.bags, ids, strict=True)]
+
+
+def theirs() -> Step:
+    model = DistributedDataParallel(Torchs())
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+
+    def step(ids: Sequence[Tensor]) -> None:
+        optimizer.zero_grad()
+        found = model(ids)
+        torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
+        optimizer.step()
+
+    return step
+
+
+def torchrecs(kind: str) -> Step:
+    """TorchRec's, which updates in backward."""
+    torchrec, types = imported("torchrec"), imported("torchrec.distributed.types")
+    plans = imported("torchrec.distributed.sharding_plan")
+    of_bags = imported("torchrec.distributed.embeddingbag")
+    parallel = imported("torchrec.distributed.model_parallel")
+    in_backward = imported("torchrec.optim.apply_optimizer_in_backward")
+    world = dist.get_world_size()
+    names = [f"t{n}" for n in range(TABLES)]
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
+        )
+        for name in names
+    ]
+    tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    rule = torchrec.optim.RowWiseAdagrad
+    in_backward.apply_optimizer_in_backward(rule, tables.parameters(), {"lr": 1e-3})
+    sharder = of_bags.EmbeddingBagCollectionSharder()
+    where = {
+        name: plans.table_wise(rank=n % world) if kind == "tables" else plans.row_wise()
+        for n, name in enumerate(names)
+    }
+    plan = plans.construct_module_sharding_plan(
+        tables, where, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    model = parallel.DistributedModelParallel(
+        nn.ModuleDict({"tables": tables}),
+        device=torch.device("cpu"),
+        env=types.ShardingEnv.from_process_group(dist.group.WORLD),
+        plan=types.ShardingPlan({"tables": plan}),
+        sharders=[sharder],
+    )
+
+    def step(ids: Sequence[Tensor]) -> None:
+        lengths = torch.full((TABLES * BATCH,), ids[0].shape[1], dtype=torch.int32)
+        values = torch.cat([each.flatten() for each in ids])
+        keyed = torchrec.KeyedJaggedTensor(keys=names, values=values, lengths=lengths)
+        found = model.module["tables"](keyed).values()
+        found.backward(torch.ones_like(found))
+
+    return step
+
+
+class Phases:
+    """CPU time by phase, each without those inside it."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._open: list[str] = ["(the rest)"]
+        self._since = time.process_time()
+
+    def _book(self) -> None:
+        now = time.process_time()
+        name = self._open[-1]
+        self.spent[name] = self.spent.get(name, 0.0) + now - self._since
+        self._since = now
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Book what happens inside to a phase."""
+        self._book()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._open.pop()
+
+    def watch(self, owner: Any, function: str, name: str) -> None:
+        """Book a function of ours to a phase."""
+        real = getattr(owner, function)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            with self(name):
+                return real(*arguments, **options)
+
+        setattr(owner, function, watched)
+
+
+phase = Phases()
+
+
+def watch_all() -> None:
+    phase.watch(modules._ShardedCollection, "_requests", "what is asked: checks, distinct, split")
+    phase.watch(ledger.Ledger, "agree", "lines")
+    phase.watch(lookups, "send_ids", "ids out")
+    phase.watch(lookups, "_answer", "lookup")
+    phase.watch(lookups, "_send_rows", "rows back")
+    phase.watch(arrivals, "_exchanged", "gradients out")
+    phase.watch(arrivals, "_fetch", "gradients put together")
+    phase.watch(arrivals, "_collected", "gradients collected")
+    phase.watch(exchange.Exchange, "look_up", "forward, the rest")
+
+
+def batch(length: int, draw: torch.Generator) -> list[Tensor]:
+    """Ids of Zipf's law, in order of frequency."""
+    uniform = torch.rand(TABLES, BATCH, length, generator=draw, dtype=torch.float64)
+    return list((float(ROWS) ** uniform - 1).long().clamp_(0, ROWS - 1))
+
+
+def contestants() -> dict[str, Step]:
+    racers = {"alone": ours(None), "tables": ours("tables"), "rows": ours("rows"), "ddp": theirs()}
+    if importlib.util.find_spec("torchrec") is not None:
+        for kind in ("tables", "rows"):
+            racers[f"rowwise {kind}"] = ours(kind, sparsestep.RowwiseAdagrad)
+            racers[f"torchrec {kind}"] = torchrecs(kind)
+    return racers
+
+
+def rank_of_many(rank: int, world: int, meeting: str, length: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    watch_all()
+    racers = contestants()
+    draw = torch.Generator().manual_seed(rank)
+    spent: dict[str, list[float]] = {name: [] for name in racers}
+    phases: dict[str, list[dict[str, float]]] = {name: [] for name in racers}
+    for number in range(WARM + rounds):
+        ids = batch(length, draw)
+        for name, step in racers.items():
+            dist.barrier()
+            phase.__init__()  # type: ignore[misc]
+            begun = time.process_time()
+            step(ids)
+            if number >= WARM:
+                spent[name].append(time.process_time() - begun)
+                phases[name].append({**phase.spent})
+    mine = {name: median(times) for name, times in spent.items()}
+    parts = {
+        name: {key: median([each.get(key, 0.0) for each in some]) for key in some[-1]}
+        for name, some in phases.items()
+        if name in ("tables", "rows")
+    }
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, mine)
+    if rank == 0:
+        report(length, everybody, parts)
+    dist.destroy_process_group()
+
+
+def median(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def report(
+    length: int, everybody: Sequence[dict[str, float]], parts: dict[str, dict[str, float]]
+) -> None:
+    mean = {name: sum(each[name] for each in everybody) / len(everybody) for name in everybody[0]}
+    for name, each in mean.items():
+        ratio = f"{mean['alone'] / each:5.2f} of alone"
+        if name in ("tables", "rows"):
+            ratio += f", {mean['ddp'] / each:5.1f} times DDP"
+        if name.startswith("rowwise"):
+            ratio += f", {mean[name.replace('rowwise', 'torchrec')] / each:5.1f} times TorchRec"
+        print(f"{length:3} ids  {name:16} {each:8.1f} ms   {ratio}")
+    for name, phases in parts.items():
+        print(f"         {name}, by phase on rank 0:")
+        for key, each in sorted(phases.items(), key=lambda item: -item[1]):
+            print(f"           {each:6.2f} ms  {key}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes")
+    parser.add_argument("--rounds", type=int, default=30, help="how many steps of each")
+    parser.add_argument("--ids", type=int, nargs="+", default=[1, 20], help="ids in a bag")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    start = multiprocessing.get_context("spawn").Process
+    for length in options.ids:
+        with tempfile.TemporaryDirectory() as folder:
+            several = (options.ranks, f"file://{folder}/meeting", length, options.rounds)
+            ranks = [start(target=rank_of_many, args=(r, *several)) for r in range(options.ranks)]
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join()
+
+
+if __name__ == "__main__":
+    main()
