@@ -8,12 +8,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import sparsestep
 from sparsestep.signals import uninterrupted
+from tests.faults.injectors import Lines
+from tests.table import same_bits
 
 # A thread sends Ctrl-C while steps are running, over and over. Each time the number of steps that
 # the values have had must be the number that was counted.
@@ -82,6 +88,31 @@ def test_ctrl_c_leaves_whole_steps(semantics: str, engine: str, kind: str):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0, "no signal was caught"
+
+
+def test_ctrl_c_at_any_line_leaves_a_whole_step():
+    def step(nth: int | None) -> tuple[int, list[Tensor]]:
+        table, layer = torch.nn.Parameter(torch.zeros(4, 2)), torch.nn.Parameter(torch.zeros(3))
+        optimizer = sparsestep.Adagrad([table, layer], engine="reference")
+        table.grad = torch.ones(4, 2).to_sparse(1)
+        layer.grad = torch.ones(3).to_sparse()
+        optimizer.step()
+        lines, count = Lines(), 0
+        if nth is None:
+            count = lines.count(optimizer.step)
+        else:
+            with suppress(KeyboardInterrupt):
+                lines.inject(optimizer.step, nth)
+        state = [each for param in (table, layer) for each in optimizer.state[param].values()]
+        return count, [table.detach(), layer.detach(), *state]
+
+    step(None)  # what is imported late is imported here
+    count, after = step(None)
+    _, before = step(0)
+    assert not any(map(same_bits, before, after))
+    for nth in range(count):
+        _, found = step(nth)
+        assert all(map(same_bits, found, before)) or all(map(same_bits, found, after)), nth
 
 
 def test_every_handler_waits_and_is_given_back():
