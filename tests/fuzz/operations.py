@@ -16,10 +16,11 @@ from sparsestep import InputError, clip_grad_norm_, core
 from sparsestep.rules import OPTIMIZERS
 from tests import oracle
 from tests.fuzz.surroundings import any_surroundings
-from tests.fuzz.world import INSTRUCTION_SETS, NOT_NATIVE, Snapshot, World
+from tests.fuzz.world import INSTRUCTION_SETS, World
 from tests.generate.grads import any_grad, is_lazy
 from tests.generate.params import any_options, any_param
 from tests.oracle import FindingError
+from tests.subject import NOT_NATIVE, Snapshot
 from tests.table import same_bits
 
 Operation = Callable[[World], None]
@@ -32,7 +33,7 @@ def step(world: World) -> None:
         # State that is made in there is an inference tensor, which nobody may write later.
         name = ""
         around = torch.no_grad()
-    world.step(around)
+    world.valid_step(around)
 
 
 def step_with_closure(world: World) -> None:
@@ -184,7 +185,7 @@ def _check_kept(world: World, before: Snapshot) -> None:
     for place, (_, _, param) in enumerate(world.each()):
         if not same_bits(param, before.params[place]):
             raise FindingError("a checkpoint changed a parameter", f"param {place}")
-        was = before._state[place]
+        was = before.state[place]
         record = world.record(param)
         if {k for k, v in was.items() if v is not None} != {
             k for k, v in record.items() if v is not None

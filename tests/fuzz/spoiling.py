@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.world import Snapshot, World, refused
+from tests.fuzz.world import World, refused
 from tests.generate import garbage
 from tests.generate.source import NotApplicableError
 from tests.oracle import FindingError
+from tests.subject import NOT_NATIVE, Snapshot
 
 
 @dataclass
@@ -34,14 +35,14 @@ def spoil(world: World) -> None:
         how(world)
         return
     drawn = world.draw()
-    step = world.give(drawn)
+    world.give(drawn)
     place = world.chance.integer(0, len(drawn) - 1)
     try:
         spoilt = how(world, place)
     except NotApplicableError:
         return
     world.say(f"param {place}: {spoilt.text}; step")
-    was_refused = refused(world, step, spoilt.text, must=spoilt.must)
+    was_refused = refused(world, world.step, spoilt.text, must=spoilt.must)
     spoilt.undo()
     world.over = not was_refused
 
@@ -292,7 +293,7 @@ def raising_closure(world: World) -> None:
 def interrupt(world: World) -> None:
     """Ctrl-C at some line of the library: the step is done or not, and nothing between."""
     drawn = world.draw()
-    step = world.give(drawn)
+    world.give(drawn)
     wanted, before = world.wanted(drawn), Snapshot(world)
     left = world.chance.integer(1, 150)
     world.say(f"step, with Ctrl-C at its line {left}")
@@ -313,11 +314,11 @@ def interrupt(world: World) -> None:
     interrupted = False
     try:
         sys.settrace(trace)
-        step()
+        world.step()
     except KeyboardInterrupt:
         interrupted = True
     except Exception as error:
-        if "the native engine needs" not in str(error):
+        if NOT_NATIVE not in str(error):
             raise FindingError(
                 f"{type(error).__name__} in a valid step", str(error)[:300]
             ) from error

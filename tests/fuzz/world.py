@@ -12,30 +12,19 @@ import torch
 from torch import Tensor
 
 from sparsestep import InputError, core
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules import FUNCTIONAL
-from tests import oracle
 from tests.fuzz.findings import check_refusal
-from tests.generate.grads import Drawn, any_grad, is_as_given
+from tests.generate.grads import Drawn, any_grad
 from tests.generate.params import any_class, any_dtype, any_mask, any_options, any_param, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
+from tests.subject import NOT_NATIVE, Snapshot, Subject, by_hand_class
 from tests.table import same_bits
 
 INSTRUCTION_SETS = [name for name, there in core.instruction_sets().items() if there]
-_BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
-# With these words the native engine says that it was asked for by name and does not apply.
-NOT_NATIVE = "the native engine needs"
-
 Say = Callable[[str], None]
 
 
-def by_hand_class(cls: type[RuleOptimizer]) -> type[FunctionalOptimizer]:
-    return _BY_HAND.get(cls) or type("Functional", (FunctionalOptimizer,), {"optimizer_class": cls})
-
-
-class World:
+class World(Subject):
     """An optimizer, or one by hand, whatever it works on, and where its program is told."""
 
     def __init__(self, chance: Source, say: Say, *, by_hand: bool) -> None:
@@ -93,31 +82,6 @@ class World:
         alone = len(masks) == 1 and masks[0] is not None and self.chance.one_in(2)
         group["mask"] = masks[0] if alone else masks
 
-    # What an optimizer and one by hand have in common
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return [self.front.param_group] if self.by_hand else self.front.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.front.state
-
-    @property
-    def optimizer(self) -> RuleOptimizer:
-        return self.front._optimizer if self.by_hand else self.front
-
-    def each(self) -> list[tuple[dict[str, Any], int, Any]]:
-        """Every parameter with its group and its number in it."""
-        return [(g, i, p) for g in self.groups for i, p in enumerate(g["params"])]
-
-    def mask_of(self, group: dict[str, Any], index: int) -> Tensor | None:
-        mask = group.get("mask")
-        return mask[index] if isinstance(mask, list) else mask
-
-    def record(self, param: Tensor) -> dict[str, Any]:
-        return self.state.get(param, {})
-
     # Steps
 
     def draw(self) -> list[Drawn | None]:
@@ -131,27 +95,17 @@ class World:
             found.append(drawn)
         return found
 
-    def give(self, drawn: list[Drawn | None]) -> Callable[[], None]:
-        """Hand gradients over; what is returned takes the step."""
-        grads = [None if each is None else each.grad for each in drawn]
-        self.given = grads
-        if not self.by_hand:
-            for (_, _, param), grad in zip(self.each(), grads, strict=True):
-                param.grad = grad
+    def step(self) -> None:
+        torch.set_num_threads(self.threads)  # here alone: for the test they would be too many
+        try:
+            super().step()
+        finally:
+            torch.set_num_threads(1)
 
-        def step() -> None:
-            torch.set_num_threads(self.threads)  # here alone: for the test they would be too many
-            try:
-                self.front.step(*([self.given] if self.by_hand else []))
-            finally:
-                torch.set_num_threads(1)
-
-        return step
-
-    def step(self, around: AbstractContextManager[Any] | None = None) -> None:
+    def valid_step(self, around: AbstractContextManager[Any] | None = None) -> None:
         """A valid step, whose every number is checked."""
         drawn = self.draw()
-        step = self.give(drawn)
+        self.give(drawn)
         wanted = self.wanted(drawn)
         before = Snapshot(self)
         # A copy has other strides where there are gaps, and may be for another engine then.
@@ -159,7 +113,7 @@ class World:
         twin = self._twin(drawn) if alike and self.chance.one_in(6) else None
         try:
             with around or nullcontext():
-                step()
+                self.step()
         except InputError as error:
             if NOT_NATIVE not in str(error):
                 raise FindingError("a valid step is refused", str(error)[:300]) from error
@@ -174,47 +128,6 @@ class World:
         if twin is not None:
             self._compare_with(twin)
 
-    def wanted(self, drawn: list[Drawn | None]) -> list[oracle.Expected | None]:
-        return [
-            oracle.expected(self.cls, group, self.record(param), param, each, mask)
-            if each is not None and param.numel()
-            else None
-            for (group, index, param), each in zip(self.each(), drawn, strict=True)
-            for mask in [self.mask_of(group, index)]
-        ]
-
-    def check(
-        self,
-        drawn: list[Drawn | None],
-        wanted: list[oracle.Expected | None],
-        before: Snapshot,
-    ) -> None:
-        for place, ((group, _, param), each, want) in enumerate(
-            zip(self.each(), drawn, wanted, strict=True)
-        ):
-            record = self.record(param)
-            if each is not None and not is_as_given(each):
-                raise FindingError("a gradient was written", each.text)
-            self._check_count(before.counts[place], record, given=each is not None)
-            if want is None:
-                if not same_bits(param, before.params[place]):
-                    raise FindingError("a parameter without a gradient changed", f"param {place}")
-                continue
-            found = [param.detach(), *(record.get(name) for name in want.names[1:])]
-            oracle.compare(want, found, group, exactly=not self.is_in_half(group, param))
-
-    def is_in_half(self, group: dict[str, Any], param: Tensor) -> bool:
-        """Whether torch's kernel does it in half precision, because that was asked for."""
-        halves = (torch.float16, torch.bfloat16)
-        return param.dtype in halves and group.get("state_dtype") == param.dtype
-
-    def _check_count(self, before: int | None, record: dict[str, Any], *, given: bool) -> None:
-        now = count_in(record)
-        if now is None:
-            return
-        if now != (before or 0) + int(given):
-            raise FindingError("wrong step count", f"{before} to {now}, gradient: {given}")
-
     # The same with other threads and instructions
 
     def _twin(self, drawn: list[Drawn | None]) -> World:
@@ -222,13 +135,13 @@ class World:
         twin.params, twin.front = copy.deepcopy((self.params, self.front))
         place = {id(p): q for (_, _, p), (_, _, q) in zip(self.each(), twin.each(), strict=True)}
         twin.params = [place[id(p)] for p in self.params if id(p) in place]
-        step = twin.give(drawn)
+        twin.give(drawn)
         isa = core.instruction_set()
         twin.threads = self.chance.integer(1, 3)
         if isa is not None:
             core.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         try:
-            step()
+            twin.step()
         except InputError:
             pass
         finally:
@@ -248,71 +161,6 @@ class World:
                     same = not isinstance(value, Tensor) or same_bits(value, other[name])
                 if not same:
                     raise FindingError("bits depend on threads, instruction set or copying", name)
-
-
-def count_in(record: dict[str, Any]) -> int | None:
-    count = record.get("step")
-    return None if count is None else int(count)
-
-
-def _is_readable(tensor: Any) -> bool:
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-    )
-
-
-class Snapshot:
-    """Everything that a step may change, as it is now."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.params, self.counts, self._state, self._options = [], [], [], []
-        for _, _, param in world.each():
-            record = world.record(param)
-            self.params.append(param.detach().clone() if _is_readable(param) else None)
-            try:
-                self.counts.append(count_in(record))
-            except (TypeError, ValueError, RuntimeError):
-                self.counts.append(None)
-            self._state.append(
-                {k: v.clone() if isinstance(v, Tensor) else v for k, v in record.items()}
-            )
-        for group in world.groups:
-            self._options.append({k: v for k, v in group.items() if k != "rounding_seed"})
-
-    def check(self) -> None:
-        """Raise a finding if something has changed."""
-        each = self._world.each()
-        if len(each) != len(self.params):
-            raise FindingError("a refusal changed something", "the number of parameters")
-        for place, (_, _, param) in enumerate(each):
-            old = self.params[place]
-            if old is not None and not same_bits(param, old):
-                raise FindingError("a refusal changed something", f"param {place}")
-            record, was = self._world.record(param), self._state[place]
-            if record.keys() != was.keys():
-                raise FindingError(
-                    "a refusal changed something",
-                    f"state of {place}: {list(was)} to {list(record)}",
-                )
-            for name, value in record.items():
-                if not _same(value, was[name]):
-                    raise FindingError("a refusal changed something", f"state {name} of {place}")
-        for group, was in zip(self._world.groups, self._options, strict=True):
-            for name, value in was.items():
-                if group.get(name) is not value:
-                    raise FindingError("a refusal changed something", f"option {name}")
-
-
-def _same(now: Any, was: Any) -> bool:
-    if not isinstance(now, Tensor):
-        return now is was or bool(now == was)
-    if not _is_readable(now):
-        return isinstance(was, Tensor)
-    return isinstance(was, Tensor) and same_bits(now, was)
 
 
 def refused(world: World, call: Callable[[], Any], during: str, *, must: bool) -> bool:

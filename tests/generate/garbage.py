@@ -13,7 +13,7 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
 from sparsestep import Touched
-from tests.generate.grads import COMPRESSED, can_be_compressed, compressed
+from tests.generate.grads import BY_ROW, can_be_compressed, compressed
 from tests.generate.source import NotApplicableError, Source
 
 # A gradient, what it is, and whether it has to be refused.
@@ -132,7 +132,7 @@ def broken_compressed(chance: Source, param: Tensor) -> Bad:
     if not can_be_compressed(param, param.dtype):
         raise NotApplicableError
     good = compressed(chance, param, param.dtype).grad
-    by_row = good.layout in (COMPRESSED[0], COMPRESSED[2])
+    by_row = good.layout in BY_ROW
     starts = (good.crow_indices() if by_row else good.ccol_indices()).clone()
     others = (good.col_indices() if by_row else good.row_indices()).clone()
     values = good.values().clone()

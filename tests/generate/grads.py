@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.masked import masked_tensor
+from torch.masked import MaskedTensor, masked_tensor
 
 import sparsestep
 from sparsestep import Touched
 from tests.generate.source import Source
+from tests.table import same_bits
 
+BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,7 +34,31 @@ class Drawn:
     grad: Any
     dense: Tensor
     held: Tensor
-    text: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        self._parts = [part.clone() for part in _parts(self.grad)]
+
+    def is_as_given(self) -> bool:
+        """Whether the gradient has not been written to."""
+        return all(map(same_bits, _parts(self.grad), self._parts))
+
+
+def _parts(grad: Any) -> list[Tensor]:
+    """The tensors that a gradient consists of."""
+    if isinstance(grad, Touched):
+        return [part for part in grad if isinstance(part, Tensor)]
+    if isinstance(grad, MaskedTensor):
+        return [*_parts(grad.get_data()), *_parts(grad.get_mask())]
+    if type(grad) is not Tensor:
+        return []
+    if grad.layout is torch.strided:
+        return [grad]
+    if grad.layout is torch.sparse_coo:
+        return [grad._indices(), grad._values()]
+    by_row = grad.layout in BY_ROW
+    starts = grad.crow_indices() if by_row else grad.ccol_indices()
+    return [starts, grad.col_indices() if by_row else grad.row_indices(), grad.values()]
 
 
 Kind = Callable[[Source, Tensor, torch.dtype], Drawn]
@@ -148,14 +174,6 @@ def as_dense(grad: Tensor) -> Tensor:
         return scattered(tuple(grad.shape), leading, grad._indices(), grad._values())[0]
     dense = grad.clone().to_dense() if grad.layout is not torch.strided else grad
     return dense.detach().resolve_neg().to(wide(grad.dtype), copy=True)
-
-
-def is_as_given(drawn: Drawn) -> bool:
-    """Whether nobody has written into the gradient; asked of those that are cheap to look at."""
-    grad = drawn.grad
-    if type(grad) is not Tensor or grad.layout not in (torch.strided, torch.sparse_coo):
-        return True
-    return torch.equal(as_dense(grad), drawn.dense)
 
 
 def summed(
@@ -296,7 +314,7 @@ def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     high, width = _block(chance, rows, columns) if blocked else (1, 1)
     grid = chance.flags((rows // high, columns // width), chance.pick([0.0, 0.2, 0.5, 1.0]))
     values = chance.numbers(shape, dtype)
-    by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
+    by_row = layout in BY_ROW
     grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
     starts = torch.zeros(grid.shape[0 if by_row else 1] + 1, dtype=torch.int64)
     starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)

@@ -16,11 +16,12 @@ from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
 from tests.dense import own_rules
 from tests.fuzz.spoiling import spoil
-from tests.fuzz.world import INSTRUCTION_SETS, Say, World, by_hand_class
+from tests.fuzz.world import INSTRUCTION_SETS, Say, World
 from tests.generate.grads import Drawn, any_grad
 from tests.generate.params import any_mask, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
+from tests.subject import by_hand_class
 
 _DECAY = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 # Formulas for which a run of a few steps in float32 stays close to one in float64.
@@ -111,11 +112,11 @@ class DenseWorld(World):
                 if each is not None and param.dim() and param.numel():
                     rows = each.held.reshape(len(param), -1).any(1).nonzero().flatten()
                     self.front.catch_up(param, rows)
-        step = self.give(drawn)
+        self.give(drawn)
         for shadow, each in zip(self.shadows, drawn, strict=True):
             shadow.grad = None if each is None else each.dense.clone()
         self.say("step")
-        step()
+        self.step()
         self.shadow.step()
 
     def _drawn(self) -> list[Drawn | None]:

@@ -13,12 +13,13 @@ from sparsestep import InputError
 from tests import oracle
 from tests.fuzz.findings import check_refusal
 from tests.fuzz.surroundings import any_surroundings
-from tests.fuzz.world import NOT_NATIVE, Say
+from tests.fuzz.world import Say
 from tests.generate import garbage
 from tests.generate.grads import any_grad
 from tests.generate.params import any_dtype, any_mask, any_options, any_param
 from tests.generate.source import Source
 from tests.oracle import FindingError
+from tests.subject import NOT_NATIVE
 from tests.table import FUNCTIONS, same_bits
 
 # The names of state that are keyword arguments where a function takes several kinds.

@@ -11,11 +11,12 @@ import torch
 import sparsestep
 from tests.fuzz.findings import check_refusal
 from tests.fuzz.spoiling import VALUES
-from tests.fuzz.world import Say, World, by_hand_class, refused
+from tests.fuzz.world import Say, World, refused
 from tests.generate.garbage import Wrapper
 from tests.generate.params import any_class, any_options, any_param
 from tests.generate.source import Source
 from tests.oracle import FindingError
+from tests.subject import by_hand_class
 
 # What somebody writes who means an option that there is: it must not go unnoticed.
 _NEAR_MISSES = ["masks", "bias_corection", "weight_deacy", "state_dtpye", "stochastic_roundng"]
@@ -96,12 +97,12 @@ def loading(chance: Source, say: Say) -> None:
     """Checkpoints that are broken: nothing may change, and training goes on."""
     world = World(chance, say, by_hand=chance.one_in(3))
     world.build()
-    world.step()
+    world.valid_step()
     saved = copy.deepcopy(world.front.state_dict())
     text = _broken(chance, saved)
     say(f"load_state_dict with {text}")
     if refused(world, lambda: world.front.load_state_dict(saved), f"loading {text}", must=False):
-        world.step()
+        world.valid_step()
 
 
 def _broken(chance: Source, saved: dict[str, Any]) -> str:

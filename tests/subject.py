@@ -1,0 +1,249 @@
+"""An optimizer under test, or its functional form: steps that are checked, and snapshots."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsestep import InputError
+from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.rules import FUNCTIONAL
+from tests import oracle
+from tests.generate.grads import Drawn
+from tests.oracle import FindingError
+from tests.table import same_bits, state_tensors
+
+_BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
+# With these words the native engine says that it was asked for by name and does not apply.
+NOT_NATIVE = "the native engine needs"
+
+
+def by_hand_class(cls: type[RuleOptimizer]) -> type[FunctionalOptimizer]:
+    """The functional class of an optimizer; one made up for a user's rule."""
+    return _BY_HAND.get(cls) or type("Functional", (FunctionalOptimizer,), {"optimizer_class": cls})
+
+
+class Subject:
+    """An optimizer, or its functional form, with gradients to be given.
+
+    Attributes:
+        front: the optimizer or the functional optimizer.
+        by_hand: whether it is a functional one.
+        given: gradients by hand for the next step.
+    """
+
+    def __init__(self, front: Any) -> None:
+        self.front, self.by_hand = front, isinstance(front, FunctionalOptimizer)
+        self.cls: type[RuleOptimizer] = type(self.optimizer)
+        self.given: list[Any] = []
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return [self.front.param_group] if self.by_hand else self.front.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.front.state
+
+    @property
+    def optimizer(self) -> RuleOptimizer:
+        return self.front._optimizer if self.by_hand else self.front
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters, then all of their state."""
+        return [*(p.detach() for _, _, p in self.each()), *state_tensors(self.optimizer)]
+
+    def each(self) -> list[tuple[dict[str, Any], int, Any]]:
+        """Every parameter with its group and its number in it."""
+        return [(g, i, p) for g in self.groups for i, p in enumerate(g["params"])]
+
+    def mask_of(self, group: dict[str, Any], index: int) -> Tensor | None:
+        mask = group.get("mask")
+        return mask[index] if isinstance(mask, list) else mask
+
+    def record(self, param: Tensor) -> dict[str, Any]:
+        return self.state.get(param, {})
+
+    def copy(self) -> Subject:
+        return Subject(copy.deepcopy(self.front))
+
+    # Steps
+
+    def give(self, drawn: Sequence[Drawn | None]) -> None:
+        """Hand gradients over for the next step."""
+        self.give_grads([None if each is None else each.grad for each in drawn])
+
+    def give_grads(self, grads: list[Any]) -> None:
+        self.given = grads
+        if not self.by_hand:
+            for (_, _, param), grad in zip(self.each(), grads, strict=True):
+                param.grad = grad
+
+    def step(self) -> None:
+        self.front.step(*([self.given] if self.by_hand else []))
+
+    def step_on_any_engine(self) -> None:
+        """A step; by another engine if the native one does not apply."""
+        try:
+            self.step()
+        except InputError as error:
+            if self.optimizer.engine != "native" or NOT_NATIVE not in str(error):
+                raise
+            self.optimizer.engine = "auto"
+            self.step()
+
+    def checked_step(self, drawn: Sequence[Drawn | None]) -> None:
+        """A step, every number of which is compared with the oracle's."""
+        self.give(drawn)
+        wanted, before = self.wanted(drawn), Snapshot(self)
+        self.step_on_any_engine()
+        self.check(drawn, wanted, before)
+
+    def wanted(self, drawn: Sequence[Drawn | None]) -> list[oracle.Expected | None]:
+        return [
+            oracle.expected(self.cls, group, self.record(param), param, each, mask)
+            if each is not None and param.numel()
+            else None
+            for (group, index, param), each in zip(self.each(), drawn, strict=True)
+            for mask in [self.mask_of(group, index)]
+        ]
+
+    def check(
+        self,
+        drawn: Sequence[Drawn | None],
+        wanted: list[oracle.Expected | None],
+        before: Snapshot,
+    ) -> None:
+        for place, ((group, _, param), each, want) in enumerate(
+            zip(self.each(), drawn, wanted, strict=True)
+        ):
+            record = self.record(param)
+            if each is not None and not each.is_as_given():
+                raise FindingError("a gradient was written", each.text)
+            self._check_count(before.counts[place], record, given=each is not None)
+            if want is None:
+                if not same_bits(param, before.params[place]):
+                    raise FindingError("a parameter without a gradient changed", f"param {place}")
+                continue
+            found = [param.detach(), *(record.get(name) for name in want.names[1:])]
+            oracle.compare(want, found, group, exactly=not self.is_in_half(group, param))
+
+    def is_in_half(self, group: dict[str, Any], param: Tensor) -> bool:
+        """Whether torch's kernel computes in half precision, because that was asked for."""
+        halves = (torch.float16, torch.bfloat16)
+        return param.dtype in halves and group.get("state_dtype") == param.dtype
+
+    def _check_count(self, before: int | None, record: dict[str, Any], *, given: bool) -> None:
+        now = count_in(record)
+        if now is not None and now != (before or 0) + int(given):
+            raise FindingError("wrong step count", f"{before} to {now}, gradient: {given}")
+
+    def same_as(self, other: Subject) -> bool:
+        ours, theirs = self.tensors, other.tensors
+        return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+
+
+def count_in(record: dict[str, Any]) -> int | None:
+    count = record.get("step")
+    return None if count is None else int(count)
+
+
+def _is_readable(tensor: Any) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+    )
+
+
+class Snapshot:
+    """Everything that a step may change, as it is now."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.params, self.counts, self.state, self._options = [], [], [], []
+        self._versions = []
+        for _, _, param in subject.each():
+            record = subject.record(param)
+            self.params.append(param.detach().clone() if _is_readable(param) else None)
+            self._versions.append(None if param.is_inference() else param._version)
+            try:
+                self.counts.append(count_in(record))
+            except (TypeError, ValueError, RuntimeError):
+                self.counts.append(None)
+            self.state.append(
+                {k: v.clone() if isinstance(v, Tensor) else v for k, v in record.items()}
+            )
+        for group in subject.groups:
+            self._options.append({k: v for k, v in group.items() if k != "rounding_seed"})
+        self._deferred = _deferred(subject.optimizer)
+
+    def check(self) -> None:
+        """Raise a finding if something has changed."""
+        each = self._subject.each()
+        if len(each) != len(self.params):
+            raise FindingError("a refusal changed something", "the number of parameters")
+        for place, (_, _, param) in enumerate(each):
+            old, version = self.params[place], self._versions[place]
+            if old is not None and not same_bits(param, old):
+                raise FindingError("a refusal changed something", f"param {place}")
+            if version is not None and param._version != version:
+                raise FindingError("a refusal changed something", f"version of param {place}")
+            record, was = self._subject.record(param), self.state[place]
+            if record.keys() != was.keys():
+                raise FindingError(
+                    "a refusal changed something",
+                    f"state of {place}: {list(was)} to {list(record)}",
+                )
+            for name, value in record.items():
+                if not _same(value, was[name]):
+                    raise FindingError("a refusal changed something", f"state {name} of {place}")
+        for group, was in zip(self._subject.groups, self._options, strict=True):
+            for name, value in was.items():
+                if group.get(name) is not value:
+                    raise FindingError("a refusal changed something", f"option {name}")
+        now = _deferred(self._subject.optimizer)
+        if now.keys() != self._deferred.keys() or not all(
+            torch.equal(now[key][0], rows) and now[key][1:] == tuple(rest)
+            for key, (rows, *rest) in self._deferred.items()
+        ):
+            raise FindingError("a refusal changed something", "deferred rows")
+
+
+def _deferred(optimizer: RuleOptimizer) -> dict[Any, tuple[Any, ...]]:
+    """What dense semantics remembers about deferred rows."""
+    return {
+        key: (clock.last.clone(), clock.history.base, clock.history.steps)
+        for key, clock in optimizer._clocks.items()
+    }
+
+
+def _same(now: Any, was: Any) -> bool:
+    if not isinstance(now, Tensor):
+        return now is was or bool(now == was)
+    if not _is_readable(now):
+        return isinstance(was, Tensor)
+    return isinstance(was, Tensor) and same_bits(now, was)
+
+
+@contextmanager
+def refused(*fronts: Any, error: type[Exception] = InputError) -> Iterator[None]:
+    """What is done within raises ``error``, and nothing of these optimizers has changed."""
+    snapshots = [Snapshot(Subject(front)) for front in fronts]
+    with pytest.raises(error) as raised:
+        yield
+    if isinstance(raised.value, InputError):
+        text = str(raised.value)
+        assert text.endswith((".", ")")), text
+        assert "\n" not in text
+    for snapshot in snapshots:
+        snapshot.check()
