@@ -25,7 +25,7 @@ from benchmarks.harness.cases import SUITES, Formula, Program
 from benchmarks.harness.contestants import Contestant, TorchSparseAdam
 from benchmarks.harness.limit import Limit
 from benchmarks.harness.report import Screen
-from sparsestep.cli.options import number, output_path, whole_number
+from sparsestep.cli.options import float_in_range, int_in_range, output_path
 from sparsestep.errors import sentence
 
 _ALL = "all"
@@ -68,20 +68,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seconds",
-        type=number(0.001, 86_400),
+        type=float_in_range(0.001, 86_400),
         default=20.0,
         metavar="S",
         help="time per case, without warm-up (default: 20)",
     )
     parser.add_argument(
         "--threads",
-        type=whole_number(1, 1024),
+        type=int_in_range(1, 1024),
         metavar="N",
         help="number of threads (default: torch's choice)",
     )
     parser.add_argument(
         "--scale",
-        type=number(1, 1_000_000),
+        type=float_in_range(1, 1_000_000),
         default=1.0,
         metavar="F",
         help="divide rows and lookups by this, for a quick look (default: 1)",

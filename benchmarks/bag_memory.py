@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks.harness.memory import growth
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 ROWS, DIM, BAGS, IDS = 100_000, 128, 4_096, 64
 
@@ -41,7 +41,7 @@ print(growth())
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("rows", ROWS), ("dim", DIM), ("bags", BAGS), ("ids", IDS)):
-        kind = whole_number(1, 100_000_000)
+        kind = int_in_range(1, 100_000_000)
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"(default: {default:,})")
     options = parser.parse_args(arguments)
     shape = (options.rows, options.dim, options.bags, options.ids)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 import sparsestep
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 ROWS, DIM, LOOKUPS, STEPS = 1_000, 16, 256, 5_000
 LR = 1e-4  # between 1 and 2, rounded to nearest, bfloat16 keeps no update below 4e-3
@@ -23,7 +23,7 @@ LR = 1e-4  # between 1 and 2, rounded to nearest, bfloat16 keeps no update below
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--steps", type=whole_number(1, 1_000_000), default=STEPS, help=f"(default: {STEPS:,})"
+        "--steps", type=int_in_range(1, 1_000_000), default=STEPS, help=f"(default: {STEPS:,})"
     )
     steps = parser.parse_args(arguments).steps
     torch.set_num_threads(1)  # too little work for more

@@ -30,7 +30,7 @@ from benchmarks.harness import results
 from benchmarks.harness.cases import DISTRIBUTIONS
 from benchmarks.harness.formulas import FORMULAS
 from benchmarks.harness.turns import add_rounds
-from sparsestep.cli.options import output_path, whole_number
+from sparsestep.cli.options import int_in_range, output_path
 from sparsestep.optimizer.base import RuleOptimizer
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 21
@@ -103,8 +103,8 @@ def main() -> None:
     )
     add_rounds(parser, ROUNDS)
     parser.add_argument("--rules", nargs="+", choices=FORMULAS, default=list(FORMULAS))
-    parser.add_argument("--rows", type=whole_number(2, 10**9), default=ROWS, metavar="N")
-    parser.add_argument("--lookups", type=whole_number(1, 10**8), default=LOOKUPS, metavar="N")
+    parser.add_argument("--rows", type=int_in_range(2, 10**9), default=ROWS, metavar="N")
+    parser.add_argument("--lookups", type=int_in_range(1, 10**8), default=LOOKUPS, metavar="N")
     parser.add_argument("--json", type=output_path(".json"), metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from torch.nn import Embedding, Parameter
 import sparsestep
 from benchmarks.harness.gradients import SETS, uniform
 from benchmarks.harness.turns import Stepping, add_rounds, medians
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 from sparsestep.dense.clock import RowClock
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default, low in (("rows", ROWS, 2), ("lookups", LOOKUPS, 1), ("steps", STEP, 1)):
         parser.add_argument(
             f"--{name}",
-            type=whole_number(low, 1_000_000_000),
+            type=int_in_range(low, 1_000_000_000),
             default=default,
             metavar="N",
             help=f"(default: {default:,})",

@@ -24,9 +24,9 @@ from torch.nn import Embedding, ModuleList
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsestep
-from sparsestep.cli import identifiers, skipgram
-from sparsestep.cli.options import whole_number
-from sparsestep.cli.skipgram import Batch, Batches, Tables
+from sparsestep.cli import skipgram
+from sparsestep.cli.options import int_in_range
+from sparsestep.cli.skipgram import SkipgramBatch, SkipgramDataset, SkipgramTables
 
 VOCABULARY, DIM, STEPS, EVERY = 200_000, 64, 2_000, 100
 CANDIDATES = 3  # one near word, two random ones: with the word itself, 4 x 1,024 lookups
@@ -37,7 +37,7 @@ LR = skipgram.LEARNING_RATE
 class Side:
     """One of the two: a model, its optimizer, and what was measured of each step."""
 
-    def __init__(self, weights: Tables, sparse: bool, make: Callable[..., Any]) -> None:
+    def __init__(self, weights: SkipgramTables, sparse: bool, make: Callable[..., Any]) -> None:
         tables = [
             Embedding.from_pretrained(table.clone(), freeze=False, sparse=sparse)
             for table in weights
@@ -60,7 +60,7 @@ class Side:
     def _end(self) -> None:
         self.optimizer_seconds[-1] += perf_counter() - self._began
 
-    def train(self, batch: Batch) -> None:
+    def train(self, batch: SkipgramBatch) -> None:
         """Take a training step."""
         self.optimizer_seconds.append(0.0)
         began = perf_counter()
@@ -79,11 +79,11 @@ class Side:
         self.losses.append(loss.item())
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> SkipgramTables:
         """The trained weights; all rows are current."""
         if isinstance(self.optimizer, sparsestep.AdamW):
             self.optimizer.catch_up()
-        return Tables(self.words.weight.detach(), self.candidates.weight.detach())
+        return SkipgramTables(self.words.weight.detach(), self.candidates.weight.detach())
 
 
 def tracked(model: ModuleList) -> sparsestep.AdamW:
@@ -92,30 +92,30 @@ def tracked(model: ModuleList) -> sparsestep.AdamW:
     return optimizer
 
 
-def corpus(vocabulary: int, steps: int) -> Batches:
+def corpus(vocabulary: int, steps: int) -> SkipgramDataset:
     """The demo's batches, over as many words as asked for."""
-    files = identifiers.read(identifiers.standard_library())
-    known = identifiers.vocabulary(files, vocabulary)
-    near, size = skipgram.pairs(files, known), len(known.words)
+    files = skipgram.read_corpus(skipgram.stdlib_path())
+    known = skipgram.count_words(files, vocabulary)
+    near, size = skipgram.cooccurring_pairs(files, known), len(known.words)
     copies = -(-vocabulary // size)
     repeated = torch.cat([near + copy * size for copy in range(copies)], dim=1)
     repeated = repeated[:, (repeated < vocabulary).all(dim=0)]
     counts = [*known.counts] * copies
-    return Batches(repeated, counts[:vocabulary], steps, seed=0)
+    return SkipgramDataset(repeated, counts[:vocabulary], steps, seed=0)
 
 
 def relative(one: float, other: float) -> float:
     return abs(one - other) / abs(one)
 
 
-def distances(one: Tables, other: Tables) -> tuple[float, float]:
+def distances(one: SkipgramTables, other: SkipgramTables) -> tuple[float, float]:
     """The largest and the mean distance between two weights of the same place.
 
     The largest is that of a weight whose gradients cancel almost: what is left of them is rounding,
     which Adam makes as large as any other gradient. The mean says how close the two runs are.
     """
     mean = sum(float((a - b).abs().mean()) for a, b in zip(one, other, strict=True)) / len(one)
-    return skipgram.difference(one, other), mean
+    return skipgram.max_difference(one, other), mean
 
 
 def show_speed(name: str, theirs: Sequence[float], ours: Sequence[float]) -> None:
@@ -128,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--steps",
-        type=whole_number(1, 1_000_000),
+        type=int_in_range(1, 1_000_000),
         default=STEPS,
         metavar="N",
         help=f"how many batches both see (default: {STEPS:,})",
     )
     parser.add_argument(
         "--vocabulary",
-        type=whole_number(10, 10_000_000),
+        type=int_in_range(10, 10_000_000),
         default=VOCABULARY,
         metavar="N",
         help=f"how many words have a vector (default: {VOCABULARY:,})",
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("error", sparsestep.StaleWarning)
     batches = corpus(options.vocabulary, options.steps)
-    weights = skipgram.start(options.vocabulary, DIM, seed=0)
+    weights = skipgram.initial_tables(options.vocabulary, DIM, seed=0)
     fused = None if options.plain else True
     theirs = Side(
         weights,
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.steps:,} steps; torch's AdamW {'as it comes' if options.plain else 'fused'}"
     )
     for number, batch in enumerate(batches, start=1):
-        batch = Batch(batch.words, batch.candidates[:, :CANDIDATES])
+        batch = SkipgramBatch(batch.words, batch.candidates[:, :CANDIDATES])
         for side in (theirs, ours):
             side.train(batch)
         if number % EVERY == 0 or number == options.steps:

@@ -26,7 +26,7 @@ from benchmarks.harness.race import Racer
 from benchmarks.harness.turns import add_rounds, medians
 from benchmarks.harness.workload import Unavailable, fill
 from sparsestep import core
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 from sparsestep.optimizer.base import RuleOptimizer
 
 ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
@@ -175,7 +175,7 @@ def compare(name: str, distribution: str, rows: int, rounds: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 40)
-    kind = whole_number(1, 100_000_000)
+    kind = int_in_range(1, 100_000_000)
     parser.add_argument("--rows", type=kind, default=ROWS, help=f"(default: {ROWS:,})")
     parser.add_argument("--only", choices=RULES, help="one rule instead of all of them")
     options = parser.parse_args(arguments)

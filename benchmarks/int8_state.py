@@ -18,8 +18,8 @@ import torch
 import sparsestep
 from benchmarks.harness.gradients import uniform
 from benchmarks.harness.turns import Stepping, add_rounds, medians
-from sparsestep.cli import identifiers, skipgram
-from sparsestep.cli.options import whole_number
+from sparsestep.cli import skipgram
+from sparsestep.cli.options import int_in_range
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 clicks, dlrm = import_module("clicks"), import_module("dlrm")
@@ -46,10 +46,12 @@ def time_of_a_step(rounds: int) -> None:
 
 
 def word_vectors(steps: int, seed: int) -> None:
-    files = identifiers.read(identifiers.standard_library())
-    known = identifiers.vocabulary(files, size=50_000)
-    batches = skipgram.Batches(skipgram.pairs(files, known), known.counts, steps, seed)
-    weights = skipgram.start(len(known.words), 64, seed)
+    files = skipgram.read_corpus(skipgram.stdlib_path())
+    known = skipgram.count_words(files, size=50_000)
+    batches = skipgram.SkipgramDataset(
+        skipgram.cooccurring_pairs(files, known), known.counts, steps, seed
+    )
+    weights = skipgram.initial_tables(len(known.words), 64, seed)
     runs = [
         skipgram.train(name, partial(sparsestep.SparseAdam, state_dtype=dtype), weights, batches)
         for name, dtype in DTYPES.items()
@@ -85,10 +87,10 @@ def recommender(steps: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 100)
-    many = whole_number(1, 1_000_000)
+    many = int_in_range(1, 1_000_000)
     parser.add_argument("--steps", type=many, default=2_000, help="of training (default: 2,000)")
     parser.add_argument(
-        "--seeds", type=whole_number(0, 2**31), nargs="+", default=[0], help="of training"
+        "--seeds", type=int_in_range(0, 2**31), nargs="+", default=[0], help="of training"
     )
     options = parser.parse_args()
     time_of_a_step(options.rounds)

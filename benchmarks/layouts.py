@@ -27,7 +27,7 @@ import sparsestep
 from benchmarks.harness.gradients import SETS
 from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep import Touched, functional
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 from sparsestep.gradients.layouts import Gradient
 
 SIZE, BLOCK = 4_096, 16
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_rounds(parser, 100)
     parser.add_argument(
         "--size",
-        type=whole_number(BLOCK, 1 << 15),
+        type=int_in_range(BLOCK, 1 << 15),
         default=SIZE,
         metavar="N",
         help=f"rows and columns of the weight, a multiple of {BLOCK} (default: {SIZE:,})",

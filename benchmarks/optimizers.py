@@ -34,7 +34,7 @@ from benchmarks.harness.results import Timing
 from benchmarks.harness.turns import add_rounds
 from benchmarks.harness.workload import Unavailable, Workload
 from sparsestep import Adagrad, RowwiseAdagrad
-from sparsestep.cli.options import output_path, whole_number
+from sparsestep.cli.options import int_in_range, output_path
 from sparsestep.contract.rule import Rule
 from sparsestep.optimizer.base import RuleOptimizer
 from sparsestep.rules import OPTIMIZERS
@@ -205,7 +205,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(
             name,
-            type=whole_number(1, 1_000_000_000),
+            type=int_in_range(1, 1_000_000_000),
             default=default,
             metavar="N",
             help=f"{help} (default: {default:,})",

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.harness.gradients import SETS
 from benchmarks.harness.turns import add_rounds, medians
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 clicks, dlrm = import_module("clicks"), import_module("dlrm")
@@ -84,7 +84,7 @@ def compare(kind: str, rows: int, rounds: int, steps: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 60)
-    many = whole_number(1, 100_000_000)
+    many = int_in_range(1, 100_000_000)
     parser.add_argument(
         "--steps", type=many, default=240, help="to train for, for the AUC (default: 240)"
     )

@@ -21,7 +21,7 @@ import sparsestep
 from benchmarks.harness.gradients import uniform
 from benchmarks.harness.race import Racer
 from benchmarks.harness.turns import add_rounds, medians
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 32
 
@@ -99,7 +99,7 @@ def gradients(lookups: int) -> list[list[Tensor]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 20)
-    lookups = whole_number(1, 1_000_000)
+    lookups = int_in_range(1, 1_000_000)
     parser.add_argument("--lookups", type=lookups, default=LOOKUPS, help=f"(default: {LOOKUPS:,})")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

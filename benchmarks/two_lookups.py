@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import sparsestep
 from benchmarks.harness.gradients import SETS
 from benchmarks.harness.turns import add_rounds, medians
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 ROWS, DIM, PAIRS = 400_000, 128, 65_536
 
@@ -61,7 +61,7 @@ class StepAlone(Training):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 30)
-    kind = whole_number(1, 100_000_000)
+    kind = int_in_range(1, 100_000_000)
     parser.add_argument("--rows", type=kind, default=ROWS, help=f"(default: {ROWS:,})")
     parser.add_argument("--pairs", type=kind, default=PAIRS, help=f"(default: {PAIRS:,})")
     options = parser.parse_args(arguments)

@@ -9,6 +9,7 @@ from statistics import geometric_mean
 from time import perf_counter
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,6 @@ from benchmarks.harness.contestants import Native
 from benchmarks.harness.limit import Limit
 from benchmarks.harness.race import Follow
 from benchmarks.harness.results import CaseResult, Header, Report, Timing
-from sparsestep.cli.console import Streams
 
 _BAR_WIDTH = 14
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -25,8 +25,16 @@ _REFRESH_SECONDS = 0.5
 _MISSING = "-"
 
 
-class Screen(Streams):
-    """What a person sees of a benchmark."""
+class Screen:
+    """Results go to stdout, progress to stderr: a pipe or a file gets the results alone."""
+
+    def __init__(self) -> None:
+        self._results = Console(highlight=False)
+        self._progress = Console(stderr=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking it, so that a path in it can be copied."""
+        self._results.print(text, markup=False, soft_wrap=True)
 
     def introduce(self, header: Header) -> None:
         """Print what is measured with."""

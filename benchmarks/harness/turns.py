@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from benchmarks.harness.race import Racer, race
 from benchmarks.harness.results import WIDEST_SPREAD, spread
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 
 @dataclass
@@ -54,7 +54,7 @@ def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
     """Declare the option ``--rounds``."""
     parser.add_argument(
         "--rounds",
-        type=whole_number(2, 1_000_000),
+        type=int_in_range(2, 1_000_000),
         default=default,
         metavar="N",
         help=f"how many rounds are counted (default: {default:,})",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.harness.cases import Case
-from sparsestep.cli.linux import field
+from sparsestep.cli.info import proc_field
 
 LEARNING_RATE = 1e-3
 
@@ -86,7 +86,7 @@ def available_memory(source: Path = Path("/proc/meminfo")) -> float:
     Args:
         source: where Linux describes its memory.
     """
-    available = field(source, "MemAvailable")
+    available = proc_field(source, "MemAvailable")
     return 1024.0 * int(available.split()[0]) if available else math.inf
 
 

@@ -1,7 +1,7 @@
 """The command line: ``sparsestep demo``, ``info`` and ``plan``.
 
-A command is a module with a docstring (its help), ``add_options`` and ``run``. What only the
-command line needs (rich, matplotlib) is imported when a command runs, never before.
+A command is a module with a docstring (its help), ``add_arguments`` and ``run``. Packages that only
+the command line needs (rich, matplotlib) are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from sparsestep.version import __version__
 
 
 class Command(Protocol):
-    """What a command's module has."""
+    """The module of a command."""
 
     __doc__: str | None
 
-    def add_options(self, parser: argparse.ArgumentParser, /) -> None:
-        """Declare the command's options; a bad value is refused while they are parsed."""
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
+        """Declare the command's options."""
 
     def run(self, options: argparse.Namespace, /) -> int:
-        """Do it; returns the exit code."""
+        """Run the command; returns the exit code."""
 
 
-# The one place where commands are registered: a line each.
 COMMANDS: dict[str, Command] = {
     "demo": demo,
     "info": info,
     "plan": plan,
 }
 
-_EXTRA = ("rich", "matplotlib")  # what sparsestep[cli] brings
+_EXTRA = ("rich", "matplotlib")  # of sparsestep[cli]
 _MISSING = 1
 _UNWRITTEN = 1
-_INTERRUPTED = 130  # what shells expect of a program that SIGINT ended
+_INTERRUPTED = 130  # the exit code that shells expect after SIGINT
 
 _EXAMPLES = """\
 Examples:
@@ -50,50 +49,50 @@ Examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line.
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line.
 
     Example:
-        >>> parser().parse_args(["demo", "--steps", "10"]).steps
+        >>> make_parser().parse_args(["demo", "--steps", "10"]).steps
         10
     """
-    result = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="sparsestep",
         description="Optimizers for PyTorch whose work is proportional to what the batch touched.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--version", action="version", version=f"sparsestep {__version__}")
-    commands = result.add_subparsers(metavar="command")
+    parser.add_argument("--version", action="version", version=f"sparsestep {__version__}")
+    commands = parser.add_subparsers(metavar="command")
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
-        its_parser = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text.partition("\n")[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_options(its_parser)
-        its_parser.set_defaults(run=command.run)
-    return result
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: what follows ``sparsestep`` on the command line; by default, just that.
+        arguments: of the command line; by default, those of the process.
     """
     try:
         try:
             return _run(arguments)
         finally:
-            _flush()  # what cannot be written shows here, and not when the interpreter ends
-    except BrokenPipeError:  # whoever was reading has seen enough
-        _stop_writing()
+            _flush()  # a write error is raised here, not when the interpreter ends
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
+        _discard_output()
         return _UNWRITTEN
     except OSError as error:
-        _stop_writing()
+        _discard_output()
         with contextlib.suppress(OSError):  # stderr may be what cannot be written
             print(f"sparsestep: cannot continue: {error}.", file=sys.stderr, flush=True)
         return _UNWRITTEN
@@ -101,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        known = parser()
-        options = known.parse_args(arguments)
+        parser = make_parser()
+        options = parser.parse_args(arguments)
         if "run" not in options:
-            known.print_help()
+            parser.print_help()
             return 0
         code: int = options.run(options)
         return code
@@ -126,8 +125,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _stop_writing() -> None:
-    """Send what is still in the streams' buffers nowhere, so that nobody complains at the end."""
+def _discard_output() -> None:
+    """Discard buffered output, so that the interpreter does not fail on it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -15,45 +15,44 @@ from pathlib import Path
 import torch
 
 from sparsestep import core
-from sparsestep.cli.linux import field
 from sparsestep.errors import InputError
 from sparsestep.version import __version__
 
 Value = str | int | list[str] | None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep info``."""
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what ``facts`` finds; plain text, so that it works without rich and pastes well."""
-    print(json.dumps(facts(), indent=2) if options.json else lines(facts()))
+    """Print versions and hardware as plain text, which works without rich and pastes well."""
+    print(json.dumps(collect(), indent=2) if options.json else format_lines(collect()))
     return 0
 
 
-def lines(values: dict[str, Value]) -> str:
+def format_lines(values: dict[str, Value]) -> str:
     """One aligned ``key: value`` per line.
 
     Example:
-        >>> print(lines({"threads": 2, "cpu": "quick", "sets": ["a", "b"], "forced": None}))
+        >>> print(format_lines({"threads": 2, "cpu": "quick", "sets": ["a", "b"], "forced": None}))
         threads: 2
         cpu:     quick
         sets:    a, b
         forced:  none
     """
     width = max(map(len, values)) + 1
-    return "\n".join(f"{key + ':':<{width}} {_text(value)}" for key, value in values.items())
+    return "\n".join(f"{key + ':':<{width}} {_format(value)}" for key, value in values.items())
 
 
-def _text(value: Value) -> str:
+def _format(value: Value) -> str:
     if isinstance(value, list):
         value = ", ".join(value)
     return "none" if value is None or value == "" else str(value)
 
 
-def facts() -> dict[str, Value]:
+def collect() -> dict[str, Value]:
     """What a bug report needs: versions, engine, instruction sets, threads, machine."""
     return {
         "sparsestep": __version__,
@@ -86,13 +85,32 @@ def instruction_set() -> str | None:
         return str(error)
 
 
+def proc_field(source: Path, name: str) -> str | None:
+    """The first value of a field in a file of ``name : value`` lines; ``None`` if there is none.
+
+    Example:
+        >>> proc_field(Path("/nowhere"), "model name") is None
+        True
+    """
+    try:
+        described = source.read_text()
+    except OSError:
+        return None
+    for line in described.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
+
+
 def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:
     """The name of the processor, as Linux gives it, else as Python knows it.
 
     Args:
         source: where Linux describes its processors.
     """
-    return field(source, "model name") or platform.processor() or platform.machine() or "unknown"
+    named = proc_field(source, "model name")
+    return named or platform.processor() or platform.machine() or "unknown"
 
 
 def huge_pages(
@@ -101,7 +119,7 @@ def huge_pages(
     """Whether the system backs large tables with huge pages: always, madvise, never or unknown.
 
     Args:
-        source: where Linux lists the choices, with brackets around the one in force.
+        source: where Linux lists the choices, with brackets around the one in effect.
     """
     try:
         choices = source.read_text()

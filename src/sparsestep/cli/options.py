@@ -1,4 +1,4 @@
-"""Converters for the options of the command line: each refuses bad values with one sentence."""
+"""Converters for argparse; each rejects bad values with one sentence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from sparsestep.errors import sentence
 
 
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """A converter for argparse that refuses what is not a whole number in ``[low, high]``.
+def int_in_range(low: int, high: int) -> Callable[[str], int]:
+    """Convert to an integer in ``[low, high]``.
 
     Example:
-        >>> whole_number(1, 10)("7")
+        >>> int_in_range(1, 10)("7")
         7
     """
 
@@ -31,11 +31,11 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return convert
 
 
-def number(low: float, high: float) -> Callable[[str], float]:
-    """A converter for argparse that refuses what is not a number in ``[low, high]``.
+def float_in_range(low: float, high: float) -> Callable[[str], float]:
+    """Convert to a number in ``[low, high]``.
 
     Example:
-        >>> number(1, 10)("2.5")
+        >>> float_in_range(1, 10)("2.5")
         2.5
     """
 
@@ -53,10 +53,10 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def output_path(suffix: str) -> Callable[[str], Path]:
-    """A converter for argparse that refuses a path that such a file cannot be written to.
+    """Convert to a path that a file with this suffix can be written to.
 
-    Minutes of measuring come before the file, so writing is tried at once. An existing file keeps
-    its contents until then.
+    Writing is tried at once, because minutes of measuring come before it. An existing file keeps
+    its contents.
     """
 
     def convert(text: str) -> Path:

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections import Counter
 
-from sparsestep.cli.options import number, whole_number
+from sparsestep.cli.options import float_in_range, int_in_range
 from sparsestep.distributed.plan import KINDS, Placement, Plan, placed, shown
 from sparsestep.errors import InputError, sentence
 
@@ -20,54 +20,54 @@ _MOST = 1 << 40
 _TOO_LARGE = 1 << 62  # for a row to have a number
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep plan``."""
     parser.add_argument(
         "--tables",
         nargs="+",
         required=True,
-        type=_table,
+        type=_parse_table,
         metavar="NAME=ROWSxDIM",
         help="the tables; append :tables, :rows or :copy to choose how one is sharded",
     )
     parser.add_argument(
         "--ranks",
-        type=whole_number(1, 100_000),
+        type=int_in_range(1, 100_000),
         default=8,
         metavar="N",
         help="number of ranks (default: %(default)s)",
     )
     parser.add_argument(
         "--batch",
-        type=whole_number(1, _MOST),
+        type=int_in_range(1, _MOST),
         default=1024,
         metavar="N",
         help="bags per rank and step (default: %(default)s)",
     )
     parser.add_argument(
         "--ids",
-        type=number(1, 1e6),
+        type=float_in_range(1, 1e6),
         default=1.0,
         metavar="N",
         help="ids per bag (default: %(default)g)",
     )
     parser.add_argument(
         "--state",
-        type=number(0, 8),
+        type=float_in_range(0, 8),
         default=2.0,
         metavar="N",
         help="state values per element: 2 for Adam, 0 for plain SGD (default: %(default)g)",
     )
     parser.add_argument(
         "--network",
-        type=number(0.001, 1e5),
+        type=float_in_range(0.001, 1e5),
         default=10.0,
         metavar="GBIT",
         help="network speed of a rank in Gbit/s (default: %(default)g)",
     )
     parser.add_argument(
         "--bytes",
-        type=whole_number(1, 8),
+        type=int_in_range(1, 8),
         default=4,
         metavar="N",
         help="bytes per element of a table (default: %(default)s)",
@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan and what it comes to; plain text, so that it works without rich."""
+    """Print the plan and its totals as plain text, which works without rich."""
     names = [name for name, _, _, _ in options.tables]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -92,21 +92,21 @@ def run(options: argparse.Namespace) -> int:
     lengths = dict.fromkeys(names, options.ids)
     plan = Plan(chosen, options.ranks, options.batch, lengths)
     print(plan)
-    print(totals(plan, options.state, options.network))
+    print(format_totals(plan, options.state, options.network))
     return 0
 
 
-def totals(plan: Plan, state: float, network: float) -> str:
-    """What a rank needs and sends.
+def format_totals(plan: Plan, state: float, network: float) -> str:
+    """Memory and traffic of a rank.
 
     Args:
         plan: where the tables go.
-        state: numbers that the optimizer keeps for each of the table's, in float32.
+        state: float32 values that the optimizer keeps per element.
         network: Gbit/s.
 
     Example:
         >>> plan = Plan([Placement("user", 1_000_000, 64, 4, "rows")], world=4, batch=1024)
-        >>> print(totals(plan, state=2.0, network=10.0))
+        >>> print(format_totals(plan, state=2.0, network=10.0))
         <BLANKLINE>
         most on a rank: 192.0 MB (64.0 MB of tables, 128.0 MB of state)
         sent by a rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
@@ -133,11 +133,11 @@ def totals(plan: Plan, state: float, network: float) -> str:
     )
 
 
-def _table(text: str) -> tuple[str, int, int, str]:
+def _parse_table(text: str) -> tuple[str, int, int, str]:
     name, _, rest = text.partition("=")
     size, _, kind = rest.partition(":")
     rows, _, dim = size.partition("x")
-    if not name or not _is_size(rows) or not _is_size(dim):
+    if not name or not _is_positive_int(rows) or not _is_positive_int(dim):
         contract = "a table must be NAME=ROWSxDIM, like user=1000000x64"
         raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
     if rest != size and kind not in KINDS:
@@ -146,5 +146,5 @@ def _table(text: str) -> tuple[str, int, int, str]:
     return name, int(rows), int(dim), kind
 
 
-def _is_size(text: str) -> bool:
+def _is_positive_int(text: str) -> bool:
     return text.isdecimal() and 0 < int(text) < _TOO_LARGE

@@ -1,7 +1,8 @@
 """Skip-gram word vectors with negative sampling, trained under a stopwatch.
 
 A word's vector learns to tell the words that stand near it from words drawn at random. Each step
-looks up a few thousand rows of two large tables, which is what makes the gradients sparse.
+looks up a few thousand rows of two large tables, which is what makes the gradients sparse. The
+words are the identifiers of Python source code.
 
 References:
     Mikolov et al., `Distributed Representations of Words and Phrases and their Compositionality
@@ -10,8 +11,14 @@ References:
 
 from __future__ import annotations
 
+import keyword
+import re
+import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
@@ -21,54 +28,137 @@ from torch.nn import Embedding
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 from torch.optim import Optimizer
 
-from sparsestep.cli.identifiers import Vocabulary
-
 BATCH = 1024  # pairs per step
 NEGATIVES = 5  # words drawn at random per pair
-WINDOW = 2  # code is terse: what stands further away has little to do with a word
+WINDOW = 2  # code is terse: words further apart have little to do with each other
 LEARNING_RATE = 0.01
 
 _NOISE_POWER = 0.75  # draws rare words more often than they occur, as word2vec does
 _NOISE_TABLE = 1 << 20
 
-# A word that was seen a handful of times has a vector, but hardly a meaning.
-_KNOWN_WELL = 1500
+# Rarer words have a vector, but hardly a meaning.
+_FREQUENT = 1500
+
+# Installed packages, and tests, whose names mostly occur once.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+# The standard library's tokenizer finds the same, about ten times slower. Comments and strings
+# come first, so that what they contain is consumed before it can be taken for an identifier.
+_TOKEN = re.compile(
+    r"""
+      \#[^\n]*
+    | [bfrtu]{0,2} (?: \"{3} (?: [^"\\] | \\. | "(?!"") )* \"{3}
+                     | '{3}  (?: [^'\\] | \\. | '(?!'') )* '{3} )
+      # From 3.12 on, an f-string's fields may hold the quote that the string itself began with.
+    | (?: [ft]r? | r[ft] ) (?: " (?: [^"\\\n{] | \\. | \{\{ | FIELD )* "
+                             | ' (?: [^'\\\n{] | \\. | \{\{ | FIELD )* ' )
+    | [bfrtu]{0,2} (?: " (?: [^"\\\n] | \\. )* " | ' (?: [^'\\\n] | \\. )* ' )
+      # The boundary keeps the x of 0x10 out.
+    | \b ( [^\W\d] \w* )
+    """.replace("FIELD", r"\{(?!\{) (?: [^{}\n] | \{[^{}\n]*\} )* \}"),
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
 
 
-class Batch(NamedTuple):
+def find_identifiers(source: str) -> list[str]:
+    r"""The identifiers of ``source`` in order; keywords, strings and comments are left out.
+
+    Example:
+        >>> find_identifiers('for name in names:  # each\n    print("a name", name)')
+        ['name', 'names', 'print', 'name']
+    """
+    return [word for word in _TOKEN.findall(source) if word and not keyword.iskeyword(word)]
+
+
+def stdlib_path() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_corpus(root: Path) -> list[list[str]]:
+    """The identifiers of each Python file under ``root``, in the order of the files' paths.
+
+    Args:
+        root: a directory; tests and installed packages below it are left out.
+    """
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and path.is_file()
+    )
+    return [find_identifiers(path.read_text(encoding="utf-8", errors="replace")) for path in files]
+
+
+@dataclass(frozen=True)
+class WordCounts:
+    """The words that get a vector.
+
+    Attributes:
+        words: the most frequent first.
+        counts: how often each was seen.
+    """
+
+    words: Sequence[str]
+    counts: Sequence[int]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The row of each word."""
+        return {word: row for row, word in enumerate(self.words)}
+
+
+def count_words(files: Iterable[Iterable[str]], size: int) -> WordCounts:
+    """The ``size`` most frequent words of ``files``, or all of them if there are fewer.
+
+    Words that are equally frequent keep the order in which they were first seen.
+
+    Example:
+        >>> count_words([["b", "a"], ["c", "a"]], size=2)
+        WordCounts(words=('a', 'b'), counts=(2, 1))
+    """
+    counts: Counter[str] = Counter()
+    for words in files:
+        counts.update(words)
+    chosen = counts.most_common(size)
+    return WordCounts(tuple(word for word, _ in chosen), tuple(count for _, count in chosen))
+
+
+class SkipgramBatch(NamedTuple):
     """Words, and for each of them candidates: first one that stood near it, then random ones."""
 
     words: Tensor
     candidates: Tensor
 
 
-def pairs(files: Iterable[Iterable[str]], known: Vocabulary, window: int = WINDOW) -> Tensor:
+def cooccurring_pairs(
+    files: Iterable[Iterable[str]], known: WordCounts, window: int = WINDOW
+) -> Tensor:
     """Every pair of words at most ``window`` known words apart in one file, both ways round.
 
     Example:
-        >>> pairs([["a", "rare", "b"], ["b"]], Vocabulary(("a", "b"), (1, 2)))
+        >>> cooccurring_pairs([["a", "rare", "b"], ["b"]], WordCounts(("a", "b"), (1, 2)))
         tensor([[0, 1],
                 [1, 0]])
     """
     index = known.index
     found = [torch.empty(2, 0, dtype=torch.int64)]
     for words in files:
-        places = torch.tensor([index[word] for word in words if word in index], dtype=torch.int64)
+        rows = torch.tensor([index[word] for word in words if word in index], dtype=torch.int64)
         for distance in range(1, window + 1):
-            ahead = torch.stack([places[:-distance], places[distance:]])
-            found += [ahead, ahead.flip(0)]
+            pair = torch.stack([rows[:-distance], rows[distance:]])
+            found += [pair, pair.flip(0)]
     return torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True)
-class Batches:
+class SkipgramDataset:
     """Random batches, the same ones every time they are iterated over.
 
     Attributes:
         pairs: int64 ``[2, n]``, words that stand near each other.
         counts: how often each word was seen.
         steps: how many batches there are.
-        seed: what they are drawn from.
+        seed: of the random draws.
     """
 
     pairs: Tensor
@@ -78,38 +168,38 @@ class Batches:
     noise: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        # Drawing from a table in which each word has its share of places is many times faster
-        # than torch.multinomial, which sums up the shares anew for every batch.
+        # Drawing from a table of words, each repeated in proportion to its share, is many times
+        # faster than torch.multinomial, which sums up the shares for every batch.
         shares = torch.tensor(self.counts, dtype=torch.float64).pow(_NOISE_POWER).cumsum(0)
         middles = (torch.arange(_NOISE_TABLE, dtype=torch.float64) + 0.5) / _NOISE_TABLE
         object.__setattr__(self, "noise", torch.searchsorted(shares / shares[-1], middles))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[SkipgramBatch]:
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.steps):
             drawn = torch.randint(self.pairs.shape[1], (BATCH,), generator=generator)
-            places = torch.randint(_NOISE_TABLE, (BATCH, NEGATIVES), generator=generator)
+            noise = torch.randint(_NOISE_TABLE, (BATCH, NEGATIVES), generator=generator)
             words, near = self.pairs[:, drawn]
-            yield Batch(words, torch.cat([near[:, None], self.noise[places]], dim=1))
+            yield SkipgramBatch(words, torch.cat([near[:, None], self.noise[noise]], dim=1))
 
 
-class Tables(NamedTuple):
+class SkipgramTables(NamedTuple):
     """The weights of the two tables: a word's own vector, and its vector as a candidate."""
 
     words: Tensor
     candidates: Tensor
 
 
-def start(words: int, dim: int, seed: int) -> Tables:
+def initial_tables(words: int, dim: int, seed: int) -> SkipgramTables:
     """The weights that training starts from."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.rand(words, dim, generator=generator).sub_(0.5).div_(dim)
-    return Tables(vectors, torch.zeros(words, dim))
+    return SkipgramTables(vectors, torch.zeros(words, dim))
 
 
 @dataclass
-class Run:
-    """What one training run measured.
+class TrainingRun:
+    """The measurements of one training run.
 
     Attributes:
         name: of the optimizer.
@@ -123,7 +213,7 @@ class Run:
     losses: list[float]
     seconds: list[float]
     optimizer_seconds: float
-    tables: Tables
+    tables: SkipgramTables
 
     @property
     def final_loss(self) -> float:
@@ -132,13 +222,13 @@ class Run:
         return sum(last) / len(last)
 
 
-def training(
+def train_steps(
     name: str,
     optimizer_class: Callable[..., Optimizer],
-    weights: Tables,
-    batches: Iterable[Batch],
-) -> Iterator[Run]:
-    """Train both tables from ``weights`` on, which are left as they are.
+    weights: SkipgramTables,
+    batches: Iterable[SkipgramBatch],
+) -> Iterator[TrainingRun]:
+    """Train copies of both tables.
 
     Args:
         name: of the optimizer, for people.
@@ -147,14 +237,14 @@ def training(
         batches: one per step.
 
     Yields:
-        The run, always the same, after each step; the clock stands still until the next one.
+        The run, always the same object, after each step. Time between steps is not counted.
     """
     words, candidates = (
         Embedding.from_pretrained(table.clone(), freeze=False, sparse=True) for table in weights
     )
     optimizer = optimizer_class([words.weight, candidates.weight], lr=LEARNING_RATE)
-    trained = Tables(words.weight.detach(), candidates.weight.detach())
-    run = Run(name, [], [], 0.0, trained)
+    trained = SkipgramTables(words.weight.detach(), candidates.weight.detach())
+    run = TrainingRun(name, [], [], 0.0, trained)
     began = perf_counter()
     for batch in batches:
         scores = (candidates(batch.candidates) @ words(batch.words).unsqueeze(2)).squeeze(2)
@@ -175,37 +265,34 @@ def training(
 def train(
     name: str,
     optimizer_class: Callable[..., Optimizer],
-    weights: Tables,
-    batches: Iterable[Batch],
-    each_step: Callable[[Run], None] = lambda run: None,
-) -> Run:
-    """Train on all batches; ``each_step`` is called between steps, off the clock."""
-    for run in training(name, optimizer_class, weights, batches):
-        each_step(run)
+    weights: SkipgramTables,
+    batches: Iterable[SkipgramBatch],
+) -> TrainingRun:
+    """Train on all batches."""
+    *_, run = train_steps(name, optimizer_class, weights, batches)
     return run
 
 
-def difference(one: Tables, other: Tables) -> float:
-    """The largest distance between two weights of the same place."""
+def max_difference(one: SkipgramTables, other: SkipgramTables) -> float:
+    """The largest difference between two weights at the same index."""
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def neighbours(vectors: Tensor, known: Vocabulary, word: str, count: int) -> list[str]:
-    """The words whose vectors point most nearly where that of ``word`` points (cosine).
+def nearest_neighbors(vectors: Tensor, known: WordCounts, word: str, count: int) -> list[str]:
+    """The words with the highest cosine similarity to ``word``, among the frequent ones.
 
-    Only frequent words are candidates. The vectors' common direction is taken out first, because it
-    says how frequent a word is, and nothing about its meaning.
+    The mean vector is subtracted first: it says how frequent a word is, not what it means.
 
     Example:
         >>> vectors = torch.tensor([[3.0, 0.1], [3.0, -0.1], [-3.0, 0.1], [-3.0, -0.1]])
-        >>> neighbours(vectors, Vocabulary("abcd", (1, 1, 1, 1)), "a", count=1)
+        >>> nearest_neighbors(vectors, WordCounts("abcd", (1, 1, 1, 1)), "a", count=1)
         ['b']
     """
-    common = vectors[:_KNOWN_WELL].mean(dim=0)
+    common = vectors[:_FREQUENT].mean(dim=0)
     directions = normalize(vectors - common, dim=1)
-    place = known.index[word]
-    closeness = directions[:_KNOWN_WELL] @ directions[place]
-    if place < len(closeness):
-        closeness[place] = -torch.inf
+    row = known.index[word]
+    closeness = directions[:_FREQUENT] @ directions[row]
+    if row < len(closeness):
+        closeness[row] = -torch.inf
     count = min(count, len(known.words) - 1)
     return [known.words[i] for i in closeness.topk(count).indices.tolist()]
