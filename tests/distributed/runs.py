@@ -226,9 +226,10 @@ QUICK = {
     "dense": Case("rows", semantics="dense", make=sparsestep.AdamW),
     "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
     "clipped": Case("tables", clip=0.5),
-    **{f"half-{kind}": Case(kind, order="fast", dtype=torch.bfloat16) for kind in KINDS},
     **{f"user rule-{kind}": Case(kind, make=sm3_by_rows) for kind in KINDS},
-    # The random bits are those of the elements of the whole, whoever has them.
+}
+LOW_PRECISION = {
+    **{f"half-{kind}": Case(kind, order="fast", dtype=torch.bfloat16) for kind in KINDS},
     **{
         f"rounded-{kind}-{rule.__name__}": Case(
             kind, make=rule, options=ROUNDED, dtype=torch.bfloat16

@@ -42,7 +42,7 @@ def assert_next_step_works(rank: Rank, table: nn.Embedding, opt: Any, kind: str 
     assert torch.equal(whole(rank, table.weight, kind), after)
 
 
-@ranks(2, 3)
+@ranks(3)
 @each_kind
 def test_a_rank_with_bad_ids_says_so_and_the_others_name_it(rank: Rank, kind: str):
     table, opt = sharded(kind)
@@ -57,7 +57,7 @@ def test_a_rank_with_bad_ids_says_so_and_the_others_name_it(rank: Rank, kind: st
     assert_next_step_works(rank, table, opt, kind)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_ranks_at_different_places_are_told(rank: Rank):
     table, opt = sharded("rows")
     message = said(lambda: table(torch.tensor([1])) if rank.index else opt.step())
@@ -91,7 +91,7 @@ def test_a_loss_may_leave_a_table_out(rank: Rank, kind: str):
     assert steps == [1] or (kind == "tables" and steps == [])  # without rows, nothing is counted
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("kind", ["tables", "rows", "copy", "rows in chunks"])
 def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     """Several lookups, several backward calls, a discarded gradient, a graph before the step."""
@@ -121,7 +121,7 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     torch.testing.assert_close(whole(rank, table.weight, kind), after)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_what_is_refused_says_why(rank: Rank):
     table, opt = sharded("rows")
     table(torch.tensor([rank.index, 1])).sum().backward()
@@ -168,7 +168,7 @@ def test_a_model_trains_in_ddp_as_in_one_process(rank: Rank):
         torch.testing.assert_close(found, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_ranks_may_run_out_of_data_at_different_times(rank: Rank):
     """The first rank has no data at all, the others as many batches as their number."""
     table, opt = sharded("rows")
@@ -186,7 +186,7 @@ def test_ranks_may_run_out_of_data_at_different_times(rank: Rank):
     torch.testing.assert_close(whole(rank, table.weight), after)
 
 
-@ranks(2, 3)
+@ranks(3)
 @each_kind
 def test_a_mask_keeps_its_rows(rank: Rank, kind: str):
     table = nn.Embedding(7, 2)
@@ -200,7 +200,7 @@ def test_a_mask_keeps_its_rows(rank: Rank, kind: str):
     assert whole(rank, (before != table.weight).any(1), kind).tolist() == keep
 
 
-@ranks(2, 3)
+@ranks(3)
 @each_kind
 def test_all_ranks_skip_the_step_that_one_of_them_cannot_take(rank: Rank, kind: str):
     """The last rank's gradient is infinite in the second step."""
@@ -272,7 +272,7 @@ def test_ids_sent_ahead_give_the_same_bits(rank: Rank, kind: str):
     assert same_bits(*found)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_all_look_ups_of_a_model_are_sent_ahead(rank: Rank):
     """Several tables of all kinds, looked up at once, and one of them once more."""
     found = []
@@ -300,7 +300,7 @@ def test_all_look_ups_of_a_model_are_sent_ahead(rank: Rank):
     assert same_bits(*found)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_bad_ids_that_were_to_be_sent_ahead(rank: Rank):
     """The last rank's fourth batch has an id out of range, as every loop goes on."""
     table, opt = sharded("rows")
@@ -323,7 +323,7 @@ def test_bad_ids_that_were_to_be_sent_ahead(rank: Rank):
     torch.testing.assert_close(whole(rank, table.weight), after)
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_where_a_loader_raises_all_ranks_do(rank: Rank, prefetch: int):
     """The loader of the last rank raises where it should give the third batch."""

@@ -2,114 +2,276 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsestep
+from tests.ranks import Rank, ranks
 from tests.table import same_bits
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("needs gloo", allow_module_level=True)
+ROWS, STEPS = 12, 5
+BUCKET = 1e-6  # megabytes: every parameter has a bucket of its own, from the second step on
 
-from tests.distributed.conftest import RunOnce
-from tests.distributed.ddp_compact import LOOPS, Tables
-from tests.distributed.ddp_worker import BATCHES, CLASSES, RANKS, STEPS, Model, full, name_of
-from tests.distributed.pair import Results
+Options = dict[str, Any]
+# Of rank and step: the ids of a batch.
+Batches = Callable[[int, int], Tensor]
+
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], Options]] = {
+    "AdamW": (sparsestep.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (sparsestep.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "Adagrad": (sparsestep.Adagrad, {"lr": 0.1}),
+    "RowwiseAdam": (sparsestep.RowwiseAdam, {"lr": 0.01}),
+    "rounding": (
+        sparsestep.Adam,
+        {"lr": 0.01, "state_dtype": torch.bfloat16, "stochastic_rounding": True},
+    ),
+    "torch's": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+}
 
 
-@pytest.fixture(scope="module")
-def found(run_once: RunOnce) -> list[Results]:
-    return run_once("tests.distributed.ddp_worker", 2)
+class Model(torch.nn.Module):
+    def __init__(self, *, sparse: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(ROWS, 4, sparse=sparse)
+        self.layer = torch.nn.Linear(4, 3)
+        self.to(dtype)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.table(ids)).square().sum()
+
+
+def result(model: torch.nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def full(rank: int, step: int) -> Tensor:
+    """Ids with repetitions; the last row never comes."""
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return torch.randint(0, ROWS - 1, (6,), generator=generator)
+
+
+def one_empty(rank: int, step: int) -> Tensor:
+    return full(rank, step)[: 0 if rank == 1 and step % 2 else None]
+
+
+def all_empty(rank: int, step: int) -> Tensor:
+    return full(rank, step)[: 0 if step == 1 else None]
+
+
+def plain(model: Model, cls: Any, options: Options, batches: Batches = full, **more: Any) -> Any:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET, **more)
+    opt = cls(ddp.parameters(), **options)
+    for step in range(STEPS):
+        opt.zero_grad()
+        ddp(batches(torch.distributed.get_rank(), step)).backward()
+        opt.step()
+    return result(model)
+
+
+def overlapped(model: Model, cls: Any, options: Options, batches: Batches = full) -> Any:
+    sparsestep.distributed.register()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET)
+    ddp._register_fused_optim(cls, **options)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(batches(torch.distributed.get_rank(), step)).backward()
+    return result(model)
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("name", [name_of(*each) for each in CLASSES])
-def test_overlapped_updates_are_those_of_step(found: list[Results], name: str, sparse: bool):
-    plain, overlapped = found[0]["overlap", sparse, name]
-    assert not equal(plain, Model(sparse=sparse).result())
-    assert equal(overlapped, plain)
-    assert equal(found[1]["overlap", sparse, name][1], plain)
+def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-def test_torchs_own_optimizers_overlap_as_before(found: list[Results]):
-    plain, overlapped = found[0]["torch"]
-    assert equal(overlapped, plain)
+@ranks(2)
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_overlapped_updates_are_those_of_step(rank: Rank, name: str):
+    cls, options = CLASSES[name]
+    for sparse in (False, True) if name != "torch's" else (False,):
+        ours = overlapped(Model(sparse=sparse), cls, options)
+        assert equal(ours, plain(Model(sparse=sparse), cls, options))
+        assert not equal(ours, result(Model(sparse=sparse)))
+        assert all(equal(ours, theirs) for theirs in rank.gather(ours))
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-def test_sparse_gradients_are_reduced_and_few_rows_updated(found: list[Results], batches: str):
+@ranks(2)
+@pytest.mark.parametrize("batches", [full, one_empty, all_empty])
+def test_sparse_gradients_are_reduced_and_few_rows_updated(rank: Rank, batches: Batches):
     """Also where a process has an empty batch; one that leaves the table out, DDP itself refuses.
 
     The same training in one process has the gradients of both batches, halved.
     """
-    model = Model(sparse=True, dtype=torch.float64)
-    before = model.result()
-    opt = sparsestep.Adam(model.parameters(), lr=0.01)
+
+    def model() -> Model:
+        return Model(sparse=True, dtype=torch.float64)
+
+    reference = model()
+    before = result(reference)
+    opt = sparsestep.Adam(reference.parameters(), lr=0.01)
     touched = set()
     for step in range(STEPS):
         opt.zero_grad()
-        for rank in range(RANKS):
-            ids = BATCHES[batches](rank, step)
+        for index in range(2):
+            ids = batches(index, step)
             touched |= set(ids.tolist())
-            (model(ids) / RANKS).backward()
+            (reference(ids) / 2).backward()
         opt.step()
-    for view in (False, True):
-        trained = found[0]["sparse", batches, view]
-        assert equal(found[1]["sparse", batches, view], trained)
-        assert equal(found[0]["sparse overlap", batches], trained)
-        for ours, theirs in zip(trained, model.result(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-        moved = (trained[0] != before[0]).any(dim=1)
-        assert set(moved.nonzero().flatten().tolist()) == touched
+    options = {"lr": 0.01}
+    trained = plain(model(), sparsestep.Adam, options, batches)
+    assert all(equal(trained, theirs) for theirs in rank.gather(trained))
+    assert_close(trained, result(reference))
+    moved = (trained[0] != before[0]).any(dim=1)
+    assert set(moved.nonzero().flatten().tolist()) == touched
+    views = plain(model(), sparsestep.Adam, options, batches, gradient_as_bucket_view=True)
+    assert equal(views, trained)
+    assert equal(overlapped(model(), sparsestep.Adam, options, batches), trained)
+    # Compact gradients
+    fuse = sparsestep.nn.fuse
+    assert equal(plain(fuse(model()), sparsestep.Adam, options, batches), trained)
+    assert equal(overlapped(fuse(model()), sparsestep.Adam, options, batches), trained)
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-def test_compact_gradients_are_reduced(found: list[Results], batches: str):
-    for rank in range(RANKS):
-        assert equal(found[rank]["compact", batches], found[0]["sparse", batches, False])
-        assert equal(found[rank]["compact overlap", batches], found[0]["sparse overlap", batches])
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_compact_gradients_train_like_torchs_sparse_ones(found: list[Results], name: str):
-    """Several tables, one looked up twice, and whatever DDP has for sparse gradients."""
-    theirs = found[0]["torch's", name]
-    assert not equal(theirs, Tables(torch.nn).result())
-    for rank in range(RANKS):
-        ours = found[rank]["ours", name]
-        assert equal(ours, found[0]["ours", name])
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
-def test_a_collection_is_reduced(found: list[Results]):
-    theirs, ours = found[0]["collection"]
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
-def test_the_ranks_have_different_batches():
-    assert not torch.equal(full(0, 0), full(1, 0))
-
-
-def test_only_the_chosen_parameters_are_updated(found: list[Results]):
-    before, after = found[0]["some"]
+@ranks(2)
+def test_only_the_chosen_parameters_are_updated(rank: Rank):
+    model = Model(sparse=True)
+    before = result(model)
+    options = {"lr": 0.01, "optim_params": [model.layer.weight, model.table.weight]}
+    after = overlapped(model, sparsestep.Adagrad, options)
     same = [same_bits(*each) for each in zip(before, after, strict=True)]
     assert same == [False, False, True]  # table, weight and bias of the layer
 
 
-def test_overlapped_updates_round_as_those_of_step(found: list[Results]):
-    """And all processes alike, though parameters may get their gradients in another order."""
-    plain, overlapped = found[0]["rounding"]
-    assert equal(overlapped, plain)
-    assert equal(found[1]["rounding"][1], plain)
+@ranks(2)
+def test_zero_redundancy_optimizer_takes_the_optimizers(rank: Rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    options = {"optimizer_class": sparsestep.AdamW, "lr": 0.01}
+    sharded = plain(Model(sparse=False), ZeroRedundancyOptimizer, options)
+    assert equal(sharded, plain(Model(sparse=False), sparsestep.AdamW, {"lr": 0.01}))
 
 
-def test_zero_redundancy_optimizer_takes_the_optimizers(found: list[Results]):
-    plain, sharded = found[0]["zero"]
-    assert equal(sharded, plain)
+# Compact gradients against torch's sparse ones
+
+
+class Tables(torch.nn.Module):
+    """Several tables, of which one is looked up twice and one is shared by two modules."""
+
+    def __init__(self, kinds: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"sparse": True, "dtype": torch.float64}
+        self.rows = kinds.Embedding(ROWS, 4, padding_idx=1, **options)
+        self.sums = kinds.EmbeddingBag(ROWS, 4, mode="sum", **options)
+        self.means = kinds.EmbeddingBag(ROWS, 4, **options)
+        self.tied = kinds.Embedding(ROWS, 4, **options)
+        self.tied.weight = self.rows.weight
+        self.out = torch.nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.sums(ids) + self.sums(ids[:, :1]) * self.means(ids)
+        return self.out((found + self.rows(ids).sum(1) * self.tied(ids[:, 0])).sin()).sum()
+
+
+class Lists(torch.nn.Module):
+    """The tables of a collection, looked up one after the other or all at once."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options: Options = {"sparse": True, "mode": "sum", "dtype": torch.float64}
+        tables = [torch.nn.EmbeddingBag(ROWS, 4, **options) for _ in range(3)]
+        self.together = together
+        kind = sparsestep.nn.EmbeddingBagCollection if together else torch.nn.ModuleList
+        self.tables = kind(tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        each = [ids, ids[:, :2], ids[:, :1]]
+        if self.together:
+            found = self.tables(each)
+        else:
+            found = [table(some) for table, some in zip(self.tables, each, strict=True)]
+        return torch.stack(found).sin().square().sum()
+
+
+def ids_of(step: int) -> Tensor:
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return torch.randint(0, ROWS, (0 if step == 2 and rank else 5, 3), generator=generator)
+
+
+def usual(ddp: DistributedDataParallel, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    ddp(ids_of(step)).backward()
+    optimizer.step()
+
+
+def zeroed(ddp: DistributedDataParallel, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    ddp(ids_of(step)).backward()
+    optimizer.step()
+
+
+def accumulated(ddp: DistributedDataParallel, optimizer: Any, step: int) -> None:
+    """The last backward reduces what all of them have added up."""
+    optimizer.zero_grad()
+    for part in range(3):
+        with ddp.no_sync() if part < 2 else contextlib.nullcontext():
+            ddp(ids_of(3 * step + part)).backward()
+    optimizer.step()
+
+
+def beside(ddp: DistributedDataParallel, optimizer: Any, step: int) -> None:
+    """A part of the gradient comes from the module itself."""
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        ddp.module(ids_of(step)).backward()
+    ddp(ids_of(step + 7)).backward()
+    optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[..., None], Options]] = {
+    "usual": (usual, {}),
+    "a bucket each": (usual, {"bucket_cap_mb": 1e-6}),
+    "views of buckets": (usual, {"gradient_as_bucket_view": True}),
+    "unused parameters": (usual, {"find_unused_parameters": True}),
+    "static graph": (usual, {"static_graph": True}),
+    "zeroed": (zeroed, {}),
+    "no_sync": (accumulated, {}),
+    "beside": (beside, {}),
+}
+
+
+def trained(model: torch.nn.Module, train: Callable[..., None], settings: Options) -> list[Tensor]:
+    ddp = DistributedDataParallel(model, **settings)
+    optimizer = sparsestep.Adam(ddp.parameters(), lr=0.01)
+    for step in range(4):
+        train(ddp, optimizer, step)
+    return result(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_compact_gradients_train_like_torchs_sparse_ones(rank: Rank, name: str):
+    ours = trained(Tables(sparsestep.nn), *LOOPS[name])
+    assert all(equal(ours, theirs) for theirs in rank.gather(ours))
+    assert_close(ours, trained(Tables(torch.nn), *LOOPS[name]))
+    assert not equal(ours, result(Tables(sparsestep.nn)))
+
+
+@ranks(2)
+def test_a_collection_is_reduced(rank: Rank):
+    assert_close(*(trained(Lists(together), usual, {}) for together in (False, True)))

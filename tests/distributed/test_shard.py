@@ -12,6 +12,7 @@ from torch import nn
 
 import sparsestep
 from tests.distributed.runs import (
+    LOW_PRECISION,
     PLAN,
     QUICK,
     SWEEP,
@@ -54,6 +55,13 @@ def assert_trains_alike(rank: Rank, case: Case) -> None:
 @pytest.mark.parametrize("name", list(QUICK))
 def test_ranks_train_as_one_process_does(rank: Rank, name: str):
     assert_trains_alike(rank, QUICK[name])
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", list(LOW_PRECISION))
+def test_ranks_round_as_one_process_does(rank: Rank, name: str):
+    """Random bits are those of the elements of the whole table."""
+    assert_trains_alike(rank, LOW_PRECISION[name])
 
 
 @pytest.mark.slow

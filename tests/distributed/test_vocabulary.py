@@ -161,7 +161,7 @@ def assert_named(rank: Rank, call: Callable[[], Any], doing: str, *messages: str
         assert message.startswith(f"rank {rank.world - 1}, which {doing}, rejected"), message
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_rank_that_refuses_is_named_and_nothing_was_changed(rank: Rank):
     table, optimizer, vocabulary = things = made(evict="lru")
     vocabulary(torch.arange(3) + rank.index)
@@ -263,7 +263,7 @@ def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
         assert same_bits(whole(rank, mine, rows=SIZES[-1]), its.detach())
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_growth_that_a_rank_refuses(rank: Rank):
     """A rank has a gradient, or another number of rows, or fewer than there are."""
     table, _, vocabulary = things = made()
@@ -320,7 +320,7 @@ def test_merging_is_that_of_each_rank(rank: Rank):
     assert counts_of(vocabulary.local) == counts_of(local)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_merging_that_a_rank_refuses(rank: Rank):
     _, _, vocabulary = things = made(MERGED)
     _, _, other = made(MERGED // 2)
@@ -343,7 +343,7 @@ def test_merging_that_a_rank_refuses(rank: Rank):
     assert_unchanged(before, *things)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_what_is_exported(rank: Rank):
     table, optimizer, vocabulary = made(shared=2)
     for step in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparsestep.distributed.plan import Placement
 from sparsestep.distributed.table import Table
 from sparsestep.distributed.wire import Wire
 from sparsestep.nn import lookup
+from tests.distributed.runs import KINDS, each_kind
 
 WORLD, ROWS, DIM = 3, 10, 4
 
@@ -131,15 +133,25 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("order", ["fast", "global"])
-@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
-@pytest.mark.parametrize("name", CALLS)
-def test_bags(name: str, kind: str, order: str):
+# A copy's max_norm and frequencies are those of each rank; rows have no max over ranks.
+REFUSED = [
+    ("rows", "max"),
+    ("copy", "max_norm"),
+    ("copy", "by frequency"),
+    ("copy", "one by frequency"),
+]
+ORDERS = ("fast", "global")
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_bags(name: str):
+    for kind, order in itertools.product(KINDS, ORDERS):
+        if (kind, name) not in REFUSED:
+            check_bags(name, kind, order)
+
+
+def check_bags(name: str, kind: str, order: str) -> None:
     arguments, options = CALLS[name]
-    if (kind, name) in (("rows", "max"), ("copy", "max_norm"), ("copy", "by frequency")):
-        pytest.skip("refused, or by each rank for itself")
-    if (kind, name) == ("copy", "one by frequency"):
-        pytest.skip("by each rank for itself")
     options = {"mode": "sum", **options}
 
     def make() -> nn.EmbeddingBag:
@@ -176,15 +188,15 @@ def test_bags(name: str, kind: str, order: str):
 @pytest.mark.parametrize("name", ["offsets", "long mean", "long factors"])
 def test_bags_that_the_core_declines(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lookup, "look_up", lambda requests: None)
-    test_bags(name, kind, "fast")
+    check_bags(name, kind, "fast")
 
 
-@pytest.mark.parametrize("order", ["fast", "global"])
-@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+@each_kind
+@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
 def test_rows_of_any_shape(kind: str, order: str, options: dict[str, Any]):
-    if kind == "copy" and "scale_grad_by_freq" in options:
-        pytest.skip("by each rank for itself")
+    if kind == "copy":
+        options = {}  # each rank has its own frequencies
 
     def make() -> nn.Embedding:
         torch.manual_seed(0)
@@ -202,7 +214,7 @@ def test_rows_of_any_shape(kind: str, order: str, options: dict[str, Any]):
     torch.testing.assert_close(after, plain.weight.detach())
 
 
-@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+@each_kind
 def test_outputs_may_be_written_to(kind: Any):
     """As a layer does that works in place."""
     model = sparsestep.nn.EmbeddingBagCollection([(5, 2), (5, 2)], mode="sum")
@@ -211,7 +223,7 @@ def test_outputs_may_be_written_to(kind: Any):
         found.relu_().sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+@each_kind
 def test_what_was_asked_for_may_change_afterwards(kind: Any):
     table = nn.EmbeddingBag(5, 2, mode="sum")
     sparsestep.distributed.shard(table, plan=kind)
@@ -236,7 +248,7 @@ def test_factors_that_need_a_gradient_are_refused():
 
 
 @pytest.mark.parametrize("length", [1, 3, 12])
-@pytest.mark.parametrize("kind", ["tables", "rows", "copy"])
+@each_kind
 def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
     """Of rows on average; here every owner has as many ids as the others."""
     hall, rows, batch = Hall(), 36, 12
