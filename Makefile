@@ -117,9 +117,9 @@ sanitize-module: $(INSTALLED)
 		-DSPARSESTEP_SANITIZE=address,undefined \
 		-DSPARSESTEP_MODULE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
-	cmake --build $(SANITIZED) --target _native --parallel 2
-	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/core/_native*
-	cp $(SANITIZED)/_native*.so $(SITE)/sparsestep/core/
+	cmake --build $(SANITIZED) --target _C --parallel 2
+	rm -rf $(SITE) && mkdir -p $(SITE) && cp -r src/sparsestep $(SITE)/ && rm -f $(SITE)/sparsestep/_C*.so
+	cp $(SANITIZED)/_C*.so $(SITE)/sparsestep/
 	$(UNDER_SANITIZERS) -m tests.fuzz --cases 600 --first 0 --timeout 120
 	$(UNDER_SANITIZERS) -m pytest tests/properties/test_properties.py -k "position_anywhere or never_written"
 
@@ -151,7 +151,7 @@ gpu-check: $(VENV)/.triton
 	TRITON_CACHE_DIR=build/triton $(BIN)/python -W ignore -m tests.engines.triton_compile
 	SPARSESTEP_TESTS=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses auto \
 		tests/engines/test_triton.py tests/engines/test_triton_targets.py tests/engines/test_triton_waits.py \
-		tests/gradients/test_bags.py tests/gradients/test_masked_tensors.py tests/gradients/test_mask_groups.py
+		tests/grads/test_bags.py tests/grads/test_masked_tensors.py tests/grads/test_mask_groups.py
 
 # Some hundred megabytes, so it comes only where it is wanted.
 $(VENV)/.triton: $(INSTALLED)
@@ -184,7 +184,7 @@ $(VENV)/.docs: $(INSTALLED)
 # runs all tests, TORCH=2.15.0 has another torch there.
 DIST := $(abspath build/dist)
 CLEAN := $(abspath build/clean-environment$(if $(TORCH),-torch-$(TORCH)))
-WHEEL_TESTS ?= tests/rules tests/engines tests/test_readme.py tests/test_errors.py
+WHEEL_TESTS ?= tests/optim tests/engines tests/test_readme.py tests/test_errors.py
 
 wheel: $(VENV)/.wheel
 	rm -rf dist $(DIST) && mkdir -p dist $(DIST)
@@ -198,7 +198,7 @@ wheel: $(VENV)/.wheel
 	env PATH=$(CLEAN)/bin $(CLEAN)/bin/pip install --quiet --disable-pip-version-check \
 		-c $(CLEAN)/constraints.txt dist/*.whl expecttest hypothesis numpy pytest pytest-xdist rich matplotlib
 	! env PATH=$(CLEAN)/bin /bin/sh -c 'command -v cc || command -v c++ || command -v cmake'
-	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -c 'import sparsestep.core as c; assert c.core, c.why_missing; \
+	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -c 'import sparsestep._native as c; assert c.ext, c.why_missing; \
 		assert "site-packages" in c.__file__; print(c.__file__, c.instruction_set())'
 	env PATH=$(CLEAN)/bin $(CLEAN)/bin/python -m pytest --numprocesses auto -p no:cacheprovider $(WHEEL_TESTS)
 

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from sparsestep import core, errors
+from sparsestep import _native, errors
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("all", derandomize=True, deadline=None, max_examples=100)
@@ -27,7 +27,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if find_spec("triton") is None:  # make gpu-check installs it
     collect_ignore = [
-        "src/sparsestep/engines/triton_kernels.py",
+        "src/sparsestep/engines/triton/kernels.py",
         "tests/engines/triton_compile.py",
     ]
 
@@ -64,8 +64,8 @@ def one_thread(_unchanged_settings):
 @pytest.fixture(autouse=True)
 def _unchanged_settings():
     """Give back the thread count and the instruction set that a test found."""
-    threads, isa = torch.get_num_threads(), core.instruction_set()
+    threads, isa = torch.get_num_threads(), _native.instruction_set()
     yield
     torch.set_num_threads(threads)
     if isa is not None:
-        core.use_instruction_set(isa)
+        _native.use_instruction_set(isa)

@@ -31,7 +31,7 @@ from benchmarks.harness.cases import DISTRIBUTIONS
 from benchmarks.harness.formulas import FORMULAS
 from benchmarks.harness.turns import add_rounds
 from sparsestep.cli.options import int_in_range, output_path
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 21
 LR = 1e-3

@@ -26,7 +26,7 @@ import sparsestep
 from benchmarks.harness.gradients import SETS, uniform
 from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep.cli.options import int_in_range
-from sparsestep.dense.clock import RowClock
+from sparsestep.deferred.rows import RowClock
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
 BEHIND = 4  # steps between two catch-ups of the whole table

@@ -25,9 +25,9 @@ from benchmarks.harness.peers import imported
 from benchmarks.harness.race import Racer
 from benchmarks.harness.turns import add_rounds, medians
 from benchmarks.harness.workload import Unavailable, fill
-from sparsestep import core
+from sparsestep import _native
 from sparsestep.cli.options import int_in_range
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 
 ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
 LR = 1e-3
@@ -80,7 +80,7 @@ class WholeLimit:
     """
 
     def __init__(self, rule: Any, rows: int, sets: Sequence[Tensor]) -> None:
-        if limit_module is None or core.core is None:
+        if limit_module is None or _native.ext is None:
             raise Unavailable("installed without the C++ core")
         weight = torch.nn.Parameter(fill(torch.empty(rows, DIM)))
         optimizer = rule([weight], lr=LR, engine="native")
@@ -103,7 +103,9 @@ class WholeLimit:
         self._sets, self._threads, self._number, self._step = sets, threads, 0, 2
         self._grad, self._sums = torch.randn(BAGS, DIM), torch.empty(BAGS, DIM)
         self._tensors = [weight, *states]
-        self._instruction_set = limit_module.instruction_sets().index(str(core.instruction_set()))
+        self._instruction_set = limit_module.instruction_sets().index(
+            str(_native.instruction_set())
+        )
 
     def before(self, number: int, /) -> None:
         """Take the ids of a set."""

@@ -28,7 +28,7 @@ from benchmarks.harness.gradients import SETS
 from benchmarks.harness.turns import Stepping, add_rounds, medians
 from sparsestep import Touched, functional
 from sparsestep.cli.options import int_in_range
-from sparsestep.gradients.layouts import Gradient
+from sparsestep.grads.layouts import Gradient
 
 SIZE, BLOCK = 4_096, 16
 LINE = 16  # numbers in a cache line

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.memory.files import file_of
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.memory.mapped_file import file_of
+from sparsestep.optim.optimizer import RuleOptimizer
 
 DIM, IN_MEMORY = 64, 2_000_000
 OPTIMIZERS: dict[str, Callable[[Any], RuleOptimizer]] = {

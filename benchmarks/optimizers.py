@@ -35,9 +35,9 @@ from benchmarks.harness.turns import add_rounds
 from benchmarks.harness.workload import Unavailable, Workload
 from sparsestep import Adagrad, RowwiseAdagrad
 from sparsestep.cli.options import int_in_range, output_path
-from sparsestep.contract.rule import Rule
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.rule import Rule
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 100
 

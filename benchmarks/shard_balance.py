@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.owners import distinct, split_singles
+from sparsestep.distributed._packing import distinct, split_singles
 
 
 def zipf(count: int, rows: int, draw: torch.Generator) -> Tensor:

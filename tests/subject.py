@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsestep import InputError
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules import FUNCTIONAL
+from sparsestep.optim import FUNCTIONAL
+from sparsestep.optim.functional import FunctionalOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests import oracle
 from tests.generate.grads import Drawn
 from tests.oracle import FindingError

@@ -1,6 +1,6 @@
 """The table that the property tests run over, and how results are compared.
 
-An optimizer that is registered in ``sparsestep.rules.OPTIMIZERS`` is in the table, with its default
+An optimizer that is registered in ``sparsestep.optim.OPTIMIZERS`` is in the table, with its default
 options and with those of ``OPTIONS``. An engine is the reference engine or the native one with each
 instruction set that this machine has. ``EVERY`` also has rules that a user might write.
 """
@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep import core, functional
-from sparsestep.contract.rule import Rule
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from sparsestep import _native, functional
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.rule import Rule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INSTRUCTION_SETS = [name for name, available in core.instruction_sets().items() if available]
+INSTRUCTION_SETS = [name for name, available in _native.instruction_sets().items() if available]
 # The widest alone, unless everything is to be tested: that all have the same bits is a property of
 # its own (tests/properties). With "triton" it is that engine alone, in Triton's interpreter.
 WANTED = os.environ.get("SPARSESTEP_TESTS")
@@ -160,13 +160,13 @@ def running_on(engine: str) -> Iterator[str]:
     if engine in ("reference", "triton"):
         yield engine
         return
-    before = core.instruction_set()
+    before = _native.instruction_set()
     assert before is not None
-    core.use_instruction_set(engine)
+    _native.use_instruction_set(engine)
     try:
         yield "native"
     finally:
-        core.use_instruction_set(before)
+        _native.use_instruction_set(before)
 
 
 def state_tensors(opt: torch.optim.Optimizer) -> list[Tensor]:

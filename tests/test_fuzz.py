@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.fuzz import cases, pool, spoiling
 from tests.fuzz.findings import check_refusal
 from tests.fuzz.kinds import training

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
-    ("module", "before"), [("sparsestep", ""), ("sparsestep.core._native", "import sparsestep")]
+    ("module", "before"), [("sparsestep", ""), ("sparsestep._C", "import sparsestep")]
 )
 def test_subinterpreters_are_refused_before_torch_is_imported(module: str, before: str):
     """Importing torch in a subinterpreter hangs, raises SystemError or crashes the process."""

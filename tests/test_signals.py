@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.signals import uninterrupted
+from sparsestep._process import uninterrupted
 from tests.faults.injectors import Lines
 from tests.table import same_bits
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep import torch_internals
+from sparsestep import _torch as torch_internals
 
 SOURCES = Path(sparsestep.__file__).parent
 # A name of torch's that begins with an underscore, in an import or after a dot.

@@ -16,10 +16,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from benchmarks.harness.workload import LEARNING_RATE, Unavailable, Workload
-from sparsestep import SparseAdam, core
-from sparsestep.contract.rule import Rule
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import sparse_adam
+from sparsestep import SparseAdam, _native
+from sparsestep.optim import sparse_adam
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.rule import Rule
 
 # A class of this library: takes the parameters, lr, engine and its own options.
 Factory = Callable[..., RuleOptimizer]
@@ -157,7 +157,7 @@ class Native(OptimizerContestant):
     name = "sparsestep"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if core.core is None:
+        if _native.ext is None:
             raise Unavailable("installed without the C++ core")
         self._optimizer, self._options = optimizer, options
         self._steps = 0

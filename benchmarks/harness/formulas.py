@@ -20,7 +20,7 @@ from benchmarks.harness.limit import Limit
 from benchmarks.harness.race import Follow, race, threads, timings
 from benchmarks.harness.results import CaseResult, Refusal
 from benchmarks.harness.workload import Unavailable, Workload
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 
 
 @sparsestep.rule(state={"exp_avg": 0.0, "exp_avg_sq": 0.0})

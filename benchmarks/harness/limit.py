@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from benchmarks.harness.contestants import Contestant, Factory, element_states, rule_of, tensors
 from benchmarks.harness.workload import LEARNING_RATE, Gradient, Unavailable, Workload
-from sparsestep import SparseAdam, core
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep import SparseAdam, _native
+from sparsestep.optim.optimizer import RuleOptimizer
 
 try:
     from benchmarks.harness import _limit
@@ -98,7 +98,7 @@ class Limit(Contestant):
     name = "limit"
 
     def __init__(self, workload: Workload, optimizer: Factory = SparseAdam, **options: Any) -> None:
-        if core.core is None:
+        if _native.ext is None:
             raise Unavailable("installed without the C++ core")
         if limit_module is None:
             raise Unavailable("not built: run make bench")
@@ -121,7 +121,9 @@ class Limit(Contestant):
         ]
         self._rule = limit_module.rules().index(rule.name)
         self._run = limit_module.run
-        self._instruction_set = limit_module.instruction_sets().index(str(core.instruction_set()))
+        self._instruction_set = limit_module.instruction_sets().index(
+            str(_native.instruction_set())
+        )
         self._calls: list[tuple[Any, ...]] = []
         self._step = 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.cases import Case, Formula, Program
-from sparsestep import core
+from sparsestep import _native
 from sparsestep.cli import info
 from sparsestep.version import __version__
 
@@ -181,7 +181,7 @@ def header() -> Header:
         huge_pages=info.huge_pages(),
     )
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Header(machine, versions(), core.instruction_set(), commit(), date)
+    return Header(machine, versions(), _native.instruction_set(), commit(), date)
 
 
 def new_report(scale: float, seconds: float) -> Report:

@@ -12,8 +12,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import sparsestep
-from sparsestep.contract.rule import State
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.rule import State
 
 # Options that make an optimizer keep more, a value that does it, and how the table says so.
 ADDING_STATE = {

@@ -6,7 +6,7 @@
 
 namespace sparsestep {
 
-// src/sparsestep/engines/tiles.py has the same names in the same order.
+// src/sparsestep/engines/lowering.py has the same names in the same order.
 enum class Code : uint16_t {
     // of two
     add,

@@ -1,5 +1,5 @@
 // Dense semantics: what idle rows missed, done at once. How they move is in motions.h; the oracle
-// of the tests is in src/sparsestep/dense.
+// of the tests is in src/sparsestep/deferred.
 //
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once

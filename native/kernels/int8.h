@@ -1,5 +1,5 @@
 // State stored as int8: a code for each element, a scale for each row. What a code stands for, and
-// why, is in src/sparsestep/contract/int8.py; this is its twin, with the same codes.
+// why, is in src/sparsestep/rules/int8.py; this is its twin, with the same codes.
 //
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
 #pragma once

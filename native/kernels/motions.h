@@ -1,4 +1,4 @@
-// How a parameter moves without a gradient: the C++ twins of src/sparsestep/contract/motion.py, a
+// How a parameter moves without a gradient: the C++ twins of src/sparsestep/rules/idle.py, a
 // struct for each motion. The list of them is at the end.
 //
 // Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).

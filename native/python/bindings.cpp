@@ -97,7 +97,7 @@ nb::list instruction_set_names() {
 
 }  // namespace
 
-NB_MODULE(_native, module) {
+NB_MODULE(_C, module) {
     // Optimizers may live until the interpreter ends, and Groups with them.
     nb::set_leak_warnings(false);
     watch_forks();

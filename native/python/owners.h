@@ -1,4 +1,4 @@
-// Ids for the processes that have their rows: see src/sparsestep/distributed/owners.py. Included by
+// Ids for the processes that have their rows: see src/sparsestep/distributed/_packing.py. Included by
 // bindings.cpp alone.
 #pragma once
 

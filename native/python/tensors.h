@@ -116,7 +116,7 @@ bool is_plain_tensor(nb::handle object) {
     return type == names().tensor || type == names().parameter;
 }
 
-// The class of src/sparsestep/gradients/compact.py, which it tells the core.
+// The class of src/sparsestep/grads/compact.py, which it tells the core.
 PyObject* compact_class = nullptr;
 void set_compact_class(nb::object type) { compact_class = type.release().ptr(); }
 

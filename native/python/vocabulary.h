@@ -1,4 +1,4 @@
-// Ids and their rows: see src/sparsestep/nn/ids.py. Included by bindings.cpp alone.
+// Ids and their rows: see src/sparsestep/nn/vocabulary/id_table.py. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

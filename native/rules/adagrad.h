@@ -1,4 +1,4 @@
-// Adagrad as torch.optim.Adagrad has it. The Python twin is src/sparsestep/rules/adagrad.py.
+// Adagrad as torch.optim.Adagrad has it. The Python twin is src/sparsestep/optim/adagrad.py.
 #pragma once
 
 #include "rules/math.h"

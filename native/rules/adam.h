@@ -1,5 +1,5 @@
 // Adam as torch.optim.Adam has it (eps after bias correction), and AMSGrad, which divides by the
-// largest second moment so far. The Python twin is src/sparsestep/rules/adam.py.
+// largest second moment so far. The Python twin is src/sparsestep/optim/adam.py.
 #pragma once
 
 #include "rules/bias.h"

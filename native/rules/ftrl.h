@@ -1,5 +1,5 @@
 // Follow the regularised leader, proximal, per coordinate.
-// The Python twin is src/sparsestep/rules/ftrl.py.
+// The Python twin is src/sparsestep/optim/ftrl.py.
 #pragma once
 
 #include "rules/math.h"

@@ -1,5 +1,5 @@
 // Lion: a step of constant size along the sign of an average.
-// The Python twin is src/sparsestep/rules/lion.py.
+// The Python twin is src/sparsestep/optim/lion.py.
 #pragma once
 
 #include "rules/math.h"

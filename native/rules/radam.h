@@ -1,6 +1,6 @@
 // RAdam as torch.optim.RAdam has it: Adam whose step is rectified for the variance of its second
 // moment, and which does not divide by it in the first steps, where there is too little of it.
-// The Python twin is src/sparsestep/rules/radam.py.
+// The Python twin is src/sparsestep/optim/radam.py.
 #pragma once
 
 #include "rules/bias.h"

@@ -1,5 +1,5 @@
 // RMSprop as torch.optim.RMSprop has it: with or without momentum, centered or not.
-// The Python twin is src/sparsestep/rules/rmsprop.py.
+// The Python twin is src/sparsestep/optim/rmsprop.py.
 #pragma once
 
 #include "rules/math.h"

@@ -1,5 +1,5 @@
 // Adagrad with one sum per row, fed by the mean of the row's squared gradient.
-// The Python twin is src/sparsestep/rules/rowwise_adagrad.py.
+// The Python twin is src/sparsestep/optim/rowwise_adagrad.py.
 #pragma once
 
 #include "rules/math.h"

@@ -1,5 +1,5 @@
 // Adam with one second moment per row, fed by the mean of the row's squared gradient; the first
-// moment is kept per element. The Python twin is src/sparsestep/rules/rowwise_adam.py.
+// moment is kept per element. The Python twin is src/sparsestep/optim/rowwise_adam.py.
 #pragma once
 
 #include "rules/bias.h"

@@ -1,5 +1,5 @@
 // Stochastic gradient descent as torch.optim.SGD has it, without and with momentum.
-// The Python twin is src/sparsestep/rules/sgd.py.
+// The Python twin is src/sparsestep/optim/sgd.py.
 #pragma once
 
 namespace sparsestep {

@@ -1,5 +1,5 @@
 // Adam's formula as torch.optim.SparseAdam has it: eps is added before bias correction.
-// The Python twin is src/sparsestep/rules/sparse_adam.py.
+// The Python twin is src/sparsestep/optim/sparse_adam.py.
 #pragma once
 
 #include "rules/bias.h"

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t rows = 70, base = 3, steps = 40;
 
-// The steps since base, as src/sparsestep/dense keeps them.
+// The steps since base, as src/sparsestep/deferred keeps them.
 struct History {
     std::string motion;
     double first, second, eps;

@@ -5,20 +5,20 @@ from sparsestep import interpreter  # noqa: F401  (first: it refuses subinterpre
 # isort: split
 from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
-from sparsestep.gradients.clip import clip_grad_norm_, clip_grad_value_
-from sparsestep.gradients.touched import Touched
-from sparsestep.rules.adagrad import Adagrad, FunctionalAdagrad
-from sparsestep.rules.adam import Adam, FunctionalAdam
-from sparsestep.rules.adamw import AdamW, FunctionalAdamW
-from sparsestep.rules.ftrl import Ftrl, FunctionalFtrl
-from sparsestep.rules.lion import FunctionalLion, Lion
-from sparsestep.rules.radam import FunctionalRAdam, RAdam
-from sparsestep.rules.rmsprop import FunctionalRMSprop, RMSprop
-from sparsestep.rules.rowwise_adagrad import FunctionalRowwiseAdagrad, RowwiseAdagrad
-from sparsestep.rules.rowwise_adam import FunctionalRowwiseAdam, RowwiseAdam
-from sparsestep.rules.sgd import SGD, FunctionalSGD
-from sparsestep.rules.sparse_adam import FunctionalSparseAdam, SparseAdam
-from sparsestep.rules.user import rule
+from sparsestep.grads.clip import clip_grad_norm_, clip_grad_value_
+from sparsestep.grads.indexed import Touched
+from sparsestep.optim.adagrad import Adagrad, FunctionalAdagrad
+from sparsestep.optim.adam import Adam, FunctionalAdam
+from sparsestep.optim.adamw import AdamW, FunctionalAdamW
+from sparsestep.optim.custom import rule
+from sparsestep.optim.ftrl import Ftrl, FunctionalFtrl
+from sparsestep.optim.lion import FunctionalLion, Lion
+from sparsestep.optim.radam import FunctionalRAdam, RAdam
+from sparsestep.optim.rmsprop import FunctionalRMSprop, RMSprop
+from sparsestep.optim.rowwise_adagrad import FunctionalRowwiseAdagrad, RowwiseAdagrad
+from sparsestep.optim.rowwise_adam import FunctionalRowwiseAdam, RowwiseAdam
+from sparsestep.optim.sgd import SGD, FunctionalSGD
+from sparsestep.optim.sparse_adam import FunctionalSparseAdam, SparseAdam
 from sparsestep.version import __version__
 
 __all__ = [

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from sparsestep.torch_internals import profiler_enabled
+from sparsestep._torch import profiler_enabled
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ from benchmarks.harness.cases import Case, case
 from benchmarks.harness.contestants import Native, TorchDenseAdam, TorchSparseAdam
 from benchmarks.harness.limit import Limit
 from benchmarks.harness.results import CaseResult, Refusal, Report
-from sparsestep import core
+from sparsestep import _native
 
 TINY = ["--scale", "100000", "--seconds", "0.001", "--threads", "1"]
 
@@ -158,7 +158,7 @@ def test_a_tiny_run(
 def test_unavailable_contestants_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(core, "core", None)
+    monkeypatch.setattr(_native, "core", None)
     monkeypatch.setattr(results, "WIDEST_SPREAD", float("inf"))
     assert main([*TINY, "--suite", "small"]) == 0
     printed = capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_unavailable_contestants_are_shown(
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(core, "core", None)
+    monkeypatch.setattr(_native, "core", None)
     assert main([*TINY, "--suite", "skew", "--only", "limit", "--without", "torch"]) == 0
     assert "- limit: installed without the C++ core." in capsys.readouterr().out
 

@@ -42,12 +42,12 @@ from sparsestep import (
     RowwiseAdagrad,
     RowwiseAdam,
     SparseAdam,
-    core,
+    _native,
 )
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 
 needs_core = pytest.mark.skipif(
-    core.core is None or limit.limit_module is None, reason="make bench builds the limit"
+    _native.ext is None or limit.limit_module is None, reason="make bench builds the limit"
 )
 
 
@@ -127,8 +127,8 @@ RULES: dict[str, tuple[type[RuleOptimizer], dict[str, Any]]] = {
 
 @needs_core
 def test_every_rule_of_the_core_is_there() -> None:
-    assert core.core is not None
-    assert core.core.rules().keys() == RULES.keys()
+    assert _native.ext is not None
+    assert _native.ext.rules().keys() == RULES.keys()
     assert limit.limit_module is not None
     assert set(limit.limit_module.rules()) == RULES.keys()
 

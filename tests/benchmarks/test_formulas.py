@@ -10,9 +10,9 @@ from benchmarks.harness.cases import SUITES, Formula, formula
 from benchmarks.harness.contestants import OptimizerContestant
 from benchmarks.harness.results import Report, new_report
 from benchmarks.harness.workload import Workload
-from sparsestep import core
+from sparsestep import _native
 
-pytestmark = pytest.mark.skipif(core.core is None, reason="they are measured on the core")
+pytestmark = pytest.mark.skipif(_native.ext is None, reason="they are measured on the core")
 
 
 def test_the_suite_has_every_formula():

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import training_iterations as programs
 from benchmarks.harness.cases import SUITES, Program, program
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 
 SMALL = {
     "dlrm": program("dlrm", 50, 8, 24, "zipf", 3, length=4),

@@ -20,7 +20,7 @@ import torch
 from torch.testing import assert_close
 
 import sparsestep
-from sparsestep import cli, core
+from sparsestep import _native, cli
 from sparsestep.cli import demo, info, skipgram
 from sparsestep.cli.skipgram import SkipgramDataset, TrainingRun, WordCounts
 
@@ -179,15 +179,15 @@ def test_info_prints_a_line_per_key_and_json_the_same(capsys: Captured) -> None:
 
 
 def test_info_without_the_core_says_why(capsys: Captured, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(core, "core", None)
-    monkeypatch.setattr(core, "why_missing", "GLIBC_2.99 not found")
+    monkeypatch.setattr(_native, "core", None)
+    monkeypatch.setattr(_native, "why_missing", "GLIBC_2.99 not found")
     assert cli.main(["info"]) == 0
     said = "reference (the C++ core is missing: GLIBC_2.99 not found)"
     assert said in capsys.readouterr().out
 
 
 def test_info_reports_an_instruction_set_that_is_not_here(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(core, "isa", core._InUse())
+    monkeypatch.setattr(_native, "isa", _native._InUse())
     monkeypatch.setenv("SPARSESTEP_ISA", "mmx")
     assert "Got 'mmx'" in info.format_lines(info.collect())
 

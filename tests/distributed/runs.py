@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.ranks import Rank
 from tests.table import EVERY, Variant, sm3_by_rows
 

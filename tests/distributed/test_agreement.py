@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.distributed.runs import PLAN, Net, each_kind, net_batch, said, whole
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
@@ -97,7 +97,7 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     """Several lookups, several backward calls, a discarded gradient, a graph before the step."""
     if kind == "rows in chunks":
         kind = "rows"
-        rank.monkeypatch.setattr("sparsestep.distributed.wire.CHUNK", 24)
+        rank.monkeypatch.setattr("sparsestep.distributed.collectives.CHUNK", 24)
     table, opt = sharded(kind, order="global")
     ones = torch.ones(2, 2)
     table(torch.tensor([5, 6])).backward(ones)
@@ -234,7 +234,7 @@ STEPS = 6
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How many lookups send ids when they are done."""
-    from sparsestep.distributed import lookups
+    from sparsestep.distributed import lookup as lookups
 
     calls: list[int] = []
     real = lookups.send_ids

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed import contents, files, manifest, writing
-from sparsestep.torch_internals import group_timeout
+from sparsestep._torch import group_timeout
+from sparsestep.distributed import writing
+from sparsestep.distributed.checkpoint import _manifest as manifest
+from sparsestep.distributed.checkpoint import _state as contents
+from sparsestep.distributed.checkpoint import files
 from tests.distributed.runs import (
     STEPS,
     Batch,

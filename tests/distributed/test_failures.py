@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed import answers, arrivals, lookups, sending, wire
-from sparsestep.optimizer.plan import Plan
-from sparsestep.torch_internals import group_timeout
+from sparsestep._torch import group_timeout
+from sparsestep.distributed import answers, sending
+from sparsestep.distributed import collectives as wire
+from sparsestep.distributed import grads as arrivals
+from sparsestep.distributed import lookup as lookups
+from sparsestep.optim.step import Plan
 from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
 

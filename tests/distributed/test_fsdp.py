@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
 from tests.torch_versions import SUMS_SHARDED_GRADIENTS, needs_means_over_gloo

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.moving import FRESH, Layout, Move, Moved, Part, moved
-from sparsestep.distributed.stored import Stored
-from sparsestep.distributed.wire import Wire
+from sparsestep.distributed.checkpoint.moving import FRESH, Layout, Move, Moved, Part, moved
+from sparsestep.distributed.checkpoint.stored import Stored
+from sparsestep.distributed.collectives import Wire
 from sparsestep.errors import InputError
-from sparsestep.nn.ids import Evict, Options
+from sparsestep.nn.vocabulary.id_table import Evict, Options
 
 # Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
 ROWS, LANES = 7, 2

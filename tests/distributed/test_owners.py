@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsestep.core import core
-from sparsestep.distributed.owners import _split_by_torch, distinct, split, split_singles
+from sparsestep._native import ext
+from sparsestep.distributed._packing import _split_by_torch, distinct, split, split_singles
 
-pytestmark = pytest.mark.skipif(core is None, reason="without the core, torch's sorting is all")
+pytestmark = pytest.mark.skipif(ext is None, reason="without the core, torch's sorting is all")
 
 LARGE = 1 << 40
 
@@ -56,7 +56,7 @@ def test_distinct_ids_are_those_that_there_are(count: int, rows: int, seed: int)
 
 
 def test_what_does_not_fit_together_is_refused():
-    assert core is not None
+    assert ext is not None
     ids, room = torch.arange(4), torch.empty(4, dtype=torch.int64)
     for starts, world, rows in (
         (torch.tensor([0, 5]), 2, room),
@@ -68,8 +68,8 @@ def test_what_does_not_fit_together_is_refused():
         (torch.tensor([0, 4]), 2, room.to(torch.int16)),
     ):
         with pytest.raises(ValueError, match="no such bags"):
-            core.split_by_owner(ids, starts, world, rows, None, None, None)
-    assert core.distinct(ids, 3, room, room.clone()) == -1
+            ext.split_by_owner(ids, starts, world, rows, None, None, None)
+    assert ext.distinct(ids, 3, room, room.clone()) == -1
 
 
 @pytest.mark.parametrize("ranks", [2, 32, 256])

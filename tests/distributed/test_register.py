@@ -18,8 +18,8 @@ from torch import Tensor
 import sparsestep
 import sparsestep.distributed
 from sparsestep.distributed import scripted
-from sparsestep.optimizer.functional import FunctionalOptimizer
-from sparsestep.rules import FUNCTIONAL
+from sparsestep.optim import FUNCTIONAL
+from sparsestep.optim.functional import FunctionalOptimizer
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.ranks import on_ranks
 from tests.table import each_optimizer, same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed.owners import owner_of
+from sparsestep.distributed._packing import owner_of
 from sparsestep.errors import InputError
-from sparsestep.nn.ids import public_hash
+from sparsestep.nn.vocabulary.id_table import public_hash
 from tests.distributed.runs import said, whole
 from tests.ranks import Rank, ranks
 from tests.table import same_bits

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed import wire
-from sparsestep.distributed.owners import owner_of
+from sparsestep.distributed import collectives as wire
+from sparsestep.distributed._packing import owner_of
 from tests.distributed.runs import said
 from tests.ranks import on_ranks
 

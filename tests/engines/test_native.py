@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import core
-from sparsestep.gradients.touched import Touched
+from sparsestep import _native
+from sparsestep.grads.indexed import Touched
 from tests.table import ENGINES, VARIANTS, same_bits
 
 NATIVE = Path(__file__).parents[2] / "native"
@@ -33,27 +33,27 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_plainest_instruction_set_is_everywhere():
-    assert next(iter(core.instruction_sets())) == "baseline"
-    assert core.instruction_sets()["baseline"]
+    assert next(iter(_native.instruction_sets())) == "baseline"
+    assert _native.instruction_sets()["baseline"]
 
 
 @pytest.mark.parametrize("name", ENGINES[1:])
 def test_the_environment_forces_an_instruction_set(name: str):
-    code = "from sparsestep import core; print(core.instruction_set())"
+    code = "from sparsestep import _native; print(_native.instruction_set())"
     assert run_python(code, SPARSESTEP_ISA=name).stdout.strip() == name
 
 
 @pytest.mark.slow
 def test_an_unknown_instruction_set_is_refused():
-    code = "from sparsestep import core; core.instruction_set()"
+    code = "from sparsestep import _native; _native.instruction_set()"
     done = run_python(code, SPARSESTEP_ISA="mmx")
     assert done.returncode == 1
     assert re.search("SPARSESTEP_ISA must be one of baseline.*Got 'mmx'", done.stderr)
 
 
 def test_every_rule_has_its_native_twin():
-    assert core.core is not None
-    twins = core.core.rules()
+    assert _native.ext is not None
+    twins = _native.ext.rules()
     for variant in VARIANTS:
         rule = variant.rule
         _, states, slot_states, options = twins[rule.name]
@@ -66,17 +66,17 @@ def test_every_rule_has_its_native_twin():
 
 
 def test_every_motion_has_its_native_twin():
-    assert core.core is not None
+    assert _native.ext is not None
     motions = {variant.rule.motion.native for variant in VARIANTS if variant.rule.motion}
-    assert set(core.core.motions()) == motions
+    assert set(_native.ext.motions()) == motions
 
 
 def test_a_catch_up_that_makes_no_sense_is_refused():
-    assert core.core is not None
-    work = core.core.CatchUp()
+    assert _native.ext is not None
+    work = _native.ext.CatchUp()
     with pytest.raises(ValueError, match="no such motion"):
         work.run(threads=1, instruction_set=0)
-    work.motion = core.core.motions().index("geometric")
+    work.motion = _native.ext.motions().index("geometric")
     work.param, work.last = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
     work.state, work.powers, work.buffer = (torch.zeros(2, 3),), (None,), 1
     with pytest.raises(ValueError, match="no such rule"):
@@ -92,7 +92,7 @@ def test_kernels_share_no_code_between_instruction_sets(source: str, table: str,
 
     The sources are the same for all of them, so one is enough.
     """
-    isa, *flags = ("avx2", "-mavx2") if "avx2" in core.instruction_sets() else ("baseline",)
+    isa, *flags = ("avx2", "-mavx2") if "avx2" in _native.instruction_sets() else ("baseline",)
     built = tmp_path / "kernels.o"
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
@@ -186,21 +186,21 @@ print("ok")
 
 
 def test_a_bad_call_into_the_core_is_refused():
-    assert core.core is not None
+    assert _native.ext is not None
     with pytest.raises(ValueError, match="instruction set"):
-        core.core.Jobs(999)
-    jobs = core.core.Jobs(0)
+        _native.ext.Jobs(999)
+    jobs = _native.ext.Jobs(0)
     one = torch.zeros(1, 1)
     options = (0.1, 0.1, 0.1, 0.1)
     names = ("exp_avg", "exp_avg_sq")
     whole = Touched(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
-        core.core.Group(999, names, True, 1.0, 0.0, 1.0, options)
+        _native.ext.Group(999, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        core.core.Group(0, names[:1], True, 1.0, 0.0, 1.0, options)
+        _native.ext.Group(0, names[:1], True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        core.core.Group(0, names, True, 1.0, 0.0, 1.0, options[:-1])
-    group = core.core.Group(0, names, True, 1.0, 0.0, 1.0, options)
+        _native.ext.Group(0, names, True, 1.0, 0.0, 1.0, options[:-1])
+    group = _native.ext.Group(0, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
         jobs.add(group, 1, whole, one, [one], None, None, "who", 0)
     with pytest.raises(TypeError):
@@ -216,7 +216,7 @@ def test_a_bad_call_into_the_core_is_refused():
 
 PURE = """
 import sys, warnings
-sys.modules["sparsestep.core._native"] = None   # what an installation without the core looks like
+sys.modules["sparsestep._C"] = None   # what an installation without the core looks like
 import torch, sparsestep
 table = torch.nn.Embedding(10, 4, sparse=True)
 opt = sparsestep.SparseAdam(table.parameters(), lr=0.1)
@@ -245,7 +245,7 @@ def test_without_the_core_everything_works_and_says_once_that_it_is_slow():
 def test_tables_above_two_billion_slots():
     """Element-wise positions need more than 32 bits; the memory is never touched."""
     rows, columns = 2**17, 2**15
-    param = sparsestep.memory.pages.zeros(
+    param = sparsestep.memory.lazy.zeros(
         torch.Size([rows, columns]), torch.float16, torch.device("cpu")
     )
     opt = sparsestep.SparseAdam([param], lr=0.5, engine="native")

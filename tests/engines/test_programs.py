@@ -13,15 +13,15 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import engines
-from sparsestep.contract.program import RecordError
-from sparsestep.contract.rule import Rule, State
-from sparsestep.contract.stand_in import record
-from sparsestep.engines.protocol import ParamUpdate, Settings
-from sparsestep.engines.tiles import CODES, lowered
-from sparsestep.gradients.touched import Touched
-from tests.contract.random_formulas import Formula, computed, formulas
+from sparsestep.engines.base import ParamUpdate, Settings
+from sparsestep.engines.lowering import CODES, lowered
+from sparsestep.grads.indexed import Touched
+from sparsestep.rules.program import RecordError
+from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.trace import record
 from tests.engines import emulator
 from tests.generate.cases import EXAMPLES
+from tests.rules.random_formulas import Formula, computed, formulas
 from tests.table import INSTRUCTION_SETS, VARIANTS, Variant, running_on, same_bits
 
 pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="the core is not installed")
@@ -151,7 +151,7 @@ def test_more_than_the_core_has_room_for():
 
 
 def test_the_core_refuses_programs_that_it_could_not_run():
-    core = sparsestep.core.core
+    core = sparsestep._native.ext
     assert core is not None
 
     def made(code: str, to: int, *operands: int) -> bytes:

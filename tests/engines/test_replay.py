@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.engines import finishing, replay, torch_kernels
+from sparsestep.engines import finishing, replay
+from sparsestep.engines import torch_fused as torch_kernels
 from sparsestep.engines.replay import CannotReplayError, Recording, Replay, pieces
 from tests.table import same_bits
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.engines import rounding
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.engines.half_precision import each_half, seeded
 from tests.table import (
     ENGINES,

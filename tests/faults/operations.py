@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 
 ROWS, DIM = 3000, 16
@@ -554,7 +554,7 @@ class SaveAndCompact(SaveChanges):
     """Journals are merged into the base."""
 
     def run(self) -> None:
-        from sparsestep.storage import checkpoints
+        from sparsestep.storage import checkpoint as checkpoints
 
         checkpoints._LEAST_BYTES, checkpoints._MOST_OF_BASE = 1, 0.01
         super().run()

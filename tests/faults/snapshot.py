@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 
 Snapshot = dict[str, Any]
 

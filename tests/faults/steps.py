@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.engines import torch_kernels
+from sparsestep.engines import torch_fused as torch_kernels
 from tests.faults.allocations import Allocations, is_out_of_memory
 
 Scenario = Callable[[], tuple[Any, Callable[[int], None]]]

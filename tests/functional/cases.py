@@ -12,9 +12,9 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import functional
-from sparsestep.contract.rule import Rule
-from sparsestep.optimizer import state as states
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim import state as states
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.rule import Rule
 from tests.table import FUNCTIONS, same_bits
 
 SHAPE = (7, 5)

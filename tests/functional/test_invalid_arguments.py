@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError
-from sparsestep.gradients.touched import Touched
+from sparsestep.grads.indexed import Touched
 from tests.functional.cases import (
     BASIC,
     SHAPE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsestep.gradients.layouts import Gradient
-from sparsestep.gradients.touched import Touched
+from sparsestep.grads.indexed import Touched
+from sparsestep.grads.layouts import Gradient
 from tests.functional.cases import (
     BASIC,
     MORE,

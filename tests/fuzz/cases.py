@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from sparsestep import core
+from sparsestep import _native
 from tests.fuzz.findings import where
 from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
 from tests.fuzz.outcome import Outcome
@@ -51,11 +51,11 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     if INSTRUCTION_SETS:
-        core.use_instruction_set(chance.pick(INSTRUCTION_SETS))
+        _native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
     kind = chance.weighted(KINDS)
     name = kind.__name__.replace("_", " ")
     if tell is not None:
-        tell(f"{name}, instruction set {core.instruction_set()}")
+        tell(f"{name}, instruction set {_native.instruction_set()}")
     try:
         kind(chance, say)
     except FindingError as found:

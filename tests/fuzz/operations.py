@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError, clip_grad_norm_, core
-from sparsestep.rules import OPTIMIZERS
+from sparsestep import InputError, _native, clip_grad_norm_
+from sparsestep.optim import OPTIMIZERS
 from tests import oracle
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import INSTRUCTION_SETS, World
@@ -290,7 +290,7 @@ def switch(world: World) -> None:
     isa = world.chance.pick(INSTRUCTION_SETS or ["none"])
     world.threads = world.chance.integer(1, 3)
     if INSTRUCTION_SETS:
-        core.use_instruction_set(isa)
+        _native.use_instruction_set(isa)
     world.optimizer.engine = world.chance.pick(["auto", "auto", "reference"])
     world.say(f"{world.threads} threads, {isa}, engine {world.optimizer.engine}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError, core
+from sparsestep import InputError, _native
 from tests.fuzz.findings import check_refusal
 from tests.generate.grads import Drawn, any_grad
 from tests.generate.params import any_class, any_dtype, any_mask, any_options, any_param, written
@@ -20,7 +20,7 @@ from tests.oracle import FindingError
 from tests.subject import NOT_NATIVE, Snapshot, Subject, by_hand_class
 from tests.table import same_bits
 
-INSTRUCTION_SETS = [name for name, there in core.instruction_sets().items() if there]
+INSTRUCTION_SETS = [name for name, there in _native.instruction_sets().items() if there]
 Say = Callable[[str], None]
 
 
@@ -136,17 +136,17 @@ class World(Subject):
         place = {id(p): q for (_, _, p), (_, _, q) in zip(self.each(), twin.each(), strict=True)}
         twin.params = [place[id(p)] for p in self.params if id(p) in place]
         twin.give(drawn)
-        isa = core.instruction_set()
+        isa = _native.instruction_set()
         twin.threads = self.chance.integer(1, 3)
         if isa is not None:
-            core.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
+            _native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         try:
             twin.step()
         except InputError:
             pass
         finally:
             if isa is not None:
-                core.use_instruction_set(isa)
+                _native.use_instruction_set(isa)
         return twin
 
     def _compare_with(self, twin: World) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 
 from sparsestep import Touched
-from sparsestep.gradients.layouts import Gradient as AnyGradient
+from sparsestep.grads.layouts import Gradient as AnyGradient
 from tests.generate.cases import Gradient
 
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)

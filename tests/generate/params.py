@@ -12,8 +12,8 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import storage
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.generate.source import Source
 from tests.table import sign_sgd, sm3_by_rows
 

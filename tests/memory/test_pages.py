@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsestep.memory import pages
+from sparsestep.memory import lazy as pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -40,7 +40,7 @@ def resident():
 LARGE_TABLE = """
 ROWS, DIM, LOOKUPS = 40_000_000, 16, 256
 # The param is lazy too, or the test would need 2.5 GB for it.
-param = sparsestep.memory.pages.zeros(
+param = sparsestep.memory.lazy.zeros(
     torch.Size([ROWS, DIM]), torch.float32, torch.device("cpu")
 )
 opt = sparsestep.SparseAdam([param], lr=0.1)
@@ -59,7 +59,7 @@ print("ok")
 NEW_TOKENS = """
 ROWS, DIM, NEW = 150_000, 1_024, 5
 shape, cpu = torch.Size([ROWS, DIM]), torch.device("cpu")
-param, grad = (sparsestep.memory.pages.zeros(shape, torch.float32, cpu) for _ in range(2))
+param, grad = (sparsestep.memory.lazy.zeros(shape, torch.float32, cpu) for _ in range(2))
 mask = torch.arange(ROWS) >= ROWS - NEW
 grad[mask] = 1.0
 opt = sparsestep.AdamW([{"params": [param], "mask": mask}], lr=0.1)

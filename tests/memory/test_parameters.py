@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import sparsestep
-from sparsestep.memory.parameters import has_internal_overlap, overlapping
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.memory.tensors import has_internal_overlap, overlapping
+from sparsestep.optim import OPTIMIZERS
 from tests.table import same_bits
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
 
 
 @sparsestep.rule

@@ -106,7 +106,7 @@ class Copy:
         if is_native:
             self._configure()
             self._build()
-        where = "import sparsestep.core as c; assert c.core; print(c.__file__)"
+        where = "import sparsestep._native as c; assert c.core; print(c.__file__)"
         status = self._call([self._python, "-c", where])
         assert (status, str(self.path) in self._log.read_text()) == (0, True), self._log.read_text()
 
@@ -158,7 +158,7 @@ class Copy:
             print(done.stdout[-4000:], done.stderr[-1000:])
             return False
         for built in self._native.glob("_native*.so"):
-            shutil.copy(built, self.path / "src/sparsestep/core")
+            shutil.copy(built, self.path / "src/sparsestep/_native")
         return True
 
     @contextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OPTIMIZERS: dict[str, Any] = {

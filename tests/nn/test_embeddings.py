@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 from tests.nn.cases import DTYPES, OPTIMIZERS, Call, bag_calls, plain, row_calls, same, same_run
 from tests.table import each_engine, running_on
 

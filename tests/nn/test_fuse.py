@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
 from tests.nn.cases import plain, same
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sparsestep.nn.ids import Options
+from sparsestep.nn.vocabulary.id_table import Options
 from tests.nn import vocabulary_model
 from tests.nn.vocabulary_model import Model, compare, kinds, reloaded
 

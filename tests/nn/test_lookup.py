@@ -15,14 +15,14 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsestep
-from sparsestep.core import core, instruction_set, instruction_sets, use_instruction_set
+from sparsestep._native import ext, instruction_set, instruction_sets, use_instruction_set
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import POOLING, ROWS, Found, Request, look_up
 from tests.nn.cases import DTYPES, Call, bag_calls, plain, row_calls, same
 from tests.torch_versions import needs_tensors_that_the_core_reads, uses_torchscript
 
 pytestmark = [
-    pytest.mark.skipif(core is None, reason="the core is not installed"),
+    pytest.mark.skipif(ext is None, reason="the core is not installed"),
     pytest.mark.usefixtures("one_thread"),
     needs_tensors_that_the_core_reads,
 ]
@@ -90,7 +90,7 @@ def test_both_ways_give_the_same(call: Call):
     """The core's way and that over torch's operations, outputs and gradients."""
     cls = sparsestep.nn.EmbeddingBag if "mode" in call.options else sparsestep.nn.Embedding
     results = []
-    for there in (core, None):
+    for there in (ext, None):
         table = call.table(cls)
         with mock.patch.object(lookup, "core", there):
             output = call.backward(table)
@@ -104,11 +104,11 @@ def test_whatever_is_usual_is_done_by_the_core(call: Call):
     cls = sparsestep.nn.EmbeddingBag if "mode" in call.options else sparsestep.nn.Embedding
     call.options.pop("max_norm", None)
     table = call.table(cls)
-    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=core.look_up))) as spy:
+    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
         output = call.output(table)
     assert spy.look_up.call_count == 1
     (requests, *_), _ = spy.look_up.call_args
-    assert (core.look_up(requests, 1, 0) is not None) == (output.numel() > 0)
+    assert (ext.look_up(requests, 1, 0) is not None) == (output.numel() > 0)
 
 
 def neg(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_a_collection_is_one_call(threads: int):
     torch.set_num_threads(threads)
     tables = sparsestep.nn.EmbeddingBagCollection([(40, 8), (30, 64), (20, 3)], mode="mean")
     ids = torch.randint(20, (700, 3, 5))
-    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=core.look_up))) as spy:
+    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
         outputs = tables(ids)
     assert spy.look_up.call_count == 1
     for each, output, column in zip(tables.tables, outputs, ids.unbind(1), strict=True):

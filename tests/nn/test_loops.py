@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 from tests.nn.cases import OPTIMIZERS, each_optimizer, plain, same_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
 from sparsestep.nn import Embedding, EmbeddingBag
 from tests.nn.cases import plain, same
 from tests.torch_versions import uses_torchscript

@@ -12,7 +12,7 @@ from torch import nn
 import sparsestep
 from sparsestep import InputError
 from sparsestep.nn import optimizer_for
-from tests.dense.runs import VARIANTS
+from tests.deferred.runs import VARIANTS
 from tests.table import Variant
 
 

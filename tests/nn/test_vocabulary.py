@@ -12,7 +12,8 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.nn import Vocabulary, ids
+from sparsestep.nn import Vocabulary
+from sparsestep.nn.vocabulary import id_table as ids
 from tests.table import STATEFUL, Variant, same_bits, snapshot, unchanged
 
 pytestmark = pytest.mark.usefixtures("ids_in")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import sparsestep
-from sparsestep.nn.ids import Ids, Options, PlainIds, public_hash
-from sparsestep.nn.native_ids import NativeIds
+from sparsestep.nn.vocabulary.id_table import Ids, Options, PlainIds, public_hash
+from sparsestep.nn.vocabulary.native_ids import NativeIds
 
 
 class Model:
@@ -120,7 +120,7 @@ class Faster(Model):
 
 def kinds() -> list[type[NativeIds] | type[PlainIds]]:
     """The real ones: in the core, if it is there, and in Python."""
-    return [PlainIds] if sparsestep.core.core is None else [NativeIds, PlainIds]
+    return [PlainIds] if sparsestep._native.ext is None else [NativeIds, PlainIds]
 
 
 def compare(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
 
 # Torch's SparseAdam takes no dense gradients.
 COUNTERPARTS = [

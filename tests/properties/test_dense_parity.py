@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.properties.counterparts import COUNTERPARTS, each_counterpart
 from tests.table import each_engine, running_on, same_bits, snapshot, unchanged
 

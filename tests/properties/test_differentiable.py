@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.properties.counterparts import each_counterpart
 from tests.table import same_bits
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.generate.cases import Case, cases, each_case, take_step
 from tests.table import (
     EVERY,

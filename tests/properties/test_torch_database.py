@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
-from sparsestep.rules import OPTIMIZERS
+from sparsestep.optim import OPTIMIZERS
 from tests.table import each_engine, running_on, steps_of
 
 

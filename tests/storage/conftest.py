@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsestep.memory.files import mapped_files
+from sparsestep.memory.mapped_file import mapped_files
 
 
 @pytest.fixture(autouse=True, scope="module")

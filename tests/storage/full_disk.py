@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.memory.files import mapped_files
+from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.storage import mapped
 from tests.storage.training import state_of
 

@@ -27,8 +27,8 @@ from torch import nn
 
 import sparsestep
 import sparsestep.errors
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.storage import checkpoints
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.storage import checkpoint as checkpoints
 
 ROWS, DIM, BATCH = 2000, 64, 40
 EVERY = 3  # steps between checkpoints

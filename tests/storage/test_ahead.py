@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.memory.files import HEADER_BYTES, file_of
-from sparsestep.storage import ahead, mapped, prefetch, prefetching
+from sparsestep.memory.mapped_file import HEADER_BYTES, file_of
+from sparsestep.storage import mapped, prefetch, prefetching
+from sparsestep.storage import prefetch as ahead
 from tests.storage.training import embedding, table_in, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 
 import sparsestep
-from sparsestep.gradients.compact import Compact
-from sparsestep.memory.files import MappedFile, file_of
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep._torch import version_of
+from sparsestep.grads.compact import Compact
+from sparsestep.memory.mapped_file import MappedFile, file_of
+from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import mapped
-from sparsestep.torch_internals import version_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

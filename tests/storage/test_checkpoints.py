@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import sparsestep
-from sparsestep.storage import checkpoints, load, manifest, mapped, save, writing
+from sparsestep.storage import checkpoint as checkpoints
+from sparsestep.storage import load, manifest, mapped, save, writing
 from tests.storage.training import (
     DIM,
     ROWS,

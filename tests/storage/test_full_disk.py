@@ -15,7 +15,7 @@ import torch
 
 import sparsestep
 from sparsestep.memory import file_pages
-from sparsestep.memory.files import file_of
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped
 from tests.storage.training import embedding, table_in, train
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.memory import replacing
-from sparsestep.memory.files import file_of
+from sparsestep.memory import replace_file as replacing
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import load, manifest, mapped, save, writing
 from tests.storage.training import DIM, ROWS, Run, batches, embedding, same
 

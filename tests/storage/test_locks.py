@@ -143,7 +143,9 @@ def test_a_lock_is_inherited_but_not_by_programs(tmp_path: Path):
     """Forked workers share it, and it outlives the parent's own; started programs do not."""
     table = table_in(tmp_path / "table")
     with subprocess.Popen([sys.executable, "-Ic", "input()"], stdin=subprocess.PIPE) as process:
-        duplicate = os.dup(sparsestep.memory.files.file_of(table).descriptor)  # as fork makes one
+        duplicate = os.dup(
+            sparsestep.memory.mapped_file.file_of(table).descriptor
+        )  # as fork makes one
         del table
         gc.collect()
         assert is_locked(tmp_path / "table")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sparsestep
-from sparsestep.memory.files import file_of
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped
 
 pytestmark = [

@@ -18,7 +18,7 @@ from torch import nn
 from torch.masked import masked_tensor
 
 import sparsestep
-from sparsestep.memory.files import file_of, mapped_files
+from sparsestep.memory.mapped_file import file_of, mapped_files
 from sparsestep.storage import Mapped, mapped
 from tests.storage.training import DIM, ROWS, embedding, initial, state_of, table_in, train
 from tests.table import DTYPES, EVERY, WITH_DENSE, Variant, same_bits

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsestep
-from sparsestep.memory.files import file_of
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import Mapped, mapped
 from tests.storage.training import DIM, ROWS, embedding, initial, state_of, table_in, train
 from tests.table import DTYPES, EVERY, WITH_DENSE, Variant, same_bits

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import load, manifest, save
 from tests.table import same_bits
 

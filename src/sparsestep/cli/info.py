@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from sparsestep import core
+from sparsestep import _native
 from sparsestep.errors import InputError
 from sparsestep.version import __version__
 
@@ -61,10 +61,10 @@ def collect() -> dict[str, Value]:
         "torch": str(torch.__version__),
         "engine": engine(),
         "instruction_set": instruction_set(),
-        "instruction_sets": [name for name, here in core.instruction_sets().items() if here],
+        "instruction_sets": [name for name, here in _native.instruction_sets().items() if here],
         "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
         "threads": torch.get_num_threads(),
-        "threads_of": str(core.core.team()) if core.core else None,
+        "threads_of": str(_native.ext.team()) if _native.ext else None,
         "cpu": cpu_model(),
         "huge_pages": huge_pages(),
     }
@@ -72,15 +72,15 @@ def collect() -> dict[str, Value]:
 
 def engine() -> str:
     """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
-    if core.core is not None:
+    if _native.ext is not None:
         return "native"
-    return f"reference (the C++ core is missing: {core.why_missing})"
+    return f"reference (the C++ core is missing: {_native.why_missing})"
 
 
 def instruction_set() -> str | None:
     """The instruction set in use, or why there is none: SPARSESTEP_ISA may ask for too much."""
     try:
-        return core.instruction_set()
+        return _native.instruction_set()
     except InputError as error:
         return str(error)
 

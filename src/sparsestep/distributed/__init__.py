@@ -14,14 +14,15 @@ from functools import partial
 
 import torch
 
-from sparsestep.distributed import overlap, scripted
-from sparsestep.distributed.checkpoints import async_save, consolidate, load, save
-from sparsestep.distributed.lockstepping import lockstep
+from sparsestep.distributed import _functional_optim as overlap
+from sparsestep.distributed import scripted
+from sparsestep.distributed.checkpoint import async_save, consolidate, load, save
+from sparsestep.distributed.lockstep import lockstep
 from sparsestep.distributed.plan import Placement, Plan
-from sparsestep.distributed.sharding import shard
+from sparsestep.distributed.shard import shard
 from sparsestep.distributed.vocabulary import Vocabulary
 from sparsestep.errors import InputError, sentence
-from sparsestep.rules import FUNCTIONAL
+from sparsestep.optim import FUNCTIONAL
 
 __all__ = [
     "Placement",

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from sparsestep._torch import embedding_bag
+from sparsestep.distributed._table import Table
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import Asked
-from sparsestep.distributed.table import Table
-from sparsestep.gradients.touched import Touched
+from sparsestep.grads.indexed import Touched
 from sparsestep.nn import lookup
 from sparsestep.nn.parts import part, part_of
-from sparsestep.torch_internals import embedding_bag
 
 # What the gradients of rows are for the weight that they were looked up in.
 Parts: TypeAlias = Callable[[Tensor], Sequence[Touched]]

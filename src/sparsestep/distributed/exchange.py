@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsestep.distributed import arrivals, lookups
-from sparsestep.distributed.agreement import Doing, Facts, Lines
+from sparsestep.distributed import grads as arrivals
+from sparsestep.distributed import lookup as lookups
+from sparsestep.distributed._handshake import Doing, Facts, Lines
+from sparsestep.distributed._table import Table
 from sparsestep.distributed.ahead import Sent
+from sparsestep.distributed.collectives import Wire
 from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
-from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Wire
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, sentence
-from sparsestep.gradients import arriving
+from sparsestep.grads import exchange as arriving
 
 _numbers = itertools.count()
 

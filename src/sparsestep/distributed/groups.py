@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from sparsestep.torch_internals import group_timeout
+from sparsestep._torch import group_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

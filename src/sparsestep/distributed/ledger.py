@@ -9,12 +9,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.agreement import Doing, Facts, Line, Lines, agree
+from sparsestep.distributed._handshake import Doing, Facts, Line, Lines, agree
+from sparsestep.distributed._table import Table
 from sparsestep.distributed.answers import Parts
+from sparsestep.distributed.collectives import Wire
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS
-from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Wire
 from sparsestep.engines.finishing import certain
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsestep.distributed import ahead
+from sparsestep.distributed._table import Table
 from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.requests import Request, request
-from sparsestep.distributed.table import Table
 from sparsestep.errors import InputError
 from sparsestep.nn.collection import EmbeddingBagCollection
-from sparsestep.nn.compiling import outside_graphs
+from sparsestep.nn.interop import outside_graphs
 
 
 class _Sharded:

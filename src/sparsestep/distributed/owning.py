@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsestep.distributed.agreement import Doing
-from sparsestep.distributed.owners import owner_of
-from sparsestep.distributed.table import Table as ShardedTable
-from sparsestep.distributed.wire import Wire, joined
+from sparsestep._process import uninterrupted
+from sparsestep.distributed._handshake import Doing
+from sparsestep.distributed._packing import owner_of
+from sparsestep.distributed._table import Table as ShardedTable
+from sparsestep.distributed.collectives import Wire, joined
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.attached import Table, drawn
-from sparsestep.nn.growing import Spare, prepare_growth
-from sparsestep.nn.ids import Ids, Saved
-from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
-from sparsestep.signals import uninterrupted
+from sparsestep.nn.grow import Spare, Table, drawn, prepare_growth
+from sparsestep.nn.vocabulary.id_table import Ids, Saved
+from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.surroundings import stack
 
 # New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.

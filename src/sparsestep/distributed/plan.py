@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsestep.distributed._table import Kind, Table, part_here
 from sparsestep.distributed.requests import LENGTHS, LONG
-from sparsestep.distributed.table import Kind, Table, part_here
 from sparsestep.errors import InputError, sentence
 
 KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")

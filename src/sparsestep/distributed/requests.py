@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.distributed import owners
-from sparsestep.distributed.table import Table
-from sparsestep.gradients.touched import HALVES
+from sparsestep.distributed import _packing as owners
+from sparsestep.distributed._table import Table
+from sparsestep.grads.indexed import HALVES
 from sparsestep.nn.checks import check_ids, refusal
 from sparsestep.nn.pooling import Bags
 from sparsestep.surroundings import cat

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep.locks import fork_safe_lock
-from sparsestep.optimizer.functional import FunctionalOptimizer
+from sparsestep.optim.functional import FunctionalOptimizer
 
 
 def functional(

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsestep.distributed._table import Table
+from sparsestep.distributed.collectives import Reader, Wire, joined, shares
 from sparsestep.distributed.requests import LENGTHS, Request
-from sparsestep.distributed.table import Table
-from sparsestep.distributed.wire import Reader, Wire, joined, shares
 
 NUMBERS = 3  # that a rank has for another, for each table of a lookup or each gradient
 

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsestep.distributed.agreement import Doing
+from sparsestep._process import uninterrupted
+from sparsestep.distributed._handshake import Doing
+from sparsestep.distributed._packing import owner_of
+from sparsestep.distributed._table import Table as ShardedTable
+from sparsestep.distributed.collectives import joined
 from sparsestep.distributed.modules import table_of
-from sparsestep.distributed.owners import owner_of
 from sparsestep.distributed.owning import SEED_BITS, OwnsIds
-from sparsestep.distributed.table import Table as ShardedTable
-from sparsestep.distributed.wire import joined
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.attached import AnyOptimizer, Attached, Init, Table
-from sparsestep.nn.compiling import outside_graphs
-from sparsestep.nn.ids import Evict
-from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
-from sparsestep.nn.vocabulary import flat_ids
-from sparsestep.signals import uninterrupted
+from sparsestep.nn.grow import AnyOptimizer, Init, Table
+from sparsestep.nn.interop import outside_graphs
+from sparsestep.nn.vocabulary.attach import Attached
+from sparsestep.nn.vocabulary.id_table import Evict
+from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
+from sparsestep.nn.vocabulary.vocabulary import flat_ids
 
 _ID_BYTES = 8
 

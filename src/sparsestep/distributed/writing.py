@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from sparsestep.distributed import manifest
+from sparsestep._process import uninterrupted
+from sparsestep.distributed.checkpoint import _manifest as manifest
+from sparsestep.distributed.checkpoint._manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
 from sparsestep.distributed.groups import new_group_like
-from sparsestep.distributed.manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
 from sparsestep.distributed.peers import Peers, as_documented
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory.copies import sync_folder
-from sparsestep.signals import uninterrupted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -72,7 +72,7 @@ def write(content: Content, folder: Path, peers: Peers) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from sparsestep.distributed.files import Writer
+    from sparsestep.distributed.checkpoint.files import Writer
 
     writer = Writer(folder)
     try:
@@ -245,7 +245,7 @@ class Checkpoint(NamedTuple):
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from sparsestep.distributed.files import Reader
+        from sparsestep.distributed.checkpoint.files import Reader
 
         try:
             with _quiet():

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparsestep import core
+from sparsestep import _native
+from sparsestep._process import uninterrupted
+from sparsestep._torch import disable_compiler
+from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.finishing import reserve
 from sparsestep.engines.native import Native
-from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.engines.reference import Reference
 from sparsestep.engines.triton import Triton, check_available
 from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
-from sparsestep.signals import uninterrupted
-from sparsestep.torch_internals import disable_compiler
 
 ENGINES = ("auto", "native", "reference", "triton")
 
@@ -30,7 +30,7 @@ def check_engine(engine: str) -> None:
     """Refuse an engine that does not exist here."""
     if engine not in ENGINES:
         raise InputError(sentence(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
-    if engine == "native" and core.core is None:
+    if engine == "native" and _native.ext is None:
         raise InputError(
             sentence(
                 "engine='native' needs the C++ core",
@@ -44,7 +44,7 @@ def check_engine(engine: str) -> None:
 
 def native_engine(engine: str) -> Native | None:
     """The native engine for a step, where there is one that may be used."""
-    return Native() if engine in ("auto", "native") and core.core is not None else None
+    return Native() if engine in ("auto", "native") and _native.ext is not None else None
 
 
 class SparseEngines:
@@ -83,7 +83,7 @@ class SparseEngines:
     def _why_reference(self, update: ParamUpdate) -> str:
         if self._engine == "reference":
             return "you set engine='reference'."
-        if core.core is None:
+        if _native.ext is None:
             return _NO_CORE
         return _why_not_native(update, self._native)
 
@@ -169,7 +169,7 @@ def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:
     rule = update.settings.rule
     if not rule.is_native and rule.recorded is None:
         return []  # compiled by torch: it was never to run elsewhere
-    if core.core is None:
+    if _native.ext is None:
         return [_NO_CORE]
     if update.param.is_cpu and (not rule.is_native or update.touched.positions is not None):
         return [_why_not_native(update, native)]

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.contract import int8
-from sparsestep.core import core, isa
+from sparsestep._native import ext, isa
+from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.programs import Programs, Recorded, recorded_again
-from sparsestep.engines.protocol import ParamUpdate, Settings
 from sparsestep.errors import InputError
-from sparsestep.gradients.layouts import Gradient
-from sparsestep.gradients.touched import bad_index
+from sparsestep.grads.indexed import bad_index
+from sparsestep.grads.layouts import Gradient
+from sparsestep.rules import int8
 
 if TYPE_CHECKING:
-    from sparsestep.core._native import _Group as Group
-    from sparsestep.gradients.masks import MaskBefore
+    from sparsestep._C import _Group as Group
+    from sparsestep.grads.masks import MaskBefore
 
     # Of a group as it was read: its values, what the core was told, its masks, if it has any.
     GroupBefore = tuple[tuple[Any, ...], Group | None, list[MaskBefore] | None]
 
-_RULES: dict[str, tuple[int, int, int, int]] = core.rules() if core else {}
+_RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 
 
 class Native:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
-        assert core is not None
-        self._jobs = core.Jobs(isa.index)
+        assert ext is not None
+        self._jobs = ext.Jobs(isa.index)
         self.programs: Programs = Programs()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
@@ -117,11 +117,11 @@ def group_of(settings: Settings) -> Group | None:
     """What the core is told of a param group; ``None`` where it does not know the rule."""
     rule = settings.rule
     twin = _RULES.get(rule.name)
-    if core is None or twin is None or not rule.is_native:
+    if ext is None or twin is None or not rule.is_native:
         return None
     found: Group | None = settings.core.get("group")
     if found is None:
-        found = settings.core["group"] = core.Group(
+        found = settings.core["group"] = ext.Group(
             twin[0],
             rule.state_names,
             rule.counts,
@@ -168,7 +168,7 @@ def step_again(
         Whether it was done. If not, nothing was: a group says something else now, or a gradient is
         not in the usual form.
     """
-    assert core is not None
+    assert ext is not None
     told, recorded, made = before
     if recorded and len(groups) != len(told):
         return False
@@ -182,7 +182,7 @@ def step_again(
             return False
         told[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
-    is_done = core.step_again(isa.index, groups, told, state, known, threads)
+    is_done = ext.step_again(isa.index, groups, told, state, known, threads)
     if is_done and recorded:
         made.clear()
     return is_done

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from sparsestep.contract.program import Program, RecordError
-from sparsestep.contract.stand_in import record
-from sparsestep.core import core
-from sparsestep.engines.protocol import Settings
-from sparsestep.engines.tiles import lowered
+from sparsestep._native import ext
+from sparsestep.engines.base import Settings
+from sparsestep.engines.lowering import lowered
+from sparsestep.rules.program import Program, RecordError
+from sparsestep.rules.trace import record
 
 if TYPE_CHECKING:
-    from sparsestep.core._native import _Group as Group
-    from sparsestep.core._native import _Program as CoreProgram
+    from sparsestep._C import _Group as Group
+    from sparsestep._C import _Program as CoreProgram
 
 # By structure. A program is small, and there are as many as there are formulas; one whose
 # structure changes with every step is not to fill the memory.
@@ -106,7 +106,7 @@ class Programs:
         found = self._recorded.get(key)
         if found is not None:
             return found
-        if core is None or settings.rule.recorded is None or id(settings) in self.refused:
+        if ext is None or settings.rule.recorded is None or id(settings) in self.refused:
             return None
         try:
             found = self._recorded[key] = _recorded(settings, step)
@@ -163,10 +163,10 @@ def recorded_again(
 
 
 def _recorded(settings: Settings, step: int) -> Recorded:
-    assert core is not None
+    assert ext is not None
     rule = settings.rule
     program = record(rule, step, settings.hyper)
-    group = core.Group(
+    group = ext.Group(
         _for_core(program),
         rule.state_names,
         step,
@@ -180,11 +180,11 @@ def _recorded(settings: Settings, step: int) -> Recorded:
 
 
 def _for_core(program: Program) -> CoreProgram:
-    assert core is not None
+    assert ext is not None
     structure = program.structure
     known = _known.get(structure)
     if known is None:
-        known = core.Program(*lowered(program).encoded)
+        known = ext.Program(*lowered(program).encoded)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[structure] = known

@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsestep.contract import int8
 from sparsestep.engines import rounding
+from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.finishing import finish
-from sparsestep.engines.protocol import ParamUpdate
 from sparsestep.errors import InputError
-from sparsestep.gradients.merge import summed
-from sparsestep.gradients.touched import HALVES
-from sparsestep.memory.parameters import overlapping
+from sparsestep.grads.dedup import summed
+from sparsestep.grads.indexed import HALVES
+from sparsestep.memory.tensors import overlapping
+from sparsestep.rules import int8
 
 
 @dataclass(slots=True)

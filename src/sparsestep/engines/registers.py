@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from sparsestep.contract.program import Argument, Number, Operation, Value
+from sparsestep.rules.program import Argument, Number, Operation, Value
 
 
 class Instruction(NamedTuple):

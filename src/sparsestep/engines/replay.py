@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sparsestep.engines.finishing import failed
-from sparsestep.memory.parameters import lie_alike
+from sparsestep.memory.tensors import lie_alike
 
 # Elements of a piece, per thread: enough that Python's share of the time is small.
 PIECE = 1 << 20

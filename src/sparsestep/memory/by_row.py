@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep._torch import coo_indices, coo_values, plain_results
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory import pages
-from sparsestep.torch_internals import coo_indices, coo_values, plain_results
+from sparsestep.memory import lazy as pages
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _CHUNK_BYTES = 1 << 20

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
+from sparsestep._process import uninterrupted
 from sparsestep.errors import sentence
 from sparsestep.memory.file_pages import extents
-from sparsestep.signals import uninterrupted
 
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory import file_lock, file_pages, schema
-from sparsestep.memory import record as records
-from sparsestep.memory.record import Kind, Record, name_of
+from sparsestep.memory import file_lock, file_pages
+from sparsestep.memory import formats as schema
+from sparsestep.memory import row_layout as records
+from sparsestep.memory.row_layout import Kind, Record, name_of
 
 HEADER_BYTES = 4096
 _VERSION = 2

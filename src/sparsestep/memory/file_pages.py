@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.core import core
+from sparsestep._native import ext
 from sparsestep.errors import sentence
 
 # After so many pages that were asked for, the earlier ones may have been given up again.
@@ -65,8 +65,8 @@ def reserve(of: Rows, rows: Tensor | None, descriptor: int, known: Tensor) -> in
     Returns:
         An errno, or 0; ``EOPNOTSUPP`` if the file system cannot reserve blocks.
     """
-    if rows is not None and core is not None:
-        return core.reserve_rows(rows, *of, descriptor, known)
+    if rows is not None and ext is not None:
+        return ext.reserve_rows(rows, *of, descriptor, known)
     whole = [(0, count(of))]
     for first, pages in whole if rows is None else _unknown(of, rows, known):
         if rows is None and known.all():
@@ -206,8 +206,8 @@ def prefetch(of: Rows, rows: Tensor, address: int, memory: mmap.mmap, known: Ten
         memory: that memory.
         known: pages that were asked for.
     """
-    if core is not None:
-        return core.prefetch_rows(rows, *of, address, known)
+    if ext is not None:
+        return ext.prefetch_rows(rows, *of, address, known)
     asked = 0
     for first, pages in _unknown(of, rows, known):
         if hasattr(mmap, "MADV_WILLNEED"):
@@ -221,8 +221,8 @@ def mark(rows: Tensor | None, marks: Tensor) -> None:
     """Set the marks of rows, or all; what is no row is left out."""
     if rows is None:
         marks.fill_(True)
-    elif core is not None:
-        core.mark_rows(rows, marks)
+    elif ext is not None:
+        ext.mark_rows(rows, marks)
     else:
         marks[rows[(rows >= 0) & (rows < len(marks))]] = True
 

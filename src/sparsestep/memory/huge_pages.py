@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsestep.memory.files import file_of
+from sparsestep.memory.mapped_file import file_of
 
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux; the second from 6.1 on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsestep.core import core
+from sparsestep._native import ext
 
 
 class RowWrites:
@@ -25,7 +25,7 @@ class RowWrites:
     """
 
     def __init__(self) -> None:
-        self._native = None if core is None else core.RowWrites()
+        self._native = None if ext is None else ext.RowWrites()
         self._others: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:

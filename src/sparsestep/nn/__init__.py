@@ -7,11 +7,11 @@ number of ids. The usual loop stays the usual loop.
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding
-from sparsestep.nn.fusing import fuse
-from sparsestep.nn.growing import grow
+from sparsestep.nn.fuse import fuse
+from sparsestep.nn.grow import grow
 from sparsestep.nn.optimizing import optimizer_for
-from sparsestep.nn.strings import hash_strings
-from sparsestep.nn.vocabulary import Vocabulary
+from sparsestep.nn.vocabulary.strings import hash_strings
+from sparsestep.nn.vocabulary.vocabulary import Vocabulary
 
 __all__ = [
     "Embedding",

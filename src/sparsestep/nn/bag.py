@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
+from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.pooling import Asked, by_torch, pooled
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]

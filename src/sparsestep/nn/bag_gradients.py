@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.gradients.touched import Touched
+from sparsestep._torch import embedding_bag_weights_backward
+from sparsestep.grads.indexed import Touched
 from sparsestep.nn.parts import part, part_of, unshared
-from sparsestep.torch_internals import embedding_bag_weights_backward
 
 MODES = {"sum": 0, "mean": 1, "max": 2}
 

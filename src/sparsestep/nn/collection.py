@@ -11,8 +11,8 @@ from torch.types import Device
 
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.bag import EmbeddingBag, Mode
-from sparsestep.nn.compiling import is_for_torch, outside_graphs
-from sparsestep.nn.fusing import make_ours, why_not
+from sparsestep.nn.fuse import make_ours, why_not
+from sparsestep.nn.interop import is_for_torch, outside_graphs
 from sparsestep.nn.pooling import Asked, pooled
 
 Sizes = tuple[int, int]

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.types import Device
 
-from sparsestep.dense.guard import readable
-from sparsestep.gradients.compact import compact
+from sparsestep.deferred.guard import readable
+from sparsestep.grads.compact import compact
 from sparsestep.nn.checks import check_ids
-from sparsestep.nn.compiling import is_for_torch, outside_graphs, scripted_as
+from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as
 from sparsestep.nn.lookup import ROWS, Found, Request, look_up
 from sparsestep.nn.parts import first_derivative, part, part_of, unshared
 from sparsestep.nn.processes import write_out_for_ddp

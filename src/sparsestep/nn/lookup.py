@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.core import core, isa
-from sparsestep.torch_internals import dispatch_modes, forward_level
+from sparsestep._native import ext, isa
+from sparsestep._torch import dispatch_modes, forward_level
 
 ROWS = 0  # a row for each id
 POOLING = {"sum": 1, "mean": 2, "max": 3}
@@ -73,7 +73,7 @@ def look_up(requests: list[Request]) -> list[Found] | None:
         ...     print(found.output.tolist(), found.positions.tolist(), found.source.tolist())
         [[8.0, 10.0], [16.0, 18.0]] [3, 1, 4, 4] [0, 0, 1, 1]
     """
-    if core is None or dispatch_modes() or forward_level() >= 0:
+    if ext is None or dispatch_modes() or forward_level() >= 0:
         return None
-    found = core.look_up(requests, torch.get_num_threads(), isa.index)
+    found = ext.look_up(requests, torch.get_num_threads(), isa.index)
     return None if found is None else [Found(*each) for each in found]

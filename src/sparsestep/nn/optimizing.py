@@ -9,8 +9,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.fusing import fuse
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.nn.fuse import fuse
+from sparsestep.optim.optimizer import RuleOptimizer
 
 Options = ParamSpec("Options")
 Made = TypeVar("Made", bound=RuleOptimizer)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsestep.gradients.touched import Touched
-from sparsestep.torch_internals import uses, uses_of_memory
+from sparsestep._torch import uses, uses_of_memory
+from sparsestep.grads.indexed import Touched
 
 
 def part(

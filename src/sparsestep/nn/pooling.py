@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsestep.dense.guard import readable
-from sparsestep.gradients.compact import compact
-from sparsestep.memory.parameters import memory_of
+from sparsestep._torch import embedding_bag
+from sparsestep.deferred.guard import readable
+from sparsestep.grads.compact import compact
+from sparsestep.memory.tensors import memory_of
 from sparsestep.nn.bag_gradients import MODES, Looked, Saved
 from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
 from sparsestep.nn.lookup import POOLING, Found, Request, look_up
 from sparsestep.nn.parts import first_derivative
 from sparsestep.nn.processes import write_out_for_ddp
-from sparsestep.torch_internals import embedding_bag
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsestep.gradients.arriving import source_of
-from sparsestep.gradients.compact import Compact
+from sparsestep.grads.compact import Compact
+from sparsestep.grads.exchange import source_of
 
 
 def write_out_for_ddp(weight: Tensor) -> None:

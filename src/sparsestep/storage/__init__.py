@@ -5,9 +5,9 @@ and loads, by way of ``journal`` (what lies in the folder) and ``copies``. That 
 file, and that state lies beside it, is known below, in ``memory/files.py``.
 """
 
-from sparsestep.storage.ahead import Prefetching, prefetch, prefetching
-from sparsestep.storage.checkpoints import load, save, writing
-from sparsestep.storage.tables import Mapped, mapped
+from sparsestep.storage.checkpoint import load, save, writing
+from sparsestep.storage.mapped import Mapped, mapped
+from sparsestep.storage.prefetch import Prefetching, prefetch, prefetching
 
 __all__ = [
     "Mapped",

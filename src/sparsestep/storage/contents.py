@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparsestep._torch import version_of
 from sparsestep.errors import InputError, is_out_of_memory, sentence
-from sparsestep.memory import pages
-from sparsestep.memory.files import MappedFile, file_of
-from sparsestep.memory.record import TABLE, described, name_of
-from sparsestep.optimizer.base import RuleOptimizer
+from sparsestep.memory import lazy as pages
+from sparsestep.memory.mapped_file import MappedFile, file_of
+from sparsestep.memory.row_layout import TABLE, described, name_of
+from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage.journal import Rows, write_base
 from sparsestep.storage.manifest import Layout, Manifest, Table
-from sparsestep.torch_internals import version_of
 
 
 class Place(NamedTuple):

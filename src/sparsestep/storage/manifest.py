@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
+from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory import record, schema
+from sparsestep.memory import formats as schema
+from sparsestep.memory import row_layout as record
 from sparsestep.memory.copies import sync_folder
 from sparsestep.memory.file_header import Header, check_version
-from sparsestep.signals import uninterrupted
 
 MANIFEST = "manifest.json"
 VERSION = 2

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import core
-from sparsestep.optimizer.base import RuleOptimizer
-from sparsestep.rules import OPTIMIZERS
-from tests.dense import own_rules
+from sparsestep import _native
+from sparsestep.optim import OPTIMIZERS
+from sparsestep.optim.optimizer import RuleOptimizer
+from tests.deferred import own_rules
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import INSTRUCTION_SETS, Say, World
 from tests.generate.grads import Drawn, any_grad
@@ -192,9 +192,9 @@ class DenseWorld(World):
     def switch(self) -> None:
         self.threads = self.chance.integer(1, 3)
         if INSTRUCTION_SETS:
-            core.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
+            _native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
         self.optimizer.engine = self.chance.pick(["auto", "reference"])
-        self.say(f"engine {self.optimizer.engine}, {core.instruction_set()}")
+        self.say(f"engine {self.optimizer.engine}, {_native.instruction_set()}")
 
     def spoil(self) -> None:
         self.say("garbage:")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optimizer.base import RuleOptimizer
-from tests.contract.random_formulas import BINARY, UNARY, Formula, computed
+from sparsestep.optim.optimizer import RuleOptimizer
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import INSTRUCTION_SETS, Say
 from tests.generate.grads import any_grad
 from tests.generate.params import any_mask, any_param, written
 from tests.generate.source import NotApplicableError, Source
 from tests.oracle import FindingError
+from tests.rules.random_formulas import BINARY, UNARY, Formula, computed
 from tests.table import same_bits
 
 # Where these jump, a rounding decides.
@@ -124,10 +124,10 @@ def _with_other_instructions(chance: Source, fast: RuleOptimizer, param: Tensor)
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in fast.state[param].items()
         }
-    now = sparsestep.core.instruction_set()
-    sparsestep.core.use_instruction_set(chance.pick(INSTRUCTION_SETS))
+    now = sparsestep._native.instruction_set()
+    sparsestep._native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
     again.step()
-    sparsestep.core.use_instruction_set(now)
+    sparsestep._native.use_instruction_set(now)
     return copied.detach()
 
 

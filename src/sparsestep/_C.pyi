@@ -1,0 +1,223 @@
+# The native core, built from native/. See native/python/bindings.cpp.
+
+from collections.abc import Sequence
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from sparsestep.grads.indexed import Touched
+
+class _Program:
+    def __init__(
+        self,
+        states: int,
+        slot_states: int,
+        numbers: int,
+        phases: tuple[tuple[bytes, bytes], ...],
+        row_results: bytes,
+    ) -> None: ...
+
+class _Group:
+    @overload
+    def __init__(
+        self,
+        rule: int,
+        names: tuple[str, ...],
+        counts: bool,
+        sign: float,
+        l2: float,
+        shrink: float,
+        options: tuple[float, ...],
+        stochastic: bool = False,
+        signs: tuple[bool, ...] = (),
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        program: _Program,
+        names: tuple[str, ...],
+        step: int,
+        sign: float,
+        l2: float,
+        shrink: float,
+        numbers: tuple[float, ...],
+        stochastic: bool,
+    ) -> None: ...
+
+class _Jobs:
+    def __init__(self, instruction_set: int) -> None: ...
+    def add(
+        self,
+        group: _Group,
+        step: int,
+        touched: Touched,
+        param: Tensor,
+        states: list[Tensor],
+        seed: int | None,
+        dealt: tuple[int, int, int] | None,
+        owner: object,
+        index: int,
+    ) -> bool: ...
+    def try_claim(
+        self,
+        group: _Group,
+        owner: object,
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+        known: dict[int, tuple[Any, ...]],
+        seen: set[int],
+        selections: list[tuple[Tensor, int, torch.Size] | None] | None,
+        grads: Sequence[Tensor | Touched | None] | None,
+        first: int,
+    ) -> list[int]: ...
+    def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
+    def commit(self) -> None: ...
+
+class CatchUp:
+    motion: int
+    param: Tensor
+    state: tuple[Tensor, ...]
+    states_per_row: int
+    powers: tuple[Tensor | None, ...]
+    rows: Tensor | None
+    last: Tensor
+    now: int
+    base: int
+    buffer: int
+    square: int
+    buffer_decay: float
+    square_decay: float
+    eps: float
+    largest_ratio: float
+    converges: bool
+    horizon: int
+    most_replayed: int
+    inverse_decay: Tensor
+    sizes: Tensor
+    roots: Tensor
+    sums: Tensor
+    options: tuple[float, ...]
+    def __init__(self) -> None: ...
+    def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
+
+class _Vocabulary:
+    def find(self, ids: Tensor, rows: Tensor, threads: int) -> int: ...
+    def claim(
+        self, ids: Tensor, rows: Tensor, now: int, taken: Tensor, threads: int
+    ) -> tuple[int, int, int]: ...
+    def commit(self, claim: int) -> bool: ...
+    def rollback(self) -> None: ...
+    def sizes(self) -> tuple[int, int, int]: ...
+    def save(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        candidate_ids: Tensor,
+        candidate_counts: Tensor,
+    ) -> None: ...
+    def load(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        candidate_ids: Tensor,
+        candidate_counts: Tensor,
+        used: int,
+        candidates: int,
+        sightings: int,
+        now: int,
+    ) -> bool: ...
+    def bytes(self) -> int: ...
+
+class RowWrites:
+    def __init__(self) -> None: ...
+    def add(self, tensor: Tensor, rows: Tensor, values: Tensor) -> bool: ...
+    def commit(self) -> None: ...
+
+class Core(Protocol):
+    """The module, as others see it; at run time there is no such class."""
+
+    Program: type[_Program]
+    Group: type[_Group]
+    Jobs: type[_Jobs]
+    def step_again(
+        self,
+        instruction_set: int,
+        groups: list[dict[str, Any]],
+        before: list[tuple[tuple[Any, ...], _Group | None, list[Any] | None]],
+        state: dict[Tensor, Any],
+        known: dict[int, tuple[Any, ...]],
+        threads: int,
+    ) -> bool: ...
+    def set_compact_class(self, type: type) -> None: ...
+    CatchUp: type[CatchUp]
+    RowWrites: type[RowWrites]
+    def slots_of(
+        self,
+        starts: Tensor,
+        others: Tensor,
+        block_rows: int,
+        row_slots: int,
+        positions: Tensor,
+        source: Tensor | None,
+        threads: int,
+    ) -> bool: ...
+    def norms(
+        self,
+        parts: tuple[Touched, ...],
+        order: int,
+        norms: Tensor,
+        threads: int,
+        instruction_set: int,
+    ) -> tuple[int | None] | None: ...
+    def split_by_owner(
+        self,
+        ids: Tensor,
+        starts: Tensor | None,
+        world: int,
+        rows: Tensor,
+        order: Tensor | None,
+        bags: Tensor | None,
+        lengths: Tensor | None,
+    ) -> tuple[list[int], list[int]]: ...
+    def distinct(self, ids: Tensor, rows: int, distinct: Tensor, which: Tensor) -> int: ...
+    def reserve_rows(
+        self,
+        rows: Tensor,
+        count: int,
+        row_bytes: int,
+        offset: int,
+        page_bytes: int,
+        file: int,
+        known: Tensor,
+    ) -> int: ...
+    def prefetch_rows(
+        self,
+        rows: Tensor,
+        count: int,
+        row_bytes: int,
+        offset: int,
+        page_bytes: int,
+        memory: int,
+        known: Tensor,
+    ) -> int: ...
+    def mark_rows(self, rows: Tensor, marks: Tensor) -> None: ...
+    def look_up(
+        self, tables: Sequence[tuple[Any, ...]], threads: int, instruction_set: int
+    ) -> list[tuple[Any, ...]] | None: ...
+    def vocabulary(
+        self,
+        rows: int,
+        shared: int,
+        admit: int,
+        candidates: int,
+        eviction: int,
+        fades_after: int,
+        keys: tuple[int, int],
+    ) -> _Vocabulary: ...
+    def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
+    def motions(self) -> list[str]: ...
+    def instruction_sets(self) -> list[tuple[str, bool]]: ...
+    def team(self) -> str: ...

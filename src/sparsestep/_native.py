@@ -1,0 +1,63 @@
+"""Loads the extension ``_C``, built from ``native/``: its instruction set, or why it is missing."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from sparsestep.errors import InputError, sentence
+
+if TYPE_CHECKING:
+    from sparsestep._C import Core
+
+ext: Core | None = None
+why_missing: str = ""
+try:
+    ext = cast("Core", import_module("sparsestep._C"))
+except ImportError as _error:  # installed without it (SPARSESTEP_PURE=1), or a broken build
+    why_missing = str(_error)
+
+__all__ = ["ext", "instruction_set", "instruction_sets", "use_instruction_set", "why_missing"]
+
+
+def instruction_sets() -> dict[str, bool]:
+    """Return the instruction sets of the extension, and whether this machine has them."""
+    return dict(ext.instruction_sets()) if ext else {}
+
+
+def _widest() -> str:
+    return [name for name, available in instruction_sets().items() if available][-1]
+
+
+class _InUse:
+    """The instruction set in use: the widest there is, or what SPARSESTEP_ISA says."""
+
+    @cached_property
+    def index(self) -> int:
+        # At first use, not at import: `sparsestep info` must be able to report a bad value.
+        self.use(os.environ.get("SPARSESTEP_ISA") or _widest())
+        return self.index
+
+    def use(self, name: str) -> None:
+        available = [known for known, here in instruction_sets().items() if here]
+        if name not in available:
+            contract = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
+            raise InputError(sentence(contract, repr(name)))
+        self.index = list(instruction_sets()).index(name)
+
+
+isa: _InUse = _InUse()
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, or ``None`` if the extension is not installed."""
+    if ext is None:
+        return None
+    return list(instruction_sets())[isa.index]
+
+
+def use_instruction_set(name: str) -> None:
+    """Use one instruction set from now on; the results do not depend on it."""
+    isa.use(name)

@@ -1,0 +1,211 @@
+"""What the steps of an optimizer would have done to a row without a gradient.
+
+For Adam a row that is current after step j and needed after step n has moved by
+
+    sum over s = j+1 .. n of  size_s * m * b1^(s-j) / (sqrt(v * b2^(s-j)) / root_s + eps) * W_s
+
+where W_s is what decay has left since step s. Expanded in powers of eps / sqrt(v), every term is a
+number that depends on (j, n) alone times a number that depends on the entry alone. So four sums
+for each past step, kept in float64, serve all entries of all rows, however long they were idle. An
+entry whose eps / sqrt(v) is not small is replayed step by step instead, as far as b1^k matters. The
+other rules are special cases: a geometric series, a constant drift, or nothing but decay.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.engines.finishing import finish
+from sparsestep.rules.idle import Motion, Quotient
+from sparsestep.surroundings import stack
+
+# What a term may be smaller than, relative to the first, to be left out.
+_NEGLIGIBLE = 1e-18
+# How many past steps are kept at most, and how much decay.
+_MOST_STEPS = 1 << 16
+_MOST_INVERSE_DECAY = 1e150
+_MUCH_INVERSE_DECAY = 1e50
+_LARGEST_RATIO = {torch.float64: 1e-4}
+_USUAL_LARGEST_RATIO = 0.02
+_TERMS = Quotient.terms
+
+
+class History:
+    """What the steps since ``base`` would have done to an idle row, whatever its last step.
+
+    All of it lies in the CPU's memory, wherever the parameter is: Python writes a few numbers per
+    step, and what is read is a few numbers per row.
+
+    Attributes:
+        motion: what the rule does without a gradient.
+        hyper: its options; of the learning rates, the latest that was not zero.
+        base: the step that every row has reached.
+        steps: how many steps were taken since.
+        decays: the factor by which each state decays in a step, by name.
+        powers: the powers of these factors, by name.
+        inverse_decay: 1 / (what decay has left of the parameter since base), for each step.
+        latest_inverse_decay: the latest of these.
+        sizes: the size of each step's move.
+        roots: what the square root is divided by in each step.
+        sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
+            the total of all sizes so far, where the motion ``has_total``.
+        horizon: how many steps back a move still matters to the sums.
+        most_replayed: how many steps matter to an entry that is replayed.
+        converges: whether there are sums.
+    """
+
+    base: int
+    steps: int
+    capacity: int
+    decays: Mapping[str, float]
+    powers: dict[str, Tensor]
+    inverse_decay: Tensor
+    latest_inverse_decay: float
+    sizes: Tensor
+    roots: Tensor
+    sums: Tensor
+    horizon: int
+    most_replayed: int
+    converges: bool
+    eps: float
+
+    def __init__(self, motion: Motion, hyper: Mapping[str, Any], base: int) -> None:
+        self.motion = motion
+        self.hyper = hyper
+        self.base = base
+        self.steps = 0
+        self.latest_inverse_decay = 1.0
+        self.decays = motion.decays(hyper)
+        self.eps = motion.eps(hyper)
+        self._prepare_series(motion.ratios(self.decays))
+        self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
+        self._reserve(256)
+
+    def _prepare_series(self, ratios: list[float]) -> None:
+        """Find how many steps back a move still matters, and whether there can be sums at all."""
+        self.horizon = max(map(_horizon, ratios), default=1)
+        self.converges = self.horizon < _MOST_STEPS
+        # An entry that is replayed is done when its first term's ratio has died out.
+        self.most_replayed = _horizon(ratios[0]) if ratios else 1
+        horizon = self.horizon if self.converges else 1
+        powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
+        self._terms = len(ratios)
+        if ratios:
+            self._ratios = stack(powers)
+            self._weight = array("d", [0.0]) * self._terms
+            self._weights = _shared(self._weight).unsqueeze(1)
+
+    def reserve(self) -> None:
+        """Make room for one more step, so that ``advance`` allocates nothing of that size."""
+        if self.steps + 1 >= self.capacity:
+            self._reserve(2 * self.capacity)
+
+    def _reserve(self, capacity: int) -> None:
+        # Written as an array, which is much cheaper than one number at a time into a tensor.
+        numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
+        tables = _shared(numbers).view(-1, capacity)
+        tables[:, : self._tables.shape[1]] = self._tables
+        by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
+        powers = {name: by_factor[factor] for name, factor in self.decays.items()}
+        (inverse_decay, sizes, roots), sums = tables[:3].unbind(), tables[3:]
+        summed = sums[: self._terms]
+        # Nothing of this fails: memory that runs out has done so above.
+        self.capacity, self._numbers, self._tables = capacity, numbers, tables
+        self.inverse_decay, self.sizes, self.roots = inverse_decay, sizes, roots
+        self.sums, self._summed, self.powers = sums, summed, powers
+
+    @staticmethod
+    def largest_ratio_for(dtype: torch.dtype) -> float:
+        """The largest eps / sqrt(v) for which four terms of the series are enough."""
+        return _LARGEST_RATIO.get(dtype, _USUAL_LARGEST_RATIO)
+
+    @property
+    def now(self) -> int:
+        """The latest step."""
+        return self.base + self.steps
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether it is time to bring rows up to date, a few with each step."""
+        return self.steps >= _MOST_STEPS // 2 or self.latest_inverse_decay > _MUCH_INVERSE_DECAY
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row has to be brought up to date before the next step."""
+        return self.steps + 2 >= _MOST_STEPS or self.latest_inverse_decay > _MOST_INVERSE_DECAY
+
+    def begin_anew(self) -> None:
+        """Forget the past; every row has reached ``now``."""
+        self.sums[:, : self.steps + 1] = 0.0
+        self.base, self.steps, self.latest_inverse_decay = self.now, 0, 1.0
+
+    def forget(self, steps: int) -> None:
+        """Forget the oldest steps; every row has reached the last of them."""
+        left, tables = self.steps - steps, self._tables
+        rest = tables[:, steps : self.steps + 1].clone()
+        if self.motion.has_total:  # of which differences count
+            rest[3:] -= rest[3:, :1].clone()
+        first = float(rest[0, 0])
+        rest[0] /= first
+        rest[3:] /= first
+        base, latest = self.base + steps, float(rest[0, left])
+        kept, emptied = tables[:, : left + 1], tables[3:, left + 1 : self.steps + 1]
+        finish((partial(kept.copy_, rest), emptied.zero_))
+        self.base, self.steps, self.latest_inverse_decay = base, left, latest
+
+    def advance(self, size: float, root: float, shrink: float) -> None:
+        """Take note of a step, unless it raises.
+
+        Args:
+            size: that of its move.
+            root: what ``Quotient`` divides the square root by; 1.0 for other motions.
+            shrink: what weight decay leaves of the parameter.
+        """
+        self.reserve()
+        n = self.steps + 1
+        numbers, capacity = self._numbers, self.capacity
+        inverse_decay = self.latest_inverse_decay / shrink
+        numbers[n] = inverse_decay
+        numbers[capacity + n], numbers[2 * capacity + n] = size, root
+        move = size * inverse_decay
+        if self.motion.has_total:
+            numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
+        elif self._terms and self.converges:
+            self._add(n, move, root)
+        self.steps, self.latest_inverse_decay = n, inverse_decay
+
+    def _add(self, n: int, move: float, root: float) -> None:
+        """Add the n-th step's move to the sums of those before it, as far as it matters."""
+        ratios, horizon = self._ratios, self.horizon
+        for term in range(self._terms):
+            move *= root
+            self._weight[term] = move
+        if n < horizon:
+            ratios, horizon = ratios[:, horizon - n :], n
+        self._summed.narrow(1, n - horizon, horizon).addcmul_(ratios, self._weights)
+
+
+def _shared(numbers: array[float]) -> Tensor:
+    """A tensor in the memory of an array."""
+    return torch.frombuffer(numbers, dtype=torch.float64)
+
+
+def _powers(factor: float, count: int) -> Tensor:
+    exponents = torch.arange(count, dtype=torch.float64, device="cpu")
+    return torch.full((), factor, dtype=torch.float64, device="cpu") ** exponents
+
+
+def _horizon(ratio: float) -> int:
+    """After how many steps a term that shrinks by a ratio is negligible."""
+    if ratio <= 0.0:
+        return 1
+    if ratio >= 1.0:
+        return _MOST_STEPS
+    return min(_MOST_STEPS, max(1, math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))))

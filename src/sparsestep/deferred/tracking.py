@@ -1,0 +1,201 @@
+"""Rows are brought up to date before a model reads them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep._torch import own_parameters
+from sparsestep.deferred import trackers
+from sparsestep.deferred.guard import Guard, Guarded
+from sparsestep.deferred.owner import Owner, rows_in
+from sparsestep.deferred.watching import Watch, follow_averages
+from sparsestep.errors import InputError, sentence
+
+
+class Tracking:
+    """The handle of ``optimizer.track(model)``; ``remove()`` undoes it.
+
+    A copy of the model is current but not watched: its weights are not this optimizer's.
+    """
+
+    def __init__(self, optimizer: Owner | None, model: nn.Module, *, guard: bool = False) -> None:
+        self._optimizer = optimizer
+        self._undo: list[Callable[[], None]] = []
+        if optimizer is None:
+            return
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _check(optimizer, model, known)
+        tables = {id(p): p for p in _tables(model) if id(p) in known}
+        self._watch_as_a_whole(model)
+        for module in model.modules():
+            own = any(id(p) in tables for p in own_parameters(module).values())
+            # A sharded table has others read its rows, and reads them for others.
+            for reader in getattr(module, "looked_up_by", (module,)):
+                self._watch_reads(reader, own=own)
+            if not own:
+                continue
+            if module is not model:  # it may be saved and loaded alone
+                self._watch_as_a_whole(module)
+            self._undo.append(Watch.add(module, self._catch_up))
+        trackers.track(optimizer, tables.values())
+        self._undo.append(lambda: trackers.untrack(optimizer, tables.values()))
+        follow_averages()
+        if guard:
+            # What is no ordinary parameter has ideas of its own about what torch does with it.
+            plain = (table for table in tables.values() if type(table) in (nn.Parameter, Guarded))
+            self._undo += [Guard(optimizer, table).remove for table in plain]
+        if "torch._dynamo" in sys.modules:  # what was compiled before does not call the hooks
+            torch.compiler.reset()
+
+    def _watch_reads(self, module: nn.Module, *, own: bool) -> None:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if not own:
+                return
+            before: Any = self._before_reading
+            if module.max_norm is not None:  # it writes the rows that it has read, no others
+                self._undo.append(module.register_forward_hook(self._after_writing).remove)
+        elif hasattr(type(module), "rows_read"):  # it reads tables by itself
+            before = self._before_reading_all
+        elif own:
+            before = self._before_reading_whole
+        else:
+            return
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+    def _watch_as_a_whole(self, module: nn.Module) -> None:
+        # What is loaded stands as it is: what was missed before must not be made up for after.
+        self._undo += [
+            module.register_state_dict_pre_hook(self._catch_up).remove,
+            module.register_load_state_dict_pre_hook(self._catch_up).remove,
+        ]
+
+    def _before_reading(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self._read(weight, args[0] if args else kwargs.get("input"))
+
+    def _before_reading_all(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for weight, ids in module.rows_read(*args, **kwargs):
+            self._read(weight, ids)
+
+    def _before_reading_whole(self, module: nn.Module, *_: Any) -> None:
+        reader = type(module).__name__ if torch.is_grad_enabled() else None
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._bring_whole)(module, reader)
+        else:
+            self._bring_whole(module, reader)
+
+    def _bring_whole(self, module: nn.Module, reader: str | None = None) -> None:
+        optimizer = self._optimizer
+        for param in own_parameters(module).values():
+            if param is not None and optimizer is not None:
+                table = _known(optimizer, param)
+                clock = optimizer._clocks.get(id(table))
+                if clock is not None and clock.is_behind:
+                    optimizer._catch_up_rows(table, None)
+                    clock.read_by = reader
+
+    def _after_writing(self, module: nn.Module, *_: Any) -> None:
+        weight = module.weight
+        if self._optimizer is not None and isinstance(weight, Tensor):
+            clock = self._optimizer._clocks.get(id(weight))
+            if clock is not None:
+                clock.written(weight)
+
+    def _read(self, weight: Tensor, ids: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._bring)(weight, ids)
+        else:
+            self._bring(weight, ids)
+
+    def _bring(self, weight: Tensor, ids: Any) -> None:
+        # What is no row is left to the module, which says so.
+        if self._optimizer is not None:
+            inside = rows_in(ids, weight)
+            if inside is not None:
+                self._optimizer._catch_up_rows(_known(self._optimizer, weight), inside)
+
+    def _catch_up(self, module: nn.Module, *_: Any) -> None:
+        if self._optimizer is None:
+            return
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            self._bring_whole(module)
+        else:
+            self._optimizer.catch_up()
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tracking:
+        if self._optimizer is not None:
+            self._optimizer.catch_up()
+            for group in self._optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) in memo:  # copied before it was current
+                        memo[id(param)].copy_(param)
+        return _untracked()
+
+    def __reduce__(self) -> Any:
+        if self._optimizer is not None:
+            self._optimizer.catch_up()
+        return _untracked, ()
+
+
+def _known(optimizer: Owner, weight: Tensor) -> Tensor:
+    """The optimizer's parameter in the memory of a tensor: functional_call puts aliases there."""
+    if not optimizer._clocks or id(weight) in optimizer._clocks or weight.is_meta:
+        return weight
+    address = weight.data_ptr()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.data_ptr() == address and param.shape == weight.shape and address:
+                found: Tensor = param
+                return found
+    return weight
+
+
+def _tables(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters that may be read row by row.
+
+    Those of embeddings, and those that a module of the user's own holds: torch's other layers read
+    theirs as a whole, and their gradients are dense.
+    """
+    for module in model.modules():
+        by_rows = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if by_rows or not type(module).__module__.startswith("torch.nn."):
+            yield from (param for param in own_parameters(module).values() if param is not None)
+        elif hasattr(module, "parametrizations"):  # what the weight is computed from
+            yield from module.parameters()
+
+
+def _check(optimizer: Owner, model: Any, known: set[int]) -> None:
+    who = type(optimizer).__name__
+    if not isinstance(model, nn.Module):
+        contract = f"{who}: track needs a model, an nn.Module"
+        raise InputError(sentence(contract, type(model).__name__))
+    if optimizer.semantics != "dense":
+        contract = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
+        remedy = "Remove the call, or create the optimizer with semantics='dense'"
+        raise InputError(sentence(contract, f"semantics={optimizer.semantics!r}", remedy))
+    if not any(id(param) in known for param in model.parameters()):
+        contract = f"{who}: track needs a model with parameters of this optimizer"
+        remedy = "Was the model copied or converted after you created the optimizer?"
+        got = f"a {type(model).__name__} with none of them"
+        raise InputError(f"{sentence(contract, got)} {remedy}")
+
+
+def _untracked() -> Tracking:
+    return Tracking(None, nn.Module())

@@ -1,0 +1,240 @@
+"""From a recorded formula to the program that the core runs over the tiles of a row.
+
+The core goes over a row once for each *phase* of the program. All phases but the last end in
+numbers of the row (its mean, sum or largest element) and write nothing; what the next one needs of
+their elements it computes again, so that a row may have any length. In a phase, what there is once
+per row is computed first; then come the elements, tile by tile, in registers.
+
+The native side is ``native/core/program.h`` (the form) and ``native/kernels/machine.h`` (the
+operations).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sparsestep.engines.registers import Given, Instruction, TileCode
+from sparsestep.rules.program import (
+    OF_ROWS,
+    Argument,
+    Number,
+    Program,
+    RecordError,
+)
+
+# The order is that of Code in native/core/program.h.
+_OF_TWO = ("add", "sub", "mul", "div", "maximum", "minimum", "pow")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_OF_ONE = ("neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "exp", "log", "copy", "spread")
+_FUSED = ("mul_add", "mul_sub", "sub_mul", "mul_mul_add", "mul_div", "sub_div", "sub_mul_div")
+_ROOTS = ("sqrt_add", "sqrt_div", "sqrt_div_add")
+CODES = {
+    name: code
+    for code, name in enumerate(
+        (*_OF_TWO, *_COMPARISONS, *_OF_ONE, "where", *_FUSED, *_ROOTS, *OF_ROWS)
+    )
+}
+
+# What the core has room for; as in native/core/types.h and program.h.
+MAX_STATES, MAX_ROW_STATES = 8, 4
+MAX_TILE_REGISTERS, MAX_ROW_REGISTERS = 64, 128
+MAX_REDUCTIONS = 8
+
+
+class Phase(NamedTuple):
+    """What is done once for a row, then for each tile of it."""
+
+    row: list[Instruction]
+    tile: list[Instruction]
+
+
+class TileProgram(NamedTuple):
+    """What the core is given.
+
+    Attributes:
+        states: how many there are per element.
+        row_states: how many there are per row.
+        numbers: how many it takes.
+        phases: in their order.
+        row_results: the registers of the new states per row.
+    """
+
+    states: int
+    row_states: int
+    numbers: int
+    phases: list[Phase]
+    row_results: list[int]
+
+    @property
+    def encoded(self) -> tuple[int, int, int, tuple[tuple[bytes, bytes], ...], bytes]:
+        """In the form that ``core.Program`` takes."""
+        phases = tuple((_encoded(phase.row), _encoded(phase.tile)) for phase in self.phases)
+        results = array("H", self.row_results).tobytes()
+        return self.states, self.row_states, self.numbers, phases, results
+
+
+def _encoded(instructions: Iterable[Instruction]) -> bytes:
+    numbers = array("H")
+    for code, to, operands in instructions:
+        given = (*operands, *operands[:1] * (4 - len(operands)))
+        numbers.extend((CODES[code], to, *given))
+    return numbers.tobytes()
+
+
+def lowered(program: Program) -> TileProgram:
+    """The program for the core.
+
+    Raises:
+        RecordError: it is larger than the core has room for.
+
+    Example:
+        >>> from sparsestep.rules.rule import Rule
+        >>> from sparsestep.rules.trace import record
+        >>> mine = Rule("mine", lambda param, grad, *, lr: param - lr * grad / (grad.abs() + 1))
+        >>> for instruction in lowered(record(mine, 1, {"lr": 0.5})).phases[0].tile:
+        ...     print(instruction.code, instruction.operands, "to", instruction.to)
+        abs (1,) to 4
+        add (4, 3) to 4
+        sub_mul_div (2, 1, 4, 0) to 0
+    """
+    return _Lowering(program).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._operations = program.operations
+        inputs = self._operations[: len(program.inputs)]
+        self._row_states = sum(operation.per_row for operation in inputs)
+        self._inputs = len(inputs) - self._row_states  # those of tiles
+        self._results = program.results[: self._inputs - 1]
+        self._row_results = program.results[self._inputs - 1 :]
+        self._levels = self._find_levels()
+        self._live = self._needed(program.results, through_rows=True)
+        first = self._row_states + len(program.numbers)
+        self._row_registers = {self._inputs + s: s for s in range(self._row_states)}
+        self._next_row_register = first
+        self._spread: dict[int, int] = {}  # registers of tiles, for values of the row
+        self._next_register = self._inputs + len(program.numbers)
+
+    def run(self) -> TileProgram:
+        levels = [self._levels[place] for place in self._live]
+        phases = [self._phase(level) for level in range(max(levels, default=0) + 1)]
+        results = [self._row_registers[place] for place in self._row_results]
+        numbers = len(self._program.numbers)
+        made = TileProgram(self._inputs - 2, self._row_states, numbers, phases, results)
+        self._check_size(made)
+        return made
+
+    def _check_size(self, made: TileProgram) -> None:
+        most = max(
+            (i.to for phase in made.phases for i in phase.tile if i.code not in OF_ROWS),
+            default=0,
+        )
+        reductions = (sum(i.code in OF_ROWS for i in phase.tile) for phase in made.phases)
+        if (
+            made.states > MAX_STATES
+            or made.row_states > MAX_ROW_STATES
+            or max(most, self._next_register) >= MAX_TILE_REGISTERS
+            or self._next_row_register > MAX_ROW_REGISTERS
+            or max(reductions) > MAX_REDUCTIONS
+        ):
+            raise RecordError("it is too long, or has too much state, for the core")
+
+    # What depends on what
+
+    def _find_levels(self) -> list[int]:
+        """For each value, how often elements have to become a number of the row before it."""
+        levels: list[int] = []
+        for name, arguments, _ in self._operations:
+            known = [levels[a.place] for a in arguments if not isinstance(a, Number)]
+            levels.append(max(known, default=0) + (name in OF_ROWS))
+        return levels
+
+    def _needed(self, places: Iterable[int], *, through_rows: bool) -> list[int]:
+        """All values that some are made of, in order.
+
+        Args:
+            places: those that are wanted.
+            through_rows: whether values of the row count as made of others, or as given.
+        """
+        found: set[int] = set()
+        waiting = list(places)
+        while waiting:
+            place = waiting.pop()
+            if place in found:
+                continue
+            found.add(place)
+            operation = self._operations[place]
+            if through_rows or not operation.per_row:
+                waiting += (a.place for a in operation.arguments if not isinstance(a, Number))
+        return sorted(found)
+
+    # One phase
+
+    def _phase(self, level: int) -> Phase:
+        row = [
+            self._row_operation(place)
+            for place in self._live
+            if self._levels[place] == level and self._is_made_of_rows(place)
+        ]
+        reductions = [
+            place
+            for place in self._live
+            if self._levels[place] == level + 1 and self._operations[place].name in OF_ROWS
+        ]
+        wanted: Sequence[int]
+        if reductions:
+            wanted = [self._operations[place].arguments[0].place for place in reductions]
+        else:
+            wanted = self._results
+        needed = self._needed(wanted, through_rows=False)
+        row += self._spread_out(place for place in needed if self._operations[place].per_row)
+        given = Given(self._operations, self._inputs, self._next_register, self._given)
+        tiles = TileCode(given, needed, wanted, writes=not reductions)
+        tile = tiles.run()
+        for place in reductions:
+            argument = self._operations[place].arguments[0]
+            operand = tiles.register_of(argument)
+            tile.append(
+                Instruction(self._operations[place].name, self._new_row_register(place), (operand,))
+            )
+        return Phase(row, tile)
+
+    def _is_made_of_rows(self, place: int) -> bool:
+        name, _, per_row = self._operations[place]
+        return per_row and name != "input" and name not in OF_ROWS
+
+    def _row_operation(self, place: int) -> Instruction:
+        name, arguments, _ = self._operations[place]
+        operands = tuple(
+            self._row_states + a.place if isinstance(a, Number) else self._row_registers[a.place]
+            for a in arguments
+        )
+        return Instruction(name, self._new_row_register(place), operands)
+
+    def _new_row_register(self, place: int) -> int:
+        self._row_registers[place] = self._next_row_register
+        self._next_row_register += 1
+        return self._row_registers[place]
+
+    def _spread_out(self, places: Iterable[int]) -> list[Instruction]:
+        """Tiles full of a number of the row, those that there are not yet."""
+        made = []
+        for place in places:
+            if place not in self._spread:
+                self._spread[place] = self._next_register
+                self._next_register += 1
+                operand = self._row_registers[place]
+                made.append(Instruction("spread", self._spread[place], (operand,)))
+        return made
+
+    def _given(self, argument: Argument) -> int | None:
+        """The register that has an argument from the start; none has what a phase computes."""
+        if isinstance(argument, Number):
+            return self._inputs + argument.place
+        if argument.place < self._inputs:
+            return argument.place
+        return self._spread.get(argument.place)

@@ -1,0 +1,314 @@
+"""Torch's own kernels, an engine like the others: for dense gradients under torch's formulas.
+
+Torch's kernels allocate temporaries. On the CPU, a step is whole nevertheless if that fails:
+
+- A few small parameters are copied in prepare. The kernel runs before anything else is written; if
+  it fails, the copies are restored.
+- For all others, the kernel is recorded in prepare and replayed in commit, where nothing of the
+  size of a parameter is allocated (``replay``).
+
+On other devices, and for ``differentiable=True``, the kernel runs in commit: if its temporaries do
+not fit into the memory there, the step is torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep._torch import capturable_devices, check_fused
+from sparsestep.engines.base import ParamUpdate
+from sparsestep.engines.finishing import finish
+from sparsestep.engines.replay import (
+    PIECE,
+    CannotReplayError,
+    Recording,
+    Replay,
+    largest_piece,
+    pieces,
+)
+from sparsestep.errors import InputError, is_out_of_memory, sentence
+from sparsestep.memory import tensors as parameters
+from sparsestep.rules.checks import NUMBERS, SWITCHES, pair
+from sparsestep.rules.options import to_number
+
+Record = dict[str, Any]
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Up to so many parameters of so many elements together, copies are cheaper than a recording.
+_FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
+
+
+@dataclass(slots=True)
+class Batch:
+    """Dense gradients of one param group, as lists: what torch's kernels take.
+
+    Attributes:
+        group: the param group's options.
+        params: written in place.
+        grads: one for each parameter.
+        state: lists of state tensors by name; ``None`` where the kernel makes the tensor itself.
+        steps: step counts, which the kernel advances.
+        is_first: whether this is the parameters' first step and ``state`` is there already, with
+            any values; only for rules that do not count steps.
+    """
+
+    group: Mapping[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: dict[str, list[Any]]
+    steps: list[Tensor]
+    is_first: bool = False
+
+    @property
+    def has_complex(self) -> bool:
+        """Whether any parameter is complex."""
+        return any(param.is_complex() for param in self.params)
+
+
+class TorchKernels:
+    """Dense gradients, by param group.
+
+    Attributes:
+        claimed: all updates that it does.
+        firsts: those of them that are their parameter's first.
+
+    Args:
+        kernel: does the step of a batch.
+        new_record: makes the state of an update that is its parameter's first.
+        state_dtype: that of new state, for a parameter and what was asked for.
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[[Batch], None],
+        new_record: Callable[[ParamUpdate], Record],
+        state_dtype: Callable[[Tensor, torch.dtype | None], torch.dtype],
+    ) -> None:
+        self._kernel = kernel
+        self._new_record = new_record
+        self._state_dtype = state_dtype
+        self.claimed: list[ParamUpdate] = []
+        self.firsts: list[ParamUpdate] = []
+        self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
+        self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
+        self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
+        self._counts: list[Callable[[], object]] = []
+        self._small: list[Batch] = []
+        self._written: list[Tensor] = []  # by the kernels for small ones
+        self._copies: list[Tensor] = []
+
+    def claim(self, update: ParamUpdate) -> bool:
+        """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
+        if not update.settings.uses_torch or not self._fits(update):
+            return False
+        group, param, counts = update.group, update.param, update.settings.rule.counts
+        is_first = update.record is None and not counts
+        if param.is_cpu and type(param) in _PLAIN and not group.get("differentiable"):
+            count = update.record["step"] if update.record and counts else None
+            step = None if count is None else (count.item(), count.dtype)
+            kind = id(group), is_first, param.dtype, param.dim() > 0, step
+            self._replayed.setdefault(kind, []).append(update)
+        else:
+            # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and
+            # round the buffers of half precision differently where one is missing.
+            self._direct.setdefault((id(group), is_first and group.get("fused")), []).append(update)
+        self.claimed.append(update)
+        if update.record is None:
+            self.firsts.append(update)
+        return True
+
+    def prepare(self) -> None:
+        """Make new state, which is not the optimizer's before the commit, and record kernels."""
+        with torch.no_grad():
+            for kind, updates in self._replayed.items():
+                for update in updates:
+                    if update.record is None:
+                        update.record = self._new_record(update)
+                try:
+                    if updates[0].settings.rule.counts and _are_few(updates):
+                        self._prepare_copies(updates)
+                    else:
+                        self._prepare_replay(updates, is_first=kind[1])
+                except CannotReplayError:
+                    self._direct[kind] = updates
+        for updates in self._direct.values():
+            for update in updates:
+                if update.record is None:  # torch takes a missing tensor for a first step
+                    counts = update.settings.rule.counts
+                    update.record = self._new_record(update) if counts else {}
+
+    def begin(self) -> None:
+        """Start writing; raises and has changed nothing, or succeeds. Without autograd."""
+        try:
+            for batch in self._small:
+                self._kernel(batch)
+        except BaseException:
+            finish((self._restore,))
+            raise
+
+    def _restore(self) -> None:
+        for tensor, copy in zip(self._written, self._copies, strict=True):
+            tensor.copy_(copy)
+
+    def commit(self) -> None:
+        """Write the rest; without autograd."""
+        for replay, environments in self._prepared:
+            replay.run(environments)
+            replay.release()
+        finish(self._counts)
+        for updates in self._direct.values():
+            self._run(updates)
+
+    def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
+        """Copy what the kernel will write."""
+        batch = self._batch(updates)
+        written = [*batch.params, *batch.steps]
+        for tensors in batch.state.values():
+            written += tensors
+        self._copies += [tensor.clone() for tensor in written]
+        self._written += written
+        self._small.append(batch)
+
+    def _prepare_replay(self, updates: list[ParamUpdate], *, is_first: bool) -> None:
+        """Record the kernel for parameters of one group that have come equally far."""
+        settings, param = updates[0].settings, updates[0].param
+        rule = settings.rule
+        names = [spec.name for spec in rule.state]
+        records = [update.record or {} for update in updates]
+        steps = [records[0]["step"].clone()] if rule.counts else []
+        key = Replay, is_first, param.dtype, param.dim() > 0
+        replay: Replay | None = settings.core.get(key)
+        if replay is None:
+            first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
+            inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
+            state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
+            options = _for_torch(updates[0].group)
+            with Recording(inputs) as recording:
+                self._kernel(Batch(options, inputs[:1], inputs[1:2], state, steps, is_first))
+            replay = Replay(recording)
+            if not rule.counts:  # then it is the same in every step
+                settings.core[key] = replay
+        most = PIECE * torch.get_num_threads()
+        replay.reserve(max(largest_piece(update.param, most) for update in updates))
+        environments: list[list[Any]] = []
+        for update, record in zip(updates, records, strict=True):
+            tensors = [parameters.memory_of(record[name]) for name in names]
+            parts = pieces([update.param, update.touched.values, *tensors], most)
+            environments += map(replay.environment, parts)
+        self._prepared.append((replay, environments))
+        if rule.counts:
+            counts = [record["step"] for record in records]
+            self._counts.append(partial(_set_counts, counts, *steps))
+
+    def _batch(self, updates: list[ParamUpdate]) -> Batch:
+        """The arguments of torch's kernel itself."""
+        rule = updates[0].settings.rule
+        names = [spec.name for spec in rule.state]
+        records = [update.record or {} for update in updates]
+        memory = [
+            {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
+            for r in records
+        ]
+        return Batch(
+            _for_torch(updates[0].group),
+            [update.param for update in updates],
+            [update.touched.values for update in updates],
+            {name: [state.get(name) for state in memory] for name in names},
+            [record["step"] for record in records] if rule.counts else [],
+        )
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        """Let torch's kernel itself write."""
+        batch = self._batch(updates)
+        before = {name: list(tensors) for name, tensors in batch.state.items()}
+        with torch.set_grad_enabled(bool(updates[0].group.get("differentiable"))):
+            self._kernel(batch)
+        for name, tensors in batch.state.items():
+            for update, old, made in zip(updates, before[name], tensors, strict=True):
+                if made is not old:  # the kernel has made it
+                    assert update.record is not None
+                    update.record[name] = parameters.laid_out_like(update.owner, made)
+
+    def _fits(self, update: ParamUpdate) -> bool:
+        """Whether the kernel can take it: all of one dtype, where it runs at all."""
+        group, param, grad = update.group, update.param, update.grad
+        if type(grad) not in (Tensor, torch.nn.Parameter) or not isinstance(grad, Tensor):
+            return False
+        if grad.layout is not torch.strided:
+            return False
+        if update.state:
+            dtypes = {tensor.dtype for tensor in update.state}
+        else:  # also without state: torch would do a half-precision step in half precision
+            dtypes = {self._state_dtype(param, update.settings.state_dtype)}
+        if dtypes != {param.dtype} or grad.dtype != param.dtype:
+            return False
+        counts, record = update.settings.rule.counts, update.record
+        if counts and record:  # its kernels count in tensors, and not in any dtype
+            step = record["step"]
+            if not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64):
+                return False
+        if group.get("fused"):
+            # Torch's fused kernels take for granted that all elements lie in the same order,
+            # without gaps.
+            tensors = (param, update.touched.values, *(update.state or ()))
+            if not parameters.lie_alike(tensors):
+                return False
+            try:
+                check_fused(param)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                raise InputError(str(error)) from None
+        _check(group, param)
+        return True
+
+
+def _set_counts(counts: list[Tensor], step: Tensor) -> None:
+    for count in counts:
+        count.copy_(step)
+
+
+def _are_few(updates: list[ParamUpdate]) -> bool:
+    elements = sum(update.param.numel() for update in updates)
+    return len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
+
+
+def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in the types that torch's kernels take, which run when it is too late.
+
+    Numbers are Python numbers or tensors without dims, switches are bools.
+    """
+    keeps_graph = bool(group.get("differentiable"))
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (value if keeps_graph else value.detach()).reshape(())
+        return int(value) if isinstance(value, bool) else to_number(value)
+
+    found = dict(group)
+    for name in SWITCHES & group.keys():
+        found[name] = bool(group[name])
+    for name in NUMBERS & group.keys():
+        found[name] = number(group[name])
+    two = pair(group.get("betas"))
+    if two is not None:
+        found["betas"] = tuple(map(number, two))
+    return found
+
+
+def _check(group: Mapping[str, Any], param: Tensor) -> None:
+    """Refuse what torch's kernel would refuse, before anything is written."""
+    if group.get("differentiable") and param.is_leaf and param.requires_grad:
+        contract = "differentiable=True needs parameters that are not leaves"
+        remedy = "Pass clones, or set differentiable=False"
+        raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
+    if group.get("capturable"):
+        devices = capturable_devices()
+        if param.device.type not in devices:
+            contract = f"If capturable=True, params and state_steps must be on {devices}"
+            raise InputError(sentence(contract, param.device))

@@ -1,0 +1,246 @@
+"""A recorded formula as the source of a Triton kernel: sums a run of entries and applies the rule.
+
+What is printed is short and meant to be read (``printed``): loads, one line for each operation of
+the program, stores. What all kernels share is in ``triton_kernels``.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from types import ModuleType
+from typing import Any
+
+from sparsestep.rules.program import OF_ROWS, Number, Operation, Program, Value, wide_places
+
+_GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
+_LANES = 16  # in which the core sums a row
+
+
+@dataclass(frozen=True)
+class Form:
+    """What decides about the code of a kernel; everything else is an argument of it.
+
+    Attributes:
+        inputs: names of the parameter, its gradient and its state.
+        operations: of the formula.
+        results: places of the new parameter and state.
+        negates: whether the gradient's sign is turned.
+        adds_decay: whether a part of the parameter is added to the gradient.
+        shrinks: whether the parameter is multiplied before the rule.
+        at_random: whether half precision is rounded by random bits.
+        width: how many columns a program sees.
+    """
+
+    inputs: tuple[str, ...]
+    operations: tuple[Operation, ...]
+    results: tuple[int, ...]
+    negates: bool = False
+    adds_decay: bool = False
+    shrinks: bool = False
+    at_random: bool = False
+    width: int = 64
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of the program the kernel takes."""
+        return sum(
+            isinstance(a, Number) for operation in self.operations for a in operation.arguments
+        )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a program has to see whole rows."""
+        return any(operation.per_row for operation in self.operations)
+
+
+def form_of(program: Program, **rest: Any) -> Form:
+    """The form of a program.
+
+    Args:
+        program: the formula.
+        rest: the other fields.
+    """
+    return Form(program.inputs, tuple(program.operations), program.results, **rest)
+
+
+@lru_cache(maxsize=256)
+def kernel_of(form: Form) -> Any:
+    """The kernel, for Triton to compile where it is launched.
+
+    The text is kept for whoever asks for it, Triton above all; it is in no file.
+    """
+    from sparsestep.engines.triton import kernels as triton_kernels
+
+    text = printed(form)
+    name = f"<sparsestep kernel {sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    module = ModuleType("sparsestep_kernel")
+    module.__dict__.update(
+        {k: v for k, v in vars(triton_kernels).items() if not k.startswith("__")}
+    )
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module.__dict__["step"]
+
+
+def printed(form: Form) -> str:
+    """The source of a kernel.
+
+    Args:
+        form: of the kernel.
+
+    Example:
+        >>> from sparsestep.rules.rule import Rule
+        >>> from sparsestep.rules.trace import record
+        >>> rule = Rule("mine", lambda param, grad, *, lr: param - lr * grad)
+        >>> text = printed(form_of(record(rule, 1, {"lr": 0.5})))
+        >>> print(text[text.index("    v0") :])
+            v0 = tl.load(at0 + cell, mask=inside, other=0.0).to(T)  # param
+            v1 = gradient(values, positions, order, source, scale, blocks, n,
+                          entry, slot, first, column, inside, T, C)
+            v2 = number(n0, T) * v1
+            v3 = v0 - v2
+            tl.store(at0 + cell, rounded(v3, at0.dtype.element_ty), mask=moved)
+        <BLANKLINE>
+    """
+    lines = [*_row_sum(form), *_signature(form), *_loads(form)]
+    wide = wide_places(form.operations)
+    for place, operation in enumerate(form.operations):
+        if operation.name != "input":
+            lines.append(f"    v{place} = {_expression(operation, wide[place])}")
+    lines += _stores(form)
+    return "\n".join(lines) + "\n"
+
+
+_EXPRESSIONS: Mapping[str, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "divided({0}, {1})",
+    "maximum": "larger({0}, {1})",
+    "minimum": "smaller({0}, {1})",
+    "pow": "power({0}, {1})",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "sign": "sign({0})",
+    "sqrt": "root({0})",
+    "rsqrt": "inverse(root({0}))",
+    "reciprocal": "inverse({0})",
+    "exp": "exponential({0})",
+    "log": "logarithm({0})",
+    "lt": "({0} < {1}).to(T)",
+    "le": "({0} <= {1}).to(T)",
+    "gt": "({0} > {1}).to(T)",
+    "ge": "({0} >= {1}).to(T)",
+    "eq": "({0} == {1}).to(T)",
+    "ne": "({0} != {1}).to(T)",
+    "where": "tl.where({0} != 0, {1}, {2})",
+    "mean": "divided(row_sum({0}, inside, ROWS), number(C, T))",
+    "sum": "row_sum({0}, inside, ROWS)",
+    "amax": "largest({0}, inside)",
+    "wide": "{0}.to(tl.float64)",
+    "narrow": "{0}.to(T)",
+}
+
+
+def _expression(operation: Operation, is_wide: bool) -> str:
+    dtype = "tl.float64" if is_wide else "T"
+    arguments = [
+        f"v{a.place}" if isinstance(a, Value) else f"number(n{a.place}, {dtype})"
+        for a in operation.arguments
+    ]
+    return _EXPRESSIONS[operation.name].format(*arguments)
+
+
+def _signature(form: Form) -> list[str]:
+    written = [place for place in range(len(form.inputs)) if place != 1]
+    numbers = ["l2", "shrink", *(f"n{place}" for place in range(form.numbers))]
+    arguments = [
+        *(f"at{place}" for place in written),
+        *("values", "positions", "order", "source", "scale", "held", "blocks", "ok"),
+        *("n: tl.int64", "seed: tl.int64"),
+        # A launch passes a number of Python's as float32, unless it is told otherwise.
+        *(f"{name}: tl.float64" for name in numbers),
+        *(f"{name}: tl.constexpr" for name in ("T", "C", "ROWS", "BLOCK")),
+    ]
+    return [
+        '@triton.jit(do_not_specialize=["n", "seed"])',
+        f"def step({', '.join(arguments)}):",
+        "    entry, slot, first = placed(positions, ok, n, ROWS)",
+        "    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]",
+        "    row, in_rows = slot[:, None], first[:, None]",
+        "    cell, inside = row * C + column, in_rows & (column < C)",
+        "    moved = inside",
+        "    if held is not None:",
+        "        moved = held_of(held, order, source, entry, first, column, inside, C)",
+    ]
+
+
+def _place(form: Form, place: int) -> tuple[str, str, str]:
+    """Where the numbers of an input lie, which of them there are, and which may move."""
+    if form.operations[place].per_row:
+        return f"at{place} + row", "in_rows", "in_rows"
+    return f"at{place} + cell", "inside", "moved"
+
+
+_GRADIENT = (
+    "gradient(values, positions, order, source, scale, blocks, n,\n"
+    "                  entry, slot, first, column, inside, T, C)"
+)
+
+
+def _loads(form: Form) -> Iterator[str]:
+    for place, name in enumerate(form.inputs):
+        if place == 1:
+            yield f"    v1 = {_GRADIENT}"
+            continue
+        pointer, there, _ = _place(form, place)
+        yield f"    v{place} = tl.load({pointer}, mask={there}, other=0.0).to(T)  # {name!s:.40}"
+    if form.negates:
+        yield "    v1 = -v1"
+    if form.adds_decay:
+        yield "    v1 = v1 + tl.where(moved, number(l2, T) * v0, 0.0)"
+    if form.shrinks:
+        yield "    v0 = v0 * number(shrink, T)"
+
+
+def _stores(form: Form) -> Iterator[str]:
+    written = [place for place in range(len(form.inputs)) if place != 1]
+    for count, (place, result) in enumerate(zip(written, form.results, strict=True)):
+        pointer, _, moved = _place(form, place)
+        dtype = f"at{place}.dtype.element_ty"
+        value = f"rounded(v{result}, {dtype})"
+        if form.at_random:
+            element = pointer.split(" + ")[1]
+            key = (count + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
+            value = f"rounded_at_random(v{result}, {dtype}, seed, {key:#x}, {element})"
+        yield f"    tl.store({pointer}, {value}, mask={moved})"
+
+
+def _row_sum(form: Form) -> Iterator[str]:
+    """The sum of a row in the order in which the core has it: the last bits depend on it.
+
+    Sixteen lanes go over the row, then halves of them are added. What is not there is zero.
+    """
+    if not any(operation.name in OF_ROWS for operation in form.operations):
+        return
+    yield "@triton.jit"
+    yield "def row_sum(a, inside, ROWS: tl.constexpr):"
+    yield "    a = tl.where(inside, a, 0.0)"
+    parts, width = ["a"], form.width
+    while width > _LANES:
+        for part in parts:
+            yield f"    {part}0, {part}1 = halves({part}, ROWS, {width})"
+        parts = [f"{part}{half}" for part in parts for half in "01"]
+        width //= 2
+    yield f"    total = 0.0 + {' + '.join(parts)}"
+    while width > 1:
+        yield f"    low, high = halves(total, ROWS, {width})"
+        yield "    total = low + high"
+        width //= 2
+    yield "    return total"
+    yield ""
+    yield ""

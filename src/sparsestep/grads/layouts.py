@@ -1,0 +1,310 @@
+"""How each layout of a gradient becomes a Touched, without copying its values.
+
+Everything that can be checked without reading the positions is checked here. Positions that are
+used as they are, are checked by the engine, which reads them anyway.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.masked import MaskedTensor
+
+from sparsestep._torch import coo_indices, coo_values
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads.compact import Compact
+from sparsestep.grads.compressed import BY_COLUMN, BY_ROW, from_compressed
+from sparsestep.grads.dedup import coarser
+from sparsestep.grads.indexed import FLOATS, Touched, check_index
+from sparsestep.memory.tensors import address
+
+Gradient = Tensor | Touched
+
+_INTEGERS = {torch.int64, torch.int32}
+
+
+def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
+    """Bring the gradient of ``param`` into canonical form, without copying its values.
+
+    Args:
+        param: the parameter.
+        grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, Compact, a MaskedTensor or a Touched.
+        by_row: slots have to be rows, for a rule that keeps state per row.
+
+    Example:
+        >>> param = torch.zeros(5, 2)
+        >>> rows = torch.tensor([[3, 1, 3]])
+        >>> t = touched(param, torch.sparse_coo_tensor(rows, torch.ones(3, 2), (5, 2)))
+        >>> t.positions.tolist(), t.slots, t.block
+        ([[3, 1, 3]], 5, 2)
+    """
+    if isinstance(grad, Touched):
+        found = _by_hand(param, grad)
+    elif isinstance(grad, Compact):
+        found = _from_compact(param, grad)
+    elif isinstance(grad, MaskedTensor):  # before all else: its is_sparse is a method, hence true
+        found = _from_masked(param, grad)
+    else:
+        found = _from_tensor(param, grad)
+    return in_rows(param, found) if by_row and param.dim() else found
+
+
+def _from_compact(param: Tensor, grad: Compact) -> Touched:
+    if grad.is_materialized:
+        return _from_tensor(param, grad.materialize_())
+    _check_fits(param, grad)
+    return grad.touched()
+
+
+def _check_fits(param: Tensor, grad: Tensor) -> None:
+    if (
+        grad.shape != param.shape
+        or (grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype))
+        or (
+            not (grad.is_cpu and param.is_cpu)  # the usual case, told without making two devices
+            and grad.device != param.device
+        )
+    ):
+        raise InputError(_mismatch(param, grad))
+
+
+def _from_tensor(param: Tensor, grad: object) -> Touched:
+    if not isinstance(grad, Tensor):
+        contract = "the gradient must be a tensor or a Touched"
+        raise InputError(sentence(contract, type(grad).__name__))
+    if grad.is_nested:  # before its shape, which it may not have
+        raise InputError(_wrong_layout("a nested tensor"))
+    _check_fits(param, grad)
+    if grad.is_sparse:
+        return _from_coo(param, grad)
+    if grad.layout is torch.strided:
+        grad = _with_memory(grad)
+        return Touched(None, grad, 1, grad.numel())
+    if grad.layout in BY_ROW or grad.layout in BY_COLUMN:
+        return from_compressed(grad)
+    raise InputError(_wrong_layout(f"layout {grad.layout}"))
+
+
+def _wrong_layout(got: str) -> str:
+    return sentence(
+        "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a "
+        "Touched",
+        got,
+        "Convert it with .to_dense() or .to_sparse_coo()",
+    )
+
+
+def _with_memory(grad: Tensor) -> Tensor:
+    """The gradient, or what it stands for; refuses one that only pretends to have values."""
+    # Torch may keep beside the values that they are still to be negated or conjugated.
+    if grad.is_neg() or grad.is_conj():
+        grad = grad.resolve_neg().resolve_conj()
+    if grad._is_zerotensor():  # autograd has zeros that take no memory
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    check_memory("the gradient", grad)
+    return grad
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that only pretends to have values: a fake one, or a wrapper."""
+    if tensor.is_cpu and not address(tensor) and tensor.numel():
+        contract = f"{name} must be a tensor with values in memory"
+        kind = type(tensor).__name__
+        raise InputError(sentence(contract, f"a {kind} without values", "Pass an ordinary tensor"))
+
+
+def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
+    """Real with real, of any precision: the arithmetic is done in the widest anyway."""
+    return param in FLOATS and grad in FLOATS
+
+
+def _mismatch(param: Tensor, grad: Tensor) -> str:
+    again = "after backward? Call zero_grad() and backward() again"
+    if grad.shape != param.shape:
+        contract = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
+        return sentence(contract, tuple(grad.shape), f"Was the parameter resized {again}")
+    if grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype):
+        contract = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
+        return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
+    contract = f"the gradient must be on the parameter's device, {param.device}"
+    return sentence(contract, grad.device)
+
+
+def in_rows(param: Tensor, found: Touched) -> Touched:
+    """The same gradient with rows as slots, held in part where it has single elements.
+
+    Example:
+        >>> t = in_rows(torch.zeros(3, 2), Touched(torch.tensor([3]), torch.ones(1, 1), 6, 1))
+        >>> t.positions.tolist(), t.held.tolist()
+        ([1], [[False, True]])
+    """
+    rows = param.shape[0]
+    if found.slots == rows:
+        return found
+    if found.positions is None:
+        return found._replace(slots=rows, block=param.numel() // rows if rows else 0)
+    if not param.numel():
+        return Touched(found.positions.reshape(-1)[:0], found.values.reshape(-1)[:0], rows, 0)
+    if found.slots < rows:
+        return found.finer(rows)
+    return coarser(found, rows)
+
+
+# COO
+
+
+def _from_coo(param: Tensor, grad: Tensor) -> Touched:
+    shape = param.shape
+    indices, values = coo_indices(grad), coo_values(grad)
+    sparse_dim, entries = indices.shape
+    if sparse_dim == 1:
+        positions = indices
+        slots = shape[0]
+    else:
+        _check_indices(indices, shape)
+        positions = _flatten(indices, shape[:sparse_dim])
+        slots = math.prod(shape[:sparse_dim])
+    block = param.numel() // slots if slots else math.prod(shape[sparse_dim:])
+    if not positions.is_contiguous():
+        positions = positions.contiguous()
+    if values.numel() != entries * block:
+        raise InputError(
+            sentence(
+                f"the gradient's {entries} indices over {sparse_dim} dims need values of shape "
+                f"{(entries, *shape[sparse_dim:])}",
+                tuple(values.shape),
+            )
+        )
+    check_memory("the gradient", values)
+    if values.is_neg():
+        values = values.resolve_neg()
+    return Touched(positions, values, slots, block)
+
+
+def _check_indices(indices: Tensor, shape: torch.Size) -> None:
+    """Refuse an index outside its own dimension, which flattening would hide."""
+    if indices.numel() == 0:
+        return
+    for dim, row in enumerate(indices):
+        check_index(dim, row, shape[dim])
+
+
+def _flatten(indices: Tensor, leading: torch.Size) -> Tensor:
+    positions = indices.new_zeros(indices.shape[1])
+    for row, size in zip(indices, leading, strict=True):
+        positions.mul_(size).add_(row)
+    return positions
+
+
+# Masked tensors
+
+
+def _from_masked(param: Tensor, grad: MaskedTensor) -> Touched:
+    """What the mask excludes is not held."""
+    data, mask = grad.get_data(), grad.get_mask()
+    found = _from_tensor(param, data)
+    if found.positions is None:
+        selected = mask.reshape(-1).nonzero().squeeze(1)
+        return Touched(selected, found.values, param.numel(), 1, source=selected)
+    # The mask has the data's sparsity: a value for each element that is stored.
+    present = coo_values(mask) if mask.layout is torch.sparse_coo else mask.values()
+    if bool(present.all()):
+        return found
+    elements = found.finer(param.numel())
+    assert elements.positions is not None
+    source = present.reshape(-1).nonzero().squeeze(1)
+    return elements._replace(positions=elements.positions[source], source=source)
+
+
+# By hand
+
+
+def _by_hand(param: Tensor, grad: Touched) -> Touched:
+    """A Touched that a user has made: nothing about it is taken for granted."""
+    positions, values, slots, block, source, scale, held = grad
+    if held is not None:
+        raise InputError(sentence("held is internal and must be None", "a tensor"))
+    _check_tensor("values", values, param, optional=False)
+    for name, tensor in (("positions", positions), ("source", source), ("scale", scale)):
+        _check_tensor(name, tensor, param, optional=True)
+    if values.dtype != param.dtype and not _may_mix(param.dtype, values.dtype):
+        contract = f"the values for a {param.dtype} parameter must have a compatible dtype"
+        raise InputError(sentence(contract, values.dtype))
+    rows = param.shape[0] if param.dim() else 1
+    if slots == block == 0:
+        slots, block = rows, math.prod(param.shape[1:])
+    whole = isinstance(slots, int) and isinstance(block, int) and slots >= 0 and block >= 0
+    if not whole or slots * block != param.numel():
+        contract = f"slots x block must be the parameter's {param.numel()} elements"
+        raise InputError(sentence(contract, f"{slots} x {block}"))
+    slots, block = int(slots), int(block)  # True is 1
+    if positions is None:
+        for name, tensor in (("source", source), ("scale", scale)):
+            if tensor is not None:
+                contract = f"{name} must be None if positions is None"
+                raise InputError(sentence(contract, "a tensor"))
+        if values.shape != param.shape:
+            contract = f"without positions the values must have shape {tuple(param.shape)}"
+            raise InputError(sentence(contract, tuple(values.shape)))
+        return Touched(None, values.resolve_neg().resolve_conj(), 1, param.numel())
+    positions = _integers("positions", positions)
+    source = None if source is None else _integers("source", source)
+    blocks = values.numel() // block if block else math.prod(values.shape[:1])
+    entries = positions.numel()
+    if values.numel() != blocks * block or (source is None and blocks != entries):
+        contract = f"{entries} positions need as many rows of {block} values"
+        if source is not None:
+            contract = f"the values must be rows of {block}"
+        raise InputError(sentence(contract, f"values of shape {tuple(values.shape)}"))
+    if source is not None:
+        _check_source(source, blocks, entries)
+    if scale is not None:
+        scale = _factors(scale, values, entries)
+    found = Touched(positions, values.resolve_neg(), slots, block, source, scale)
+    if param.numel() and slots % rows and rows % slots:
+        # Neither parts of rows nor made of rows, which is all that others have to reckon with.
+        return found.finer(math.lcm(slots, rows))
+    return found
+
+
+def _check_tensor(name: str, tensor: object, param: Tensor, *, optional: bool) -> None:
+    if tensor is None and optional:
+        return
+    if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
+        contract = f"the {name} of a Touched must be a strided tensor"
+        raise InputError(sentence(contract, type(tensor).__name__))
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        contract = f"the {name} of a Touched must be a strided tensor"
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise InputError(sentence(contract, got))
+    if tensor.device != param.device:
+        raise InputError(sentence(f"the {name} must be on {param.device}", tensor.device))
+    check_memory(f"the {name} of a Touched", tensor)
+
+
+def _integers(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in _INTEGERS:
+        raise InputError(sentence(f"the {name} of a Touched must be int64 or int32", tensor.dtype))
+    return tensor.long().reshape(-1).contiguous()
+
+
+def _check_source(source: Tensor, blocks: int, entries: int) -> None:
+    if source.numel() != entries:
+        contract = f"{entries} positions need as many entries in source"
+        raise InputError(sentence(contract, source.numel()))
+    if entries:
+        low, high = (int(bound) for bound in source.aminmax())
+        if low < 0 or high >= blocks:
+            contract = f"source must hold row numbers of values, in [0, {blocks})"
+            raise InputError(sentence(contract, low if low < 0 else high))
+
+
+def _factors(scale: Tensor, values: Tensor, entries: int) -> Tensor:
+    if scale.numel() != entries:
+        contract = f"{entries} positions need as many entries in scale"
+        raise InputError(sentence(contract, scale.numel()))
+    if scale.dtype not in FLOATS:
+        raise InputError(sentence("the scale of a Touched must be of a float dtype", scale.dtype))
+    return scale.detach().resolve_neg().reshape(-1).to(values.dtype.to_real()).contiguous()

@@ -1,0 +1,242 @@
+"""Which tensors can be updated in place, and where their memory is.
+
+A step works on plain memory. For a DTensor, that is its local part: each process updates its own,
+with state that is sharded in the same way. A tensor without memory of its own is rejected.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sparsestep._torch import without_torch_function
+from sparsestep.errors import InputError, sentence
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_distributed(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Nobody has one who has not imported torch's module for them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The tensor that holds the numbers: a plain one itself, the local part of a DTensor.
+
+    Of any other kind it is what there is without the ideas of its class about what may be done with
+    it; whether that has memory is for ``check_writable`` to say.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> memory_of(weight) is weight
+        True
+    """
+    if type(tensor) is Parameter or type(tensor) is Tensor:
+        return tensor
+    if not is_distributed(tensor):
+        try:
+            with without_torch_function():
+                return tensor.detach()
+        except (NotImplementedError, RuntimeError):  # a class that cannot even do that
+            return tensor
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # a collective may still be under way
+    return wait() if wait is not None else local
+
+
+def local_gradient(param: DTensor, grad: Any, *, by_row: bool) -> Any:
+    """The local part of a DTensor parameter's gradient.
+
+    Args:
+        param: the parameter.
+        grad: its gradient.
+        by_row: whether the rule keeps state per row, and so has to see whole rows.
+    """
+    if any(placement.is_partial() for placement in param.placements):
+        contract = "a DTensor parameter must be sharded or replicated"
+        raise InputError(sentence(contract, f"placements {param.placements}"))
+    cut = [p for p in param.placements if p.is_shard() and p.dim != 0]  # type: ignore[attr-defined]
+    if by_row and cut:
+        contract = "rules that keep state per row need whole rows: shard along dim 0"
+        raise InputError(sentence(contract, f"placements {param.placements}"))
+    if not is_distributed(grad):
+        # Torch makes no sparse DTensors: a sparse gradient is passed as it is, for the local part.
+        if not isinstance(grad, Tensor) or grad.layout is not torch.strided:
+            return grad
+        contract = "a dense gradient of a DTensor must be a DTensor"
+        raise InputError(sentence(contract, f"a {type(grad).__name__}"))
+    if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
+        contract = (
+            f"the gradient of a DTensor must have the parameter's placements, {param.placements}"
+        )
+        remedy = "Call redistribute() on it"
+        raise InputError(sentence(contract, grad.placements, remedy))
+    return memory_of(grad)
+
+
+def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
+    """State for a parameter, made for its memory: a DTensor where the parameter is one."""
+    if not is_distributed(param):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    shape = param.shape[: local.dim()]
+    stride = torch.empty(shape, device="meta").stride() if local.dim() < param.dim() else None
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=param.stride() if stride is None else stride,
+    )
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose numbers cannot be written in place.
+
+    Args:
+        name: what it is, for the message.
+        tensor: a parameter or state, as ``memory_of`` gives it.
+
+    Example:
+        >>> try:
+        ...     check_writable("the parameter", torch.zeros(2).expand(3, 2))
+        ... except InputError as error:
+        ...     print(str(error).split(". ")[0])
+        every element of the parameter must have memory of its own
+    """
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        contract = f"outside torch.inference_mode(), {name} must not be an inference tensor"
+        raise InputError(sentence(contract, "an inference tensor", "Use a clone of it"))
+    if tensor.layout is not torch.strided:
+        raise InputError(sentence(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
+    if tensor.is_meta:
+        return  # where there are no numbers, none are written
+    if tensor.is_conj() or tensor.is_neg():
+        contract = f"{name} must be a plain tensor, not a conjugate or negative view"
+        raise InputError(sentence(contract, "such a view", "Use a clone of it"))
+    if tensor.numel() and not _has_memory(tensor):
+        contract = f"{name} must own memory for all of its elements"
+        got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without"
+        raise InputError(sentence(contract, got))
+    if not tensor.is_contiguous() and has_internal_overlap(tensor):
+        raise InputError(
+            sentence(
+                f"every element of {name} must have memory of its own",
+                f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+                "Make it contiguous",
+            )
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether all its elements lie in memory that there is."""
+    if not address(tensor):
+        return False
+    end = tensor.storage_offset() + _span(tensor) + 1
+    return end * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def address(tensor: Tensor) -> int:
+    """Where its first element lies; 0 for a tensor without memory of its own.
+
+    Example:
+        >>> address(torch.zeros(2)) > 0, address(torch.zeros(2, device="meta"))
+        (True, 0)
+    """
+    plain = type(tensor) is Parameter or type(tensor) is Tensor
+    if not plain and getattr(tensor, "fake_mode", None) is not None:
+        return 0  # asked for its address, it would warn
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper around others, or a sparse tensor
+        return 0
+
+
+def _span(tensor: Tensor) -> int:
+    """From the first element of a tensor to the last, in elements."""
+    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of all lie in the same order, without gaps.
+
+    Example:
+        >>> table = torch.zeros(4, 6)
+        >>> lie_alike([table.T, torch.zeros(4, 6).T]), lie_alike([table[:, ::2], torch.zeros(4, 3)])
+        (True, False)
+    """
+    first = tensors[0]
+    return _span(first) + 1 == first.numel() and all(
+        tensor.stride() == first.stride() for tensor in tensors
+    )
+
+
+def has_internal_overlap(tensor: Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor.
+
+    Example:
+        >>> line = torch.arange(8.0)
+        >>> has_internal_overlap(line.as_strided((4, 4), (1, 1)))
+        True
+        >>> has_internal_overlap(line.as_strided((2, 3), (3, 2)))
+        False
+    """
+    if not tensor.numel():
+        return False
+    sizes = sorted(
+        (stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+    )
+    reached = 0  # by the dims with smaller strides
+    for stride, n in sizes:
+        if stride == 0:
+            return True
+        if stride <= reached:
+            return _comes_twice(tensor)
+        reached += (n - 1) * stride
+    return False
+
+
+def _comes_twice(tensor: Tensor) -> bool:
+    """Whether two elements share memory, by looking at each: strides alone do not tell."""
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + stride * torch.arange(n, device="cpu")
+    return int(places.unique().numel()) < tensor.numel()
+
+
+def overlapping(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of tensors that may share memory with another of them.
+
+    Example:
+        >>> line = torch.zeros(6)
+        >>> views = [line[:4], line[2:], torch.zeros(3)]
+        >>> found = overlapping(views)
+        >>> [id(view) in found for view in views]
+        [True, True, False]
+    """
+    extents = []
+    for tensor in tensors:
+        memory = memory_of(tensor)
+        if memory.numel() and memory.layout is torch.strided and not memory.is_meta:
+            begin = memory.data_ptr()
+            end = begin + (_span(memory) + 1) * memory.itemsize
+            extents.append((str(memory.device), begin, end, id(tensor)))
+    extents.sort()
+    found: set[int] = set()
+    device, reached, last = "", 0, 0
+    for where, begin, end, key in extents:
+        if where == device and begin < reached and key != last:
+            found |= {last, key}
+        if where != device or end > reached:
+            device, reached, last = where, end, key
+    return found

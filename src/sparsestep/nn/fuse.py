@@ -1,0 +1,222 @@
+"""fuse: the embeddings of an existing model get compact gradients."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import gc
+import logging
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from sparsestep._torch import own_parameters
+from sparsestep.errors import InputError, sentence, usable, warn
+from sparsestep.memory.tensors import is_distributed
+from sparsestep.nn.bag import EmbeddingBag
+from sparsestep.nn.embedding import Embedding
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Only: TypeAlias = str | Iterable[str] | Callable[[str, Any], bool] | None
+
+_OURS: dict[type, type[Embedding] | type[EmbeddingBag]] = {
+    torch.nn.Embedding: Embedding,
+    torch.nn.EmbeddingBag: EmbeddingBag,
+}
+_TABLES = tuple(_OURS)
+_log = logging.getLogger("sparsestep")
+
+
+def fuse(model: Model, *, only: Only = None) -> Model:
+    """Convert the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model to ours, in place.
+
+    The modules stay the same objects and keep their weights, hooks and options, so existing
+    optimizers and references keep working. A subclass of torch's modules keeps its class and its
+    methods, too.
+
+    A module with its own ``forward``, or with a weight that is computed from others, is not
+    converted; a warning lists these modules, except for those that ``only`` leaves out. Converted
+    modules are logged (``logging.getLogger("sparsestep")``, level INFO).
+
+    Args:
+        model: the model; may be a single embedding.
+        only: the modules to convert: a name as in ``model.named_modules()`` or several names, each
+            with everything below it; or a function of name and module that returns a bool.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InputError: a name in ``only`` is not a module of the model, or a table belongs to a model
+            that ``DistributedDataParallel`` has wrapped already; nothing has changed.
+
+    Example:
+        >>> import sparsestep
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16), torch.nn.Linear(16, 1))
+        >>> optimizer = sparsestep.Adam(model.parameters())
+        >>> sparsestep.nn.fuse(model)(torch.tensor([[3, 1, 3]])).sum().backward()
+        >>> model[0].weight.grad.touched().values.shape
+        torch.Size([1, 16])
+        >>> optimizer.step()
+
+        Large tables only:
+
+        >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
+    """
+    given: Any = model
+    if not isinstance(given, torch.nn.Module):
+        contract = "fuse: the first argument must be a model, an nn.Module"
+        raise InputError(sentence(contract, type(given).__name__))
+    found = _tables(model)
+    selected = _select(model, found, only)
+    reasons = {name: why_not(table) for name, table in selected.items()}
+    left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
+    if left:
+        text = "these tables keep torch's gradient: " + ", ".join(left)
+        warn(UserWarning, f"fuse: {text}.")
+    elif not selected:
+        why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
+        if found:
+            why = f"only={only!r} selects none of the model's tables"
+        warn(UserWarning, f"fuse: nothing to do: {why}.")
+    new = {
+        name: table
+        for name, table in selected.items()
+        if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag)
+    }
+    _check_not_wrapped(new)
+    for name, table in new.items():
+        make_ours(table, name)
+        _log.info("fused %s, %s", name or "the model", table)
+    return model
+
+
+def _check_not_wrapped(tables: dict[str, Any]) -> None:
+    """Refuse tables whose gradients ``DistributedDataParallel`` takes for dense ones.
+
+    It looks when it is made, and fails in ``backward()`` when they are not. A module does not know
+    who wraps it, so those who might are looked through.
+    """
+    dense = {id(table.weight): name for name, table in tables.items() if not table.sparse}
+    if not dense or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    for found in gc.get_objects():
+        if not issubclass(type(found), wrapper):
+            continue
+        module = getattr(found, "module", None)  # there is none if it could not be made
+        for param in module.parameters() if module is not None else ():
+            if id(param) in dense:
+                contract = "a model must be fused before DistributedDataParallel wraps it"
+                remedy = "Call fuse(model) first; a model that was fused before stays as it is"
+                got = f"{dense[id(param)] or 'a table'!r}, which is wrapped"
+                raise InputError(f"fuse: {sentence(contract, got, remedy)}")
+
+
+def _tables(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, _TABLES)}
+
+
+def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[str, Any]:
+    """The tables that ``only`` lets through."""
+    if only is None:
+        return tables
+    if callable(only):
+        return {name: table for name, table in tables.items() if only(name, table)}
+    # A module that is there under several names may be called by any of them.
+    everything = list(model.named_modules(remove_duplicate=False))
+    with usable("fuse: only must be a name, a list of names, or a function of name and module"):
+        names = [only] if isinstance(only, str) else list(only)
+    known = {name for name, _ in everything}
+    for name in names:
+        if name not in known:
+            contract = "only must contain names of modules, as in model.named_modules()"
+            raise InputError(f"fuse: {sentence(contract, repr(name))}")
+    wanted = {
+        id(module)
+        for path, module in everything
+        if any(name in ("", path) or path.startswith(f"{name}.") for name in names)
+    }
+    return {name: table for name, table in tables.items() if id(table) in wanted}
+
+
+def why_not(table: Any) -> str | None:
+    """Why a table cannot be made one of ours; ``None`` if it can, or is.
+
+    Example:
+        >>> why_not(torch.nn.Embedding(5, 2)) is None
+        True
+        >>> why_not(torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(5, 2)))
+        'its weight is computed from others'
+    """
+    if isinstance(table, Embedding | EmbeddingBag):
+        return None
+    if "forward" in vars(table):
+        return "its forward was replaced"
+    kind = type(table)
+    if kind.forward is not _torchs(kind).forward:
+        return f"{kind.__name__} has a forward of its own"
+    if "weight" not in own_parameters(table):
+        return "its weight is computed from others"
+    if is_distributed(table.weight):  # torch has no sparse DTensors
+        return "its weight is a DTensor, whose gradient is dense"
+    return None
+
+
+def make_ours(table: Any, name: str) -> None:
+    """Make a table one of ours, for which there is no ``why_not``.
+
+    Example:
+        >>> table = torch.nn.Embedding(5, 2)
+        >>> make_ours(table, "words")
+        >>> type(table), table.name
+        (<class 'sparsestep.nn.embedding.Embedding'>, 'words')
+    """
+    has_name = hasattr(table, "name")  # a subclass may have one, for purposes of its own
+    kind: Any = type(table)
+    table.__class__ = _fused(kind)
+    table.sparse = True
+    if not has_name:
+        table.name = name
+
+
+def _torchs(kind: type) -> Any:
+    """Which of torch's classes it is, or is derived from."""
+    return next(table for table in _TABLES if issubclass(kind, table))
+
+
+@functools.cache
+def _fused(kind: type) -> Any:
+    """A class of ours that is that class as well."""
+    ours = _OURS[_torchs(kind)]
+    if kind in _OURS:
+        return ours
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # This class has no name to be found by when a module is loaded, or copied.
+        made = super(fused, self).__reduce_ex__(max(2, protocol))
+        if made[0] is copyreg.__newobj__ and made[1][0] is fused:  # type: ignore[attr-defined]
+            return (_new, (kind, *made[1][1:]), *made[2:])
+        return made
+
+    @functools.wraps(kind.__init__)  # type: ignore[misc]
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, *args, **options)  # type: ignore[misc]
+        self.sparse = True
+
+    def fill(names: dict[str, Any]) -> None:
+        names |= {"__reduce_ex__": reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        names["__init__"] = init
+        names["__qualname__"] = kind.__qualname__
+        if hasattr(kind, "name"):
+            names["name"] = kind.name
+
+    fused: Any = types.new_class(kind.__name__, (ours, kind), exec_body=fill)
+    return fused
+
+
+def _new(kind: type, *args: Any) -> Any:
+    fused = _fused(kind)
+    return fused.__new__(fused, *args)

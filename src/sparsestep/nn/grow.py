@@ -1,0 +1,240 @@
+"""grow: a table gets more rows, and stays what it is for everybody who has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep._process import uninterrupted
+from sparsestep._torch import own_parameters, without_torch_function
+from sparsestep.errors import InputError, memory_errors, sentence, usable
+from sparsestep.grads.exchange import source_of
+from sparsestep.memory import tensors as parameters
+from sparsestep.memory.mapped_file import file_of
+from sparsestep.optim.declaration import speaking
+from sparsestep.optim.functional import FunctionalOptimizer
+from sparsestep.optim.growing import prepare_to_grow
+from sparsestep.optim.optimizer import RuleOptimizer
+
+Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
+AnyOptimizer: TypeAlias = RuleOptimizer | FunctionalOptimizer
+Init: TypeAlias = Callable[[Tensor], object]
+
+
+def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
+    """The weight of a table whose rows may be given away, or which may grow.
+
+    Args:
+        who: asks.
+        table: what was given.
+        is_part: it is known to be the part of a sharded table that is here.
+    """
+    if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+        contract = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
+        remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
+        raise InputError(sentence(contract, f"a {type(table).__name__}", remedy))
+    weight = own_parameters(table).get("weight")
+    if weight is None:
+        contract = f"{who}: the weight of a table must be a parameter of its own"
+        raise InputError(sentence(contract, "one that is computed from others"))
+    if parameters.is_distributed(weight) or (source_of(weight) is not None and not is_part):
+        contract = f"{who}: a table must not be sharded over processes"
+        raise InputError(sentence(contract, "a sharded one", "Do this before sharding it"))
+    found: nn.Parameter = weight
+    return found
+
+
+def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOptimizer]:
+    """The optimizers that a weight has; raises where one is none of ours, or does not have it."""
+    found = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, FunctionalOptimizer):
+            optimizer = optimizer._optimizer
+        if not isinstance(optimizer, RuleOptimizer):
+            contract = f"{who}: optimizers must be sparsestep's"
+            got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            raise InputError(sentence(contract, got))
+        if not any(weight is each for each in optimizer._all_params()):
+            contract = f"{who}: an optimizer must have the weight of the table among its parameters"
+            raise InputError(sentence(contract, f"{type(optimizer).__name__} without it"))
+        found.append(optimizer)
+    return found
+
+
+def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
+    """Fill rows with random numbers of their own; torch's generator is left as it was.
+
+    Args:
+        values: rows that start over.
+        init: fills them in place.
+        seed: of their random numbers.
+
+    Example:
+        >>> with torch.random.fork_rng():
+        ...     ours, theirs = drawn(torch.empty(3), nn.init.normal_, 5), torch.manual_seed(5)
+        ...     torch.equal(ours, torch.randn(3))
+        True
+    """
+
+    def draw() -> None:
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            with torch.no_grad():  # an exception inside torch's own code would leave it on
+                init(values)
+        finally:
+            generator.set_state(before)
+
+    uninterrupted(draw)
+    return values
+
+
+def do_nothing() -> None:
+    """Commit of a lookup that changes nothing."""
+
+
+@contextmanager
+def restoring_rng() -> Iterator[Callable[[], None]]:
+    """Restore the state of torch's CPU generator on error, unless what is yielded was called.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> try:
+        ...     with restoring_rng():
+        ...         torch.rand(3) / int("none")
+        ... except ValueError:
+        ...     torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    generator = torch.default_generator
+    states = [generator.get_state()]
+    try:
+        yield states.clear
+    except BaseException:
+        for state in states:
+            generator.set_state(state)
+        raise
+
+
+def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
+    """Give a table more rows. The weight stays the same parameter, and keeps its state.
+
+    So optimizers go on with it, those that are passed here and have its state; models that are
+    tracked stay so; hooks and ``step_in_backward`` as well. New rows are initialised, their state
+    is what it is before a first step. Other modules that share the weight have the new rows, too,
+    but keep what they say about their size (``num_embeddings``).
+
+    Call it between steps: what was looked up before must have had its backward. It takes as long as
+    to copy the table and its state.
+
+    Args:
+        module: an ``nn.Embedding`` or ``nn.EmbeddingBag`` of torch or of this library, such as one
+            of the ``tables`` of an ``EmbeddingBagCollection``.
+        rows: how many there are to be.
+        optimizers: all optimizers of this library that have the weight.
+        init: fills the tensor of new rows in place; by default from a normal distribution, as the
+            module's own constructor does.
+
+    Raises:
+        InputError: it cannot grow, because it is sharded, masked, in shared memory or has a
+            gradient.
+        MemoryError: there is not enough memory.
+
+    Whatever it raises, also ``KeyboardInterrupt``: table and optimizers have grown or nothing has
+    changed.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.Embedding(2, 4)
+        >>> weight = table.weight
+        >>> optimizer = sparsestep.Adam(table.parameters())
+        >>> table(torch.tensor([0, 1])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> sparsestep.nn.grow(table, 5, optimizer)
+        >>> table.weight is weight, table
+        (True, Embedding(5, 4, sparse=True))
+        >>> optimizer.state[weight]["exp_avg"].shape
+        torch.Size([5, 4])
+    """
+    with restoring_rng() as keep_rng:
+        commit = prepare_growth(module, rows, optimizers, init)
+        uninterrupted(lambda: [work() for work in (commit, keep_rng)])
+
+
+class Spare(NamedTuple):
+    """How many rows at the end of a weight are none of the table's, as ranks have equally many.
+
+    Attributes:
+        before: of those that there are.
+        after: of those that there are to be.
+    """
+
+    before: int
+    after: int
+
+
+def prepare_growth(
+    module: Any,
+    rows: int,
+    optimizers: tuple[Any, ...],
+    init: Init | None,
+    spare: Spare | None = None,
+) -> Callable[[], None]:
+    """Do all that may raise; what is returned does the rest, and nothing can fail.
+
+    Args:
+        module: whose weight grows.
+        rows: how many it is to have.
+        optimizers: all that have it.
+        init: fills new rows in place.
+        spare: of the part of a sharded table that is here.
+    """
+    weight = weight_of("grow", module, is_part=spare is not None)
+    known = ours("grow", weight, optimizers)
+    have = len(weight)
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
+        contract = f"grow: rows must be a whole number, at least the {have} that there are"
+        raise InputError(sentence(contract, repr(rows)))
+    given: Any = init
+    if given is not None and not callable(given):
+        contract = "grow: init must be a function that fills a tensor of rows in place"
+        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+    if weight.grad is not None:
+        contract = "grow: a table that grows must have no gradient, which is for fewer rows"
+        raise InputError(sentence(contract, "one", "Call zero_grad() first"))
+    if file_of(weight) is not None:
+        contract = "grow: a table that grows must not lie in a file, which has the size it was made"
+        remedy = "Make a file for all rows that there may be: those that nobody uses take no room"
+        raise InputError(sentence(contract, "one that does", remedy))
+    if weight.is_cpu and weight.is_shared():
+        contract = "grow: a table that grows must not be in shared memory"
+        raise InputError(sentence(contract, "one that other processes may have"))
+    parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
+    first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
+    if rows == have and first == end:
+        return lambda: None
+    with speaking("grow"), usable("rows must be as many as memory can hold"):
+        others = [prepare_to_grow(optimizer, weight, rows, first) for optimizer in known]
+        new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    with memory_errors(), torch.no_grad(), without_torch_function():
+        (nn.init.normal_ if init is None else init)(new[first:end])
+        new[:first] = weight[:first]
+        new[end:] = 0
+    return partial(_commit, module, weight, new, others)
+
+
+def _commit(
+    module: Table, weight: nn.Parameter, new: Tensor, others: list[Callable[[], None]]
+) -> None:
+    with without_torch_function():
+        weight.data = new
+    module.num_embeddings = len(new)
+    for grow_state in others:
+        grow_state()

@@ -1,0 +1,67 @@
+"""Where torch looks into a call: torch.compile, torch.export, the transforms of torch.func."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
+
+from sparsestep._torch import is_exporting, is_tracing, is_transforming
+from sparsestep.deferred.guard import Guarded
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run a function as it is when torch.compile comes across it.
+
+    This is ``torch.compiler.disable`` without its cost where nothing is compiled: it would import
+    the compiler, and a call of what it returns takes half as long as a small lookup.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling() and not is_exporting():
+            left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
+            return left_out(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def scripted_as(
+    theirs: Callable[..., Any],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let torch.jit.script compile another function in the place of the one that is decorated.
+
+    It reads the source of what a function wraps. The globals it knows are those of this module.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        function.__wrapped__ = theirs  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def is_for_torch(*weights: Tensor) -> bool:
+    """Whether a lookup is left to torch's own operation, with its ordinary gradient.
+
+    The transforms of torch.func, export and tracing know no other, and where there are no numbers
+    (the device ``meta``, fake tensors) there is nothing to check. A weight of another kind may have
+    ideas of its own.
+    """
+    return (
+        is_transforming()
+        or torch.compiler.is_exporting()
+        or is_tracing()
+        or any(weight.is_meta or type(weight) not in _PLAIN for weight in weights)
+    )
+
+
+_PLAIN = (torch.nn.Parameter, Tensor, Guarded)

@@ -1,0 +1,232 @@
+"""Adagrad as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad as torch_adagrad
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.engines.torch_fused import Batch
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.idle import Still
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+
+def _step_size(step: int, lr: float, lr_decay: float) -> float:
+    return lr / (1 + (step - 1) * lr_decay)
+
+
+def update(
+    param: Tensor, grad: Tensor, sum: Tensor, *, step: int, lr: float, lr_decay: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """One step of Adagrad."""
+    sum = sum + grad * grad
+    return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
+
+
+_SUM = State("sum", "initial_accumulator_value", int8="unsigned")
+RULE = Rule("adagrad", update, (_SUM,), is_native=True, motion=Still())
+
+
+class Adagrad(RuleOptimizer, Optimizer):
+    r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        s &\leftarrow s + g^2 \\
+        p &\leftarrow p - \frac{lr}{1 + (t - 1) \eta} \cdot \frac{g}{\sqrt{s} + \epsilon}
+
+    Dense gradients run in torch's own kernel, so the results are torch's bit for bit. Unlike
+    torch's class, it supports weight decay with sparse gradients. Decoupled weight decay shrinks
+    the parameter by :math:`lr \lambda`, whatever :math:`\eta` is.
+
+    The state is torch's: ``step`` and ``sum``, created with the optimizer. Checkpoints load in both
+    directions.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        lr_decay: :math:`\eta`.
+        weight_decay: :math:`\lambda`.
+        initial_accumulator_value: the initial value of ``sum``.
+        eps: added to the square root.
+        foreach: for torch's kernel.
+        maximize: maximize the objective instead of minimizing it.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.Adagrad(table.parameters(), lr=0.1, weight_decay=0.01)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Duchi, Hazan and Singer, `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+    """
+
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+        self.materialize_state()
+
+    @staticmethod
+    def _torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
+        torch_adagrad(
+            batch.params,
+            batch.grads,
+            batch.state["sum"],
+            batch.steps,
+            has_complex=batch.has_complex,
+            fused=batch.group["fused"],
+            **{name: batch.group[name] for name in names},
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE
+
+
+def adagrad_(
+    param: Tensor,
+    grad: Gradient,
+    sum: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-2,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.Adagrad`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        sum: the sum of the squared gradients.
+        step: the number of this update, counted from 1.
+        lr: learning rate, a number or a one-element tensor.
+        lr_decay: how fast the learning rate falls with ``step``.
+        eps: added to the square root.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, total = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.adagrad_(weight, grad, total, step=1, lr=0.5)
+        >>> weight[:, 0].tolist(), total[:, 0].tolist()
+        ([0.0, -0.5], [0.0, 1.0])
+    """
+    hyper = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
+    apply_(
+        *("adagrad_", RULE, param, grad, [sum], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.Adagrad` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Adagrad`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalAdagrad([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Adagrad
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
+        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
+        *("foreach", "fused", "maximize"),
+    )
+    only_in_torch: ClassVar[dict[str, Any]] = {
+        "warmup_lr_multiplier": 1.0,
+        "warmup_num_iters": 0.0,
+        "coalesce_grad": True,
+    }
+
+    @takes(Adagrad)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

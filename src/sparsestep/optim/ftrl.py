@@ -1,0 +1,224 @@
+"""Follow the regularized leader, proximal: the classic of click prediction."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.idle import Recompute
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    linear: Tensor,
+    sum: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta: float,
+    l1: float,
+    l2: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step; with a learning rate of zero the parameter rests."""
+    rate = 1 / lr if lr else 0.0
+    before = sum.sqrt()
+    sum = sum + grad * grad
+    root = sum.sqrt()
+    linear = linear + grad - (root - before) * rate * param
+    return (solve(linear, root, rate, beta, l1, l2) if rate else param), linear, sum
+
+
+def solve(linear: Tensor, root: Tensor, rate: float, beta: float, l1: float, l2: float) -> Tensor:
+    """The parameter, which is a function of its state; ``root`` is that of ``sum``."""
+    solution = (linear.sign() * l1 - linear) / ((beta + root) * rate + l2)
+    return torch.where(linear.abs() <= l1, 0.0, solution)
+
+
+_STATE = (State("linear"), State("sum", "initial_accumulator_value"))
+# Without a gradient, it is only the learning rate that moves the parameter.
+_MOTION = Recompute(
+    native="ftrl",
+    formula=lambda state, hyper: solve(
+        state["linear"],
+        state["sum"].sqrt(),
+        1 / hyper["lr"] if hyper["lr"] else 0.0,
+        hyper["beta"],
+        hyper["l1"],
+        hyper["l2"],
+    ),
+)
+RULE = Rule("ftrl", update, _STATE, is_native=True, motion=_MOTION)
+
+
+class Ftrl(RuleOptimizer, Optimizer):
+    r"""FTRL-Proximal with L1 and L2 regularization.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        \sigma &= \frac{\sqrt{n + g^2} - \sqrt{n}}{lr} \\
+        z &\leftarrow z + g - \sigma p \\
+        n &\leftarrow n + g^2 \\
+        p &\leftarrow \begin{cases}
+            0 & |z| \le \lambda_1 \\
+            -\dfrac{z - \mathrm{sign}(z) \lambda_1}{(\beta + \sqrt{n}) / lr + \lambda_2}
+                & \text{otherwise}
+        \end{cases}
+
+    The parameter is a function of :math:`z` and :math:`n` alone, so its initial value is soon
+    forgotten. Start at zero, as the paper does. With L1, most weights are exactly zero.
+
+    The state is ``step``, ``linear`` (:math:`z`) and ``sum`` (:math:`n`).
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: the paper's :math:`\alpha`, a number or a one-element tensor.
+        beta: the paper's :math:`\beta`.
+        l1: :math:`\lambda_1`.
+        l2: :math:`\lambda_2`.
+        initial_accumulator_value: the initial value of ``sum``.
+        maximize: maximize the objective instead of minimizing it.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.nn.Parameter(torch.zeros(1000, 1))
+        >>> optimizer = sparsestep.Ftrl([weight], lr=0.1, l1=0.5)
+        >>> weight.grad = torch.sparse_coo_tensor(
+        ...     [[3, 7]], [[1.0], [0.25]], (1000, 1), check_invariants=True
+        ... )
+        >>> optimizer.step()
+        >>> weight.detach()[[3, 7]].flatten().tolist()
+        [-0.02500000037252903, 0.0]
+
+    References:
+        McMahan et al., `Ad Click Prediction: a View from the Trenches
+        <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        *,
+        maximize: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta": beta,
+            "l1": l1,
+            "l2": l2,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE
+
+
+def ftrl_(
+    param: Tensor,
+    grad: Gradient,
+    linear: Tensor,
+    sum: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 0.1,
+    beta: float = 1.0,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    r"""One step of :class:`sparsestep.Ftrl`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        linear: the paper's :math:`z`.
+        sum: the sum of the squared gradients.
+        step: the number of this update; the formula does not use it.
+        lr: the paper's :math:`\alpha`, a number or a one-element tensor.
+        beta: the paper's :math:`\beta`.
+        l1: the strength of L1 regularization.
+        l2: the strength of L2 regularization.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, linear, total = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.ftrl_(weight, grad, linear, total, lr=0.5, l1=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -0.125]
+    """
+    hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
+    state = [linear, sum]
+    apply_(
+        *("ftrl_", RULE, param, grad, state, step, hyper),
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalFtrl(FunctionalOptimizer):
+    """:class:`sparsestep.Ftrl` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Ftrl`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalFtrl([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Ftrl
+    positional: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2")
+
+    @takes(Ftrl)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

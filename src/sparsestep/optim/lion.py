@@ -1,0 +1,182 @@
+"""Lion: a step of constant size along the sign of an average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules import options
+from sparsestep.rules.idle import SignDrift
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+Pair = tuple[float, float]
+
+
+def update(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, step: int, lr: float, betas: Pair
+) -> tuple[Tensor, Tensor]:
+    """One step of Lion."""
+    beta1, beta2 = betas
+    param = param - lr * (exp_avg + (1 - beta1) * (grad - exp_avg)).sign()
+    return param, exp_avg + (1 - beta2) * (grad - exp_avg)
+
+
+_MOTION = SignDrift(
+    buffer="exp_avg",
+    decays=lambda hyper: {"exp_avg": hyper["betas"][1]},
+    size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
+)
+RULE = Rule("lion", update, (State("exp_avg", int8="signed"),), is_native=True, motion=_MOTION)
+
+
+class Lion(RuleOptimizer, Optimizer):
+    r"""Lion, with one running average as its only state.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        p &\leftarrow (1 - lr \lambda) p - lr \cdot \mathrm{sign}(\beta_1 m + (1 - \beta_1) g) \\
+        m &\leftarrow \beta_2 m + (1 - \beta_2) g
+
+    Weight decay is decoupled. The state is ``step`` and ``exp_avg``.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor. Use one that is three to ten times
+            smaller than for AdamW.
+        betas: the weight of the running average in the step, and its decay rate.
+        weight_decay: :math:`\lambda`.
+        maximize: maximize the objective instead of minimizing it.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.Lion(table.parameters(), lr=1e-4)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Chen et al., `Symbolic Discovery of Optimization Algorithms
+        <https://arxiv.org/abs/2302.06675>`_, 2023.
+    """
+
+    _always_decoupled = True
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **options.NEUTRAL,
+        "decoupled_weight_decay": (True,),
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: Pair = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(
+            params,
+            defaults,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE
+
+
+def lion_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.Lion`. Weight decay is decoupled.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        step: the number of this update; the formula does not use it.
+        lr: learning rate, a number or a one-element tensor.
+        betas: the weight of the running average in the step, and its decay rate.
+        weight_decay: decoupled; the parameter is multiplied by ``1 - lr * weight_decay``.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.lion_(weight, grad, mean, lr=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -0.5]
+    """
+    hyper = {"lr": lr, "betas": betas}
+    apply_(
+        *("lion_", RULE, param, grad, [exp_avg], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalLion(FunctionalOptimizer):
+    """:class:`sparsestep.Lion` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.Lion`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalLion([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = Lion
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+
+    @takes(Lion)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

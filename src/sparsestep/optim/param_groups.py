@@ -1,0 +1,207 @@
+"""How an optimizer reads its param groups.
+
+You may change any option between two steps, so groups are compared in every step. Usually nothing
+has changed, and the settings of the last step are used again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from numbers import Real
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.engines.base import Settings
+from sparsestep.engines.native import Before
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import masks
+from sparsestep.optim.declaration import Declaration
+from sparsestep.rules import checks, options
+from sparsestep.rules._derive_idle import refusal
+from sparsestep.rules.rule import Rule
+
+Group = dict[str, Any]
+Selections = list[masks.Selection | None]
+
+_CONSTANT = (float, int, str, torch.dtype, type(None), Real)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it cannot change without being replaced."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANT)
+
+
+class Groups:
+    """An optimizer's param groups, as its steps see them.
+
+    It does not know the optimizer, which would be freed only when the garbage collector finds the
+    circle.
+    """
+
+    def __init__(self) -> None:
+        self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+
+    def settings_of(self, optimizer: Declaration, group_index: int, group: Group) -> Settings:
+        """What a param group says about its updates, now."""
+        values = tuple(group.values())
+        known = self._settings.get(group_index)
+        if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
+            return known[1]
+        settings = self.read(optimizer, group_index, group)
+        changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
+        if all(map(_is_constant, changeable)):
+            self._settings[group_index] = (values, settings)
+        return settings
+
+    def as_they_were(self, count: int) -> Before | None:
+        """What ``step_again`` is told; ``None`` if it cannot be.
+
+        Args:
+            count: how many groups there are.
+        """
+        before = Before([], [], [])
+        for group_index in range(count):
+            if group_index not in self._settings:
+                return None
+            values, settings = self._settings[group_index]
+            group = settings.core.get("group")
+            # Random bits are looked after in every step.
+            if settings.seed is not None:
+                return None
+            if settings.rule.recorded is not None:
+                before.recorded.append((group_index, settings))
+            elif group is None:
+                return None
+            masked = None
+            if "selections" in settings.core:
+                params, selections = settings.core["selections"]
+                masked = masks.as_they_were(params, selections)
+                if masked is None:
+                    return None
+            before.told.append((values, group, masked))
+        return before
+
+    @staticmethod
+    def read(optimizer: Declaration, group_index: int, group: Group) -> Settings:
+        """Read it, whatever is known already.
+
+        Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
+        gradients are being applied, it is too late to.
+        """
+        optimizer._check_group(group)
+        return _settings(optimizer, group_index, group)
+
+    @staticmethod
+    def selections_of(
+        optimizer: Declaration, group: Group, settings: Settings
+    ) -> Selections | None:
+        """What the masks of a group select, looked at anew only when something has changed."""
+        given = group.get("mask")
+        if given is None:
+            return None
+        params = group["params"]
+        found: tuple[tuple[Tensor, ...], Selections] = settings.core.get("selections", ((), []))
+        made_for, known = found
+        # A list may have other masks now, and the group other parameters.
+        same = isinstance(given, Tensor) and len(params) == len(made_for)
+        if not same or not all(map(is_, params, made_for)):
+            by_row = settings.rule.by_row or optimizer.semantics == "dense"
+            masks.checked(given, params, by_row=by_row)
+            before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
+            known = [
+                None if mask is None else _selection(before.get(id(param)), param, mask)
+                for param, mask in zip(params, masks.listed(given, params), strict=True)
+            ]
+            settings.core["selections"] = (tuple(params), known)
+        for selection in known:
+            if selection is not None:
+                selection.update()
+        return known
+
+
+def _settings(optimizer: Declaration, group_index: int, group: Group) -> Settings:
+    rule = optimizer._stored_rule_for(group)
+    # One-element tensors may be changed in place, so they are read in every step.
+    own = optimizer._own_options
+    hyper = {
+        name: group[name] if name in own else options.to_numbers(group[name])
+        for name in rule.hyperparameters
+    }
+    lr = group.get("lr", 0.0)
+    if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyper:
+        lr = hyper["lr"] = lr.item()
+    decay = 0.0
+    if "weight_decay" not in own:
+        decay = float(options.to_number(group.get("weight_decay", 0.0)))
+    decoupled = decay and (
+        optimizer._always_decoupled or options.read(group, "decoupled_weight_decay")
+    )
+    # A user's own rule may have an lr of any kind, but not where decoupled decay multiplies by it.
+    left = 1 - checks.number("lr", lr) * decay if decoupled else 1.0
+    if optimizer.semantics == "dense":
+        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=left)
+    return Settings(
+        rule,
+        hyper,
+        -1.0 if group.get("maximize") and "maximize" not in optimizer._own_options else 1.0,
+        0.0 if decoupled else decay,
+        left,
+        group.get("state_dtype"),
+        options.seed_of(group),
+        bool(options.read(group, "stochastic_rounding")),
+        partial(name_of, type(optimizer).__name__, group, group_index),
+        optimizer._uses_torch(group),
+    )
+
+
+def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:
+    if before is not None and before.mask is mask and before.shape == param.shape:
+        return before
+    return masks.Selection(mask, param.shape)
+
+
+def name_of(who: str, group: Group, group_index: int, index: int) -> str:
+    """How messages name a parameter.
+
+    Args:
+        who: the optimizer's name.
+        group: the param group.
+        group_index: of the group in the optimizer.
+        index: the parameter's, in the group.
+    """
+    names = group.get("param_names")
+    name = f" ({names[index]})" if names and index < len(names) else ""
+    return f"{who}: param {index} of group {group_index}{name}"
+
+
+def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
+    """Refuse what dense semantics has no closed form for."""
+    if rule.motion is None and options.read(group, "bias_correction") == "per_row":
+        contract = (
+            "with semantics='dense' every row takes every step: bias_correction must be global"
+        )
+        raise InputError(sentence(contract, "'per_row'"))
+    if rule.motion is None and rule.is_native:
+        raise InputError(refusal(rule.name))
+    if coupled:
+        contract = (
+            "semantics='dense' has no closed form for coupled weight decay, whose gradient is "
+            "never zero"
+        )
+        got = f"weight_decay={group['weight_decay']}"
+        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
+    if not left > 0:
+        contract = "with semantics='dense', lr * weight_decay must be less than 1"
+        raise InputError(sentence(contract, 1 - left))
+    if options.read(group, "state_dtype") is torch.int8:
+        contract = "semantics='dense' does not support int8 state"
+        raise InputError(sentence(contract, "state_dtype=torch.int8"))
+    for name in ("stochastic_rounding", "differentiable"):
+        if group.get(name):
+            contract = f"semantics='dense' does not support {name}"
+            raise InputError(sentence(contract, f"{name}=True"))

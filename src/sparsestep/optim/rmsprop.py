@@ -1,0 +1,342 @@
+"""RMSprop as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.rmsprop import rmsprop as torch_rmsprop
+
+from sparsestep.engines.torch_fused import Batch
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.declaration import speaking
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules import checks
+from sparsestep.rules.idle import Geometric, Motion, Still
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+
+def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
+    return alpha * square_avg + (1 - alpha) * grad * grad
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step of RMSprop."""
+    square_avg = _squared(grad, square_avg, alpha)
+    return param - lr * grad / (square_avg.sqrt() + eps), square_avg
+
+
+def update_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step with momentum."""
+    square_avg = _squared(grad, square_avg, alpha)
+    momentum_buffer = momentum * momentum_buffer + grad / (square_avg.sqrt() + eps)
+    return param - lr * momentum_buffer, square_avg, momentum_buffer
+
+
+def update_centered(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    grad_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """One step that divides by the variance instead of the mean square."""
+    square_avg = _squared(grad, square_avg, alpha)
+    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
+    return param - lr * grad / root, square_avg, grad_avg
+
+
+def update_centered_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    square_avg: Tensor,
+    momentum_buffer: Tensor,
+    grad_avg: Tensor,
+    *,
+    step: int,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, ...]:
+    """Both."""
+    square_avg = _squared(grad, square_avg, alpha)
+    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
+    momentum_buffer = momentum * momentum_buffer + grad / root
+    return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
+
+
+_SQUARE = State("square_avg", int8="unsigned")
+_BUFFER = State("momentum_buffer", int8="signed")
+_MEAN = State("grad_avg")  # a variance that is a difference of rounded numbers may be negative
+
+
+def _motion(*states: State) -> Motion:
+    def decays(hyper: Mapping[str, Any]) -> dict[str, float]:
+        return {each.name: hyper["momentum" if each is _BUFFER else "alpha"] for each in states}
+
+    if _BUFFER not in states:
+        return Still(decays=decays)
+    return Geometric(
+        buffer=_BUFFER.name, decays=decays, size=lambda step, hyper: (hyper["lr"], 1.0)
+    )
+
+
+def _rule(name: str, formula: Callable[..., tuple[Tensor, ...]], *states: State) -> Rule:
+    return Rule(name, formula, states, is_native=True, motion=_motion(*states))
+
+
+# By whether it is centered and whether it has momentum.
+RULES = {
+    (False, False): _rule("rmsprop", update, _SQUARE),
+    (False, True): _rule("rmsprop_momentum", update_with_momentum, _SQUARE, _BUFFER),
+    (True, False): _rule("rmsprop_centered", update_centered, _SQUARE, _MEAN),
+    (True, True): _rule(
+        "rmsprop_centered_momentum", update_centered_with_momentum, _SQUARE, _BUFFER, _MEAN
+    ),
+}
+
+
+class RMSprop(RuleOptimizer, Optimizer):
+    r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        v &\leftarrow \alpha v + (1 - \alpha) g^2 \\
+        p &\leftarrow p - lr \cdot \frac{g}{\sqrt{v} + \epsilon}
+
+    With ``centered``, the squared running average of the gradient is subtracted from :math:`v`.
+    With momentum, the quotient goes through a buffer first. Dense gradients run in torch's own
+    kernel, so the results are torch's bit for bit.
+
+    The state is torch's: ``step``, ``square_avg`` and, if needed, ``momentum_buffer`` and
+    ``grad_avg``. Checkpoints load in both directions.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        alpha: decay rate of the running averages.
+        eps: added to the square root.
+        weight_decay: :math:`\lambda`.
+        momentum: the momentum factor.
+        centered: divide by the variance instead of the mean square.
+        capturable: for torch's kernel.
+        foreach: for torch's kernel.
+        maximize: maximize the objective instead of minimizing it.
+        differentiable: for torch's kernel; dense gradients only.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.RMSprop(table.parameters(), lr=0.01, centered=True)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Hinton, Srivastava and Swersky, `Neural Networks for Machine Learning, lecture 6a
+        <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
+    """
+
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "alpha": alpha,
+            "eps": eps,
+            "centered": centered,
+            "weight_decay": weight_decay,
+            "capturable": capturable,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def _torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = (
+            *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+            *("foreach", "maximize", "differentiable", "capturable"),
+        )
+        torch_rmsprop(
+            batch.params,
+            batch.grads,
+            batch.state["square_avg"],
+            batch.state.get("grad_avg", []),
+            batch.state.get("momentum_buffer", []),
+            batch.steps,
+            has_complex=batch.has_complex,
+            **{name: batch.group[name] for name in names},
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bool(group["centered"]), bool(group["momentum"] > 0)]
+
+
+def rmsprop_(
+    param: Tensor,
+    grad: Gradient,
+    square_avg: Tensor,
+    momentum_buffer: Tensor | None = None,
+    grad_avg: Tensor | None = None,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RMSprop`; centered if you pass ``grad_avg``.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        square_avg: the running average of the gradient's square.
+        momentum_buffer: the momentum buffer, if you use momentum.
+        grad_avg: the running average of the gradient, for the centered form.
+        step: the number of this update; the formula does not use it.
+        lr: learning rate, a number or a one-element tensor.
+        alpha: decay rate of the running averages.
+        eps: added to the square root.
+        momentum: the momentum factor.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, square = torch.zeros(2, 2), torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.rmsprop_(weight, grad, square, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -5.0]
+    """
+    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
+    rule = RULES[grad_avg is not None, momentum_buffer is not None]
+    state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
+    if momentum_buffer is None:
+        with speaking("rmsprop_"):
+            checks.check({"momentum": momentum})
+    if momentum_buffer is None and momentum:
+        contract = "rmsprop_: momentum needs a momentum_buffer"
+        raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
+    apply_(
+        *("rmsprop_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRMSprop(FunctionalOptimizer):
+    """:class:`sparsestep.RMSprop` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RMSprop`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRMSprop([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RMSprop
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
+    )
+
+    @takes(RMSprop)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

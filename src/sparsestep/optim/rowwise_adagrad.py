@@ -1,0 +1,196 @@
+"""Adagrad with one sum per row: an embedding's optimizer state shrinks to one number per row."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.idle import Still
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+
+def update(
+    param: Tensor, grad: Tensor, sum: Tensor, *, step: int, lr: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """One step; ``sum`` is a column beside the rows of ``param``."""
+    sum = sum + (grad * grad).mean(dim=1, keepdim=True)
+    return param - lr / (sum.sqrt() + eps) * grad, sum
+
+
+_SUM = State("sum", "initial_accumulator_value", per_row=True)
+RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, motion=Still())
+
+
+class RowwiseAdagrad(RuleOptimizer, Optimizer):
+    r"""Adagrad with one sum per row, for embeddings.
+
+    For every row of the gradient, with :math:`g` the sum of its duplicates and :math:`D`
+    the length of a row:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        s &\leftarrow s + \frac{1}{D} \sum_j g_j^2 \\
+        p &\leftarrow p - lr \cdot \frac{g}{\sqrt{s} + \epsilon}
+
+    FBGEMM calls this exact row-wise Adagrad. A row is a slice along the first dim, or a single
+    element of a one-dimensional parameter. A complex row counts as twice as many real numbers.
+
+    The state is ``step`` and ``sum``, which has one value per row.
+
+    It is row-wise for every parameter, including dense layers: a ``Linear`` gets one sum per
+    output. If your layers need one sum per element, as in DLRM, train them with :class:`Adagrad`.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: :math:`\lambda`.
+        initial_accumulator_value: the initial value of ``sum``.
+        eps: added to the square root. The default is that of torch's Adagrad; FBGEMM's is 1e-8.
+        maximize: maximize the objective instead of minimizing it.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.RowwiseAdagrad(table.parameters(), lr=0.1)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["sum"].shape
+        torch.Size([10])
+
+    References:
+        Mudigere et al., `Software-Hardware Co-design for Fast and Scalable Training of Deep
+        Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
+    """
+
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULE
+
+
+def rowwise_adagrad_(
+    param: Tensor,
+    grad: Gradient,
+    sum: Tensor,
+    *,
+    step: int | Tensor = 1,
+    lr: float | Tensor = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has one value per row.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        sum: the sum of the mean squared gradients of a row; one number per row.
+        step: the number of this update; the formula does not use it.
+        lr: learning rate, a number or a one-element tensor.
+        eps: added to the square root.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, total = torch.zeros(2, 2), torch.zeros(2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 7.0]]))
+        >>> sparsestep.functional.rowwise_adagrad_(weight, grad, total, lr=0.5)
+        >>> weight[1], total
+        (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
+    """
+    hyper = {"lr": lr, "eps": eps}
+    apply_(
+        *("rowwise_adagrad_", RULE, param, grad, [sum], step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRowwiseAdagrad(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RowwiseAdagrad`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRowwiseAdagrad([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdagrad
+    positional: ClassVar[tuple[str, ...]] = (
+        "lr",
+        "weight_decay",
+        "initial_accumulator_value",
+        "eps",
+    )
+
+    @takes(RowwiseAdagrad)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -1,0 +1,222 @@
+"""Adam with one second moment per row: half of Adam's state."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules.idle import Quotient
+from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+Pair = tuple[float, float]
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    correction: bias.Correction,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step; ``exp_avg_sq`` is a column beside the rows of ``param``."""
+    beta1, beta2 = betas
+    size, root = correction
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    mean_square = (grad * grad).mean(dim=1, keepdim=True)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * mean_square
+    return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
+
+
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", per_row=True))
+_MOTION = Quotient(
+    buffer="exp_avg",
+    square="exp_avg_sq",
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
+    size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
+)
+RULES = bias.rules("rowwise_adam", update, _STATE, _MOTION)
+
+
+class RowwiseAdam(RuleOptimizer, Optimizer):
+    r"""Adam with one second moment per row, for embeddings.
+
+    For every row of the gradient, with :math:`g` the sum of its duplicates and :math:`D`
+    the length of a row:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) \frac{1}{D} \sum_j g_j^2 \\
+        p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
+
+    FBGEMM calls this partial row-wise Adam; its weight decay is decoupled
+    (``decoupled_weight_decay=True``). A row is a slice along the first dim, or a single element of
+    a one-dimensional parameter.
+
+    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages of the gradient and its square.
+        eps: added to the square root after bias correction.
+        weight_decay: :math:`\lambda`.
+        maximize: maximize the objective instead of minimizing it.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.RowwiseAdam(table.parameters(), lr=0.01)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["exp_avg_sq"].shape
+        torch.Size([10])
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2014.
+    """
+
+    _extras: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer._extras,
+        *("bias_correction", "decoupled_weight_decay"),
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: BiasCorrection = "global",
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            bias_correction=bias_correction,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bias.is_per_row(group)]
+
+
+def rowwise_adam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has one value per row.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: the running average of its mean square over a row; one number per row.
+        step: the number of this update, counted from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root after bias correction.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.rowwise_adam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -0.5]
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    state = [exp_avg, exp_avg_sq]
+    apply_(
+        *("rowwise_adam_", RULES[False], param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalRowwiseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.RowwiseAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalRowwiseAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @takes(RowwiseAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

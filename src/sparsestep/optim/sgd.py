@@ -1,0 +1,298 @@
+"""Stochastic gradient descent as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.sgd import sgd as torch_sgd
+
+from sparsestep.engines.torch_fused import Batch
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.declaration import speaking
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules import checks
+from sparsestep.rules.idle import Geometric, Still
+from sparsestep.rules.options import Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+
+def update(param: Tensor, grad: Tensor, *, step: int, lr: float) -> tuple[Tensor]:
+    """One step of gradient descent."""
+    return (param - lr * grad,)
+
+
+def update_with_momentum(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    step: int,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step with momentum; the first one takes the gradient whole, as torch does."""
+    keep, take = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
+    share, rest = (1.0, momentum) if nesterov else (0.0, 1.0)
+    momentum_buffer = keep * momentum_buffer + take * grad
+    return param - lr * (share * grad + rest * momentum_buffer), momentum_buffer
+
+
+def _motion_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
+    return hyper["lr"] * (hyper["momentum"] if hyper["nesterov"] else 1.0), 1.0
+
+
+_MOTION = Geometric(
+    buffer="momentum_buffer",
+    decays=lambda hyper: {"momentum_buffer": hyper["momentum"]},
+    size=_motion_size,
+)
+RULE = Rule("sgd", update, (), is_native=True, counts=False, motion=Still())
+MOMENTUM = Rule(
+    "sgd_momentum",
+    update_with_momentum,
+    (State("momentum_buffer", int8="signed"),),
+    is_native=True,
+    counts=False,
+    motion=_MOTION,
+)
+
+
+class SGD(RuleOptimizer, Optimizer):
+    r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        b &\leftarrow \mu b + (1 - \tau) g \\
+        p &\leftarrow p - lr \cdot b \quad \text{or, with Nesterov's momentum,} \quad
+            p \leftarrow p - lr (g + \mu b)
+
+    In a parameter's first step, :math:`b = g`; a row that is first touched later starts with
+    :math:`b = (1 - \tau) g`. Without momentum, :math:`b` is :math:`g` itself, and there is no
+    state. Dense gradients run in torch's own kernel, so the results are torch's bit for bit.
+    Entries that are missing from a sparse gradient stay unchanged, and so does their momentum;
+    torch's class would move them.
+
+    The state is torch's: ``momentum_buffer``. Checkpoints load in both directions. Stochastic
+    rounding adds a ``step``.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: :math:`\mu`.
+        dampening: :math:`\tau`.
+        weight_decay: :math:`\lambda`.
+        nesterov: look ahead by the momentum.
+        maximize: maximize the objective instead of minimizing it.
+        foreach: for torch's kernel.
+        differentiable: for torch's kernel; dense gradients only.
+        fused: for torch's kernel.
+        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.SGD(table.parameters(), lr=0.1, momentum=0.9)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Sutskever, Martens, Dahl and Hinton, `On the importance of initialization and momentum in
+        deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
+    """
+
+    _has_torch_kernel = True
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @staticmethod
+    def _torch_kernel(batch: Batch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
+        # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
+        in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
+        copied = batch.group["nesterov"] and in_lists
+        buffers = batch.state.get("momentum_buffer", [])
+        options = {name: batch.group[name] for name in names}
+        if batch.is_first:
+            # Torch's kernel would allocate buffers and copy the gradients. To add a gradient to
+            # -0.0 copies it as well, the sign of a zero included.
+            options["dampening"] = 0
+            for buffer in buffers:
+                buffer.fill_(-0.0)
+        torch_sgd(
+            batch.params,
+            [grad.clone() for grad in batch.grads] if copied else batch.grads,
+            buffers,
+            fused=batch.group["fused"],
+            **options,
+        )
+
+    @classmethod
+    def _check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse Nesterov momentum without momentum, or with dampening."""
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise InputError("Nesterov momentum requires a momentum and zero dampening.")
+
+    @classmethod
+    def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+        """Not with dampening, which leaves out the first gradient of a parameter."""
+        counted = bool(group.get("stochastic_rounding"))
+        return counted or not group["momentum"] or not group["dampening"]
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return MOMENTUM if group["momentum"] != 0 else RULE
+
+
+def sgd_(
+    param: Tensor,
+    grad: Gradient,
+    momentum_buffer: Tensor | None = None,
+    *,
+    step: int | Tensor = 2,
+    lr: float | Tensor = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.SGD`; with momentum if you pass ``momentum_buffer``.
+
+    With ``step=1``, the buffer is new and takes the whole gradient, without dampening.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        momentum_buffer: the momentum buffer, if you use momentum.
+        step: the number of this update; 1 if the buffer is new.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: the momentum factor.
+        dampening: the part of the gradient that does not go into the buffer.
+        nesterov: look ahead by the momentum.
+        weight_decay: strength of the weight decay.
+        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.zeros(2, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1, 1]), torch.ones(2, 2))
+        >>> sparsestep.functional.sgd_(weight, grad, lr=0.5)
+        >>> weight[:, 0].tolist()
+        [0.0, -1.0]
+    """
+    if nesterov is not False or momentum_buffer is None:
+        with speaking("sgd_"):
+            checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
+    if momentum_buffer is None and momentum:
+        contract = "sgd_: momentum needs a momentum_buffer"
+        raise InputError(sentence(contract, "None", "Pass a tensor of zeros, and step=1"))
+    state: list[Tensor] = []
+    rule, hyper = RULE, {"lr": lr}
+    if momentum_buffer is not None:
+        rule, state = MOMENTUM, [momentum_buffer]
+        hyper |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    apply_(
+        *("sgd_", rule, param, grad, state, step, hyper),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalSGD(FunctionalOptimizer):
+    """:class:`sparsestep.SGD` for gradients that you pass yourself.
+
+    The default ``lr`` is 1e-3, as for ``torch.optim.SGD``; torch's functional class has 1e-2.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.SGD`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = SGD
+    positional: ClassVar[tuple[str, ...]] = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        *("maximize", "foreach", "fused"),
+    )
+
+    @takes(SGD)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -1,0 +1,224 @@
+"""Adam over what was touched, with the formula of ``torch.optim.SparseAdam``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim.applying import apply_
+from sparsestep.optim.declaration import speaking
+from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.rules import checks
+from sparsestep.rules.idle import Quotient
+from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
+from sparsestep.rules.rule import Rule, State
+
+Pair = tuple[float, float]
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    correction: bias.Correction,
+    betas: Pair,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step of Adam; eps is added before bias correction, unlike in ``torch.optim.Adam``."""
+    beta1, beta2 = betas
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq + (1 - beta2) * (grad * grad - exp_avg_sq)
+    step_size = correction.step_size * correction.root
+    return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
+
+
+_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
+
+
+def _motion_size(step: int, hyper: Mapping[str, Any]) -> Pair:
+    size, root = bias.by_step(step, hyper["lr"], hyper["betas"])
+    return size * root, 1.0
+
+
+_MOTION = Quotient(
+    buffer="exp_avg",
+    square="exp_avg_sq",
+    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
+    size=_motion_size,
+)
+RULES = bias.rules("sparse_adam", update, _STATE, _MOTION)
+
+
+class SparseAdam(RuleOptimizer, Optimizer):
+    r"""Adam that only updates entries of the gradient; a drop-in for ``torch.optim.SparseAdam``.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        m &\leftarrow m + (1 - \beta_1)(g - m) \\
+        v &\leftarrow v + (1 - \beta_2)(g^2 - v) \\
+        p &\leftarrow p - \frac{lr \sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
+            \frac{m}{\sqrt{v} + \epsilon}
+
+    Entries that are missing from the gradient stay unchanged, and so do their moments. A stored
+    zero counts as an entry. :math:`t` is the number of steps of the parameter. The state is
+    torch's: ``step``, ``exp_avg``, ``exp_avg_sq``. Checkpoints load in both directions. For float16
+    and bfloat16 parameters, the moments are float32.
+
+    Unlike torch's class, it accepts dense gradients (which touch every entry) and ``lr=0``, and a
+    step that raises has changed nothing.
+
+    Args:
+        params: parameters or param groups, as for every torch optimizer.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages of the gradient and its square.
+        eps: added to the square root before bias correction.
+        maximize: maximize the objective instead of minimizing it.
+        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
+        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
+        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        stochastic_rounding: round half-precision parameters and state up or down at random.
+        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.SparseAdam(table.parameters(), lr=0.01)
+        >>> before = table.weight.detach().clone()
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+        >>> (table.weight != before).any(dim=1).nonzero().flatten().tolist()
+        [2, 7]
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2014.
+    """
+
+    _counts_in_tensor = False
+    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
+    _supports_complex = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: Pair = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        *,
+        bias_correction: BiasCorrection = "global",
+        engine: Engine = "auto",
+        semantics: Semantics = "masked",
+        mask: Mask = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
+        super().__init__(
+            params,
+            defaults,
+            bias_correction=bias_correction,
+            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+        )
+
+    @classmethod
+    def _check_options(cls, group: dict[str, Any]) -> None:
+        """Refuse an eps of 0, as torch does: a gradient of 0 would become 0 / 0."""
+        checks.positive("eps", group["eps"])
+
+    @classmethod
+    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bias.is_per_row(group)]
+
+
+def sparse_adam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: Engine = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.SparseAdam`.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, in any layout.
+        exp_avg: the running average of the gradient.
+        exp_avg_sq: the running average of its square.
+        step: the number of this update, counted from 1.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the running averages.
+        eps: added to the square root before bias correction.
+        maximize: maximize the objective instead of minimizing it.
+        mask: a bool tensor that selects the rows or elements to update.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.sparse_adam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -0.5, 0.0]
+    """
+    if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
+        raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
+    with speaking("sparse_adam_"):
+        checks.positive("eps", eps)
+    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    rule, state = RULES[False], [exp_avg, exp_avg_sq]
+    apply_(
+        *("sparse_adam_", rule, param, grad, state, step, hyper),
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalSparseAdam(FunctionalOptimizer):
+    """:class:`sparsestep.SparseAdam` for gradients that you pass yourself.
+
+    Args:
+        *args: the parameters, then options by position, in the order of torch's functional class.
+        **options: the options of :class:`sparsestep.SparseAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight = torch.ones(3, 2)
+        >>> optimizer = sparsestep.FunctionalSparseAdam([weight], lr=0.1)
+        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> (weight != 1).any(dim=1).tolist()
+        [False, True, False]
+    """
+
+    optimizer_class: ClassVar[type[RuleOptimizer]] = SparseAdam
+    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "maximize")
+
+    @takes(SparseAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)

@@ -1,0 +1,186 @@
+"""Loading a checkpoint: all of it is checked before anything is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.grads import masks
+from sparsestep.grads.indexed import COMPLEX, FLOATS
+from sparsestep.memory.by_row import strided
+from sparsestep.optim import state as states
+from sparsestep.optim.param_groups import name_of
+from sparsestep.optim.records import StateKeeper
+from sparsestep.rules.int8 import recoded
+from sparsestep.rules.rule import Rule, State
+
+Group = dict[str, Any]
+
+
+class Checkpoint(NamedTuple):
+    """What is about to be loaded.
+
+    Attributes:
+        missing: for each param group the options that the checkpoint does not know.
+        state: each parameter's, copied, in the dtype that it has here.
+    """
+
+    missing: list[Group]
+    state: list[tuple[Tensor, dict[str, Any]]]
+
+
+def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoint | None:
+    """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
+
+    Args:
+        optimizer: which is to load it.
+        saved: the checkpoint.
+        names: options that keep their value if the checkpoint does not know them.
+
+    Returns:
+        ``None`` where groups or parameters are not as many as they should be, which torch says.
+    """
+    who = type(optimizer).__name__
+    try:
+        _check_form(saved)
+    except InputError as error:
+        raise InputError(f"{who}: {error}") from None
+    groups, saved_groups = optimizer.param_groups, saved["param_groups"]
+    sizes = [[len(group["params"]) for group in each] for each in (groups, saved_groups)]
+    if sizes[0] != sizes[1]:
+        return None
+    found = Checkpoint([], [])
+    for group_index, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
+        missing = {name: group[name] for name in names if name in group and name not in new}
+        known = {**missing, **new, "params": group["params"]}
+        found.missing.append(missing)
+        try:
+            rule = _rule_of(optimizer, group_index, known)
+            _check_class(optimizer, rule, new)
+        except InputError as error:
+            raise InputError(f"{who}: group {group_index} of the checkpoint: {error}") from None
+        for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
+            if key not in saved["state"]:
+                continue
+            try:
+                replaced = optimizer.state.get(param) or {}
+                state_dtype = known.get("state_dtype")
+                record = _state_of(rule, param, saved["state"][key], state_dtype, replaced)
+            except InputError as error:
+                raise InputError(f"{name_of(who, group, group_index, index)}: {error}") from None
+            if record.get("step") is not None:
+                record["step"] = optimizer._new_count(known, param, int(record["step"]))
+            found.state.append((param, record))
+    return found
+
+
+def _check_form(saved: Any) -> None:
+    contract = "a checkpoint must be a dict with the keys 'state' and 'param_groups'"
+    if not isinstance(saved, Mapping):
+        raise InputError(sentence(contract, f"a {type(saved).__name__}"))
+    if not {"state", "param_groups"} <= saved.keys():
+        got = f"the keys {', '.join(map(repr, saved))}" if saved else "an empty dict"
+        remedy = "Pass what state_dict() of the optimizer returned"
+        raise InputError(sentence(contract, got, remedy))
+    if not isinstance(saved["state"], Mapping):
+        contract = "'state' of a checkpoint must be a dict"
+        raise InputError(sentence(contract, f"a {type(saved['state']).__name__}"))
+    groups = saved["param_groups"]
+    if not isinstance(groups, list | tuple):
+        contract = "'param_groups' of a checkpoint must be a list"
+        raise InputError(sentence(contract, f"a {type(groups).__name__}"))
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            contract = f"group {index} of the checkpoint must be a dict with a list 'params'"
+            keys = f"the keys {', '.join(map(repr, group))}" if isinstance(group, Mapping) else ""
+            raise InputError(sentence(contract, keys or f"a {type(group).__name__}"))
+
+
+def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
+    """Refuse a group of another optimizer class.
+
+    A missing option alone is no sign of it: torch's classes got new options over time. Options of
+    other classes are none either: torch's SparseAdam loads what torch's Adam has saved.
+    """
+    known = {*optimizer._option_names, *optimizer._extras}
+    foreign = [name for name in optimizer._neutral if name in saved and name not in known]
+    missing = [name for name in rule.hyperparameters if name not in saved]
+    if foreign and missing:
+        contract = f"its options must be those of {type(optimizer).__name__}, with "
+        remedy = "Load it into the optimizer class that saved it"
+        raise InputError(sentence(contract + ", ".join(missing), ", ".join(foreign), remedy))
+
+
+def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
+    """Return the rule that a group selects; refuse options that the constructor would refuse."""
+    optimizer._check_group(group)
+    rule = optimizer._stored_rule_for(group)
+    is_dense = optimizer.semantics == "dense"
+    if is_dense:  # refuses options without a closed form
+        optimizer._groups.read(optimizer, group_index, dict(group))
+    masks.checked(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
+    return rule
+
+
+def _state_of(
+    rule: Rule,
+    param: Tensor,
+    saved: Any,
+    state_dtype: torch.dtype | None,
+    replaced: Mapping[str, Any],
+) -> dict[str, Any]:
+    if not isinstance(saved, Mapping):
+        raise InputError(sentence("its state must be a dict", type(saved).__name__))
+    if not saved:
+        return {}
+    given, saved = saved, recoded(rule, _strided(param, saved))
+    for spec in rule.state:
+        value = saved.get(spec.name)
+        if value is not None or rule.counts:  # torch's SGD takes a missing buffer for a first step
+            _check_tensor(spec, param, value, saved)
+    if rule.counts or saved.get("step") is not None:
+        _check_count(saved)
+    return states.loaded(rule, param, saved, state_dtype, given, replaced)
+
+
+def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
+    shapes = (param.shape, param.shape[:1])  # what does not fit is refused as it is
+    return {
+        name: strided(f"its state {name!r}", value)
+        if isinstance(value, Tensor) and value.shape in shapes
+        else value
+        for name, value in saved.items()
+    }
+
+
+def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
+    if not isinstance(value, Tensor):
+        held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
+        raise InputError(sentence(f"its state must have a tensor {spec.name!r}", held))
+    wanted = states.shape_for(spec, param)
+    if value.shape != wanted:
+        contract = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
+        raise InputError(sentence(contract, tuple(value.shape)))
+    real = value.dtype in FLOATS or value.dtype == spec.dtype
+    if not real and not (param.is_complex() and value.dtype in COMPLEX):
+        kind = "float" if not param.is_complex() else "float or complex"
+        raise InputError(sentence(f"its state {spec.name!r} must be {kind}", value.dtype))
+
+
+def _check_count(saved: Mapping[str, Any]) -> None:
+    count = saved.get("step")
+    contract = "its state must have 'step', the number of steps taken"
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.is_complex():
+            raise InputError(sentence(contract, f"a tensor of shape {tuple(count.shape)}"))
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, int | float):
+        got = f"{count!r}" if "step" in saved else f"one with {', '.join(map(str, saved))}"
+        raise InputError(sentence(contract, got))
+    if not 0 <= count < float("inf"):
+        raise InputError(sentence(contract, count))

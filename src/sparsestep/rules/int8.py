@@ -1,0 +1,187 @@
+"""State stored as int8: a code for each element, and a scale for each row.
+
+A code is a small floating-point number. A row is scaled by a power of two such that its largest
+value comes to just below 2**17 (``"signed"``) or 2**33 (``"unsigned"``). Then 2 is added, and of
+the float32 result the code has the last bits of the exponent and the first three of the mantissa.
+So values are stored to 6 to 12 percent, down to the 65,536th part of the row's largest value or
+less; smaller ones in equal steps, down to zero, which is exact. Adam divides each element by a root
+of its own, so what rounding does to a small one counts as much as what it does to a large one: with
+half as many bits of exponent and one more of mantissa, the layers of a recommender learned worse.
+
+``"signed"`` is for a momentum: a bit for its sign, seven for its size. ``"unsigned"`` is for sums
+and averages of squares: eight bits for the size. A square above zero gets at least the code 1, so
+that no formula divides by zero because of the storage.
+
+Codes are rounded up or down at random, in proportion: an average that moves by a thousandth of
+itself would otherwise never move. Row by row the largest value decides the scale, anew with every
+update; since it is a power of two, what has not moved keeps its code. The native twin is
+``native/kernels/int8.h``; both give the same codes for the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.rules.rule import Rule, State
+
+# Of a float32 number: where its exponent begins, and how many bits a code does without.
+_EXPONENT, LOST = 23, 20
+_TWO = 0x40000000
+# The exponent of the largest code, by which a scale is smaller than the largest value.
+_LAST = {"signed": 16, "unsigned": 32}
+
+
+def stored_as_int8(rule: Rule) -> Rule:
+    """The same rule with its state per element in int8.
+
+    Its state is then first that per element, then that per row, then a scale for each of the first.
+
+    Example:
+        >>> def update(param, grad, mean, *, lr): ...
+        >>> rule = stored_as_int8(Rule("mine", update, (State("mean", int8="signed"),)))
+        >>> [(spec.name, spec.dtype) for spec in rule.state]
+        [('mean', torch.int8), ('mean_scale', torch.float32)]
+    """
+    coded, rows, scales = [], [], []
+    for spec in rule.state:
+        if spec.per_row:
+            rows.append(replace(spec, dtype=spec.dtype or torch.float32))
+            continue
+        if spec.int8 is None:
+            contract = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
+            remedy = "Use torch.bfloat16, or None"
+            raise InputError(sentence(contract, f"{spec.name!r} of {rule.name!r}", remedy))
+        starts = spec.int8 == "unsigned"
+        coded.append(replace(spec, dtype=torch.int8, first=_first_code if starts else None))
+        scales.append(
+            State(
+                f"{spec.name}_scale",
+                spec.initial,
+                per_row=True,
+                dtype=torch.float32,
+                first=_first_scale if starts else None,
+            )
+        )
+    return replace(rule, state=(*coded, *rows, *scales))
+
+
+def _first_code(value: float) -> float:
+    return 8.0 if value else 0.0  # that of 2
+
+
+def _first_scale(value: float) -> float:
+    return value / 2
+
+
+def count(state: Sequence[State]) -> int:
+    """How many of a rule's tensors are codes."""
+    return sum(spec.dtype is torch.int8 for spec in state)
+
+
+def decoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
+    """The values that codes stand for, without the scales; rows as ``[rows, block]``.
+
+    Args:
+        state: what a rule keeps.
+        tensors: one for each.
+    """
+    coded = count(state)
+    if not coded:
+        return tensors
+    scales = tensors[-coded:]
+    values = [
+        _values(spec, codes, scale)
+        for spec, codes, scale in zip(state, tensors[:coded], scales, strict=False)
+    ]
+    return [*values, *tensors[coded:-coded]]
+
+
+def _values(spec: State, codes: Tensor, scale: Tensor) -> Tensor:
+    sizes = codes.to(torch.int32) & (0x7F if spec.int8 == "signed" else 0xFF)
+    values = ((sizes << LOST) | _TWO).view(torch.float32) - 2
+    values = values * scale.float()
+    return torch.where(codes < 0, -values, values) if spec.int8 == "signed" else values
+
+
+def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
+    """Codes that are not rounded yet, and scales: the other way than ``decoded``."""
+    coded = count(state)
+    if not coded:
+        return tensors
+    found = [_codes(spec, values) for spec, values in zip(state, tensors[:coded], strict=False)]
+    return [*(codes for codes, _ in found), *tensors[coded:], *(scale for _, scale in found)]
+
+
+def _codes(spec: State, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes times ``2**LOST``, of which rounding takes whole ones, and scales."""
+    assert spec.int8 is not None
+    last = _LAST[spec.int8]
+    sizes = values.float().abs()
+    largest = sizes.amax(1, keepdim=True)
+    # A quarter more, so that rounding up does not lead beyond the last code. A scale and its
+    # reciprocal are normal numbers.
+    exponent = (largest.view(torch.int32) + (1 << _EXPONENT - 2)) >> _EXPONENT
+    exponent = exponent.clamp(min=last + 1)
+    scale = ((exponent - last) << _EXPONENT).view(torch.float32)
+    inverse = ((254 + last - exponent) << _EXPONENT).view(torch.float32)
+    # One number that is none makes the whole row so.
+    usable = largest.isfinite()
+    scaled = torch.where(usable, sizes * inverse, 0.0) + 2
+    steps = scaled.view(torch.int32).long() - _TWO
+    if spec.int8 == "signed":
+        steps = torch.where(values.signbit(), ~steps, steps)  # zero has a sign, too
+    else:
+        steps = torch.where(usable & (sizes > 0), steps.clamp(min=1 << LOST), steps)
+    return steps, torch.where(usable, scale, torch.nan)
+
+
+def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
+    """Codes as they are stored.
+
+    Args:
+        spec: the state that they are of.
+        codes: as ``encoded`` gives them.
+        chance: from 0 to ``2**LOST - 1``, by which a code is rounded up; half of it for the
+            nearest.
+    """
+    bits = (torch.where(codes < 0, ~codes, codes) + chance) >> LOST
+    if spec.int8 == "signed":
+        bits = torch.where(codes < 0, bits | 0x80, bits)
+    return (bits - ((bits & 0x80) << 1)).to(torch.int8)  # the number that has these eight bits
+
+
+def recoded(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's saved state as a rule keeps it: in int8, or no longer.
+
+    Codes are rounded to nearest here.
+
+    Args:
+        rule: which is to go on with it.
+        saved: its state, with codes and scales or without.
+    """
+    found = dict(saved)
+    for spec in rule.state:
+        value, scale = found.get(spec.name), found.get(f"{spec.name}_scale")
+        if spec.int8 is None or not isinstance(value, Tensor) or value.numel() == 0:
+            continue
+        wants, has = spec.dtype is torch.int8, value.dtype is torch.int8
+        if wants and not has and value.is_floating_point() and value.layout is torch.strided:
+            codes, scale = _codes(spec, _as_rows(value))
+            found[spec.name] = rounded(spec, codes, 1 << LOST - 1).view(value.shape)
+            found[f"{spec.name}_scale"] = scale.view(value.shape[:1])
+        elif has and not wants and isinstance(scale, Tensor) and scale.shape == value.shape[:1]:
+            plain = _values(spec, _as_rows(value), scale.float().view(-1, 1))
+            found[spec.name] = plain.view(value.shape)
+            del found[f"{spec.name}_scale"]
+    return found
+
+
+def _as_rows(value: Tensor) -> Tensor:
+    rows = value.shape[0] if value.dim() else 1
+    return value.reshape(rows, -1).to(torch.float32)

@@ -1,0 +1,164 @@
+"""Tensors in files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sparsestep.errors import InputError, sentence
+from sparsestep.memory.mapped_file import file_of, open_file
+from sparsestep.memory.row_layout import Kind
+from sparsestep.optim import state as states
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.storage.prefetch import prefetch
+
+
+class _IsMapped(type(Tensor)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Tensor) and file_of(instance) is not None
+
+
+class Mapped(Tensor, metaclass=_IsMapped):
+    """What :func:`mapped` returns: an ordinary tensor whose memory is a file.
+
+    Use it with ``isinstance``; you cannot construct one. Like ``torch.nn.Buffer``, it describes
+    plain tensors. A parameter made from such a tensor is one, too.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = mapped(f"{folder}/items", (1000, 16))
+        ...     weight = torch.nn.Parameter(table)
+        ...     type(table) is Tensor, isinstance(weight, Mapped), isinstance(weight[1:], Mapped)
+        (True, True, False)
+    """
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Read rows from the disk ahead of time; see :func:`sparsestep.storage.prefetch`.
+
+        Args:
+            rows: an integer tensor of any shape; may have duplicates.
+        """
+
+
+class _Prefetch:
+    """The method ``prefetch`` of one tensor. Whatever is copied or pickled from it has none."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A view of the same memory: the tensor itself would never be freed.
+        self._memory: Tensor | None = tensor.detach()
+
+    def __call__(self, rows: Tensor) -> None:
+        if self._memory is not None:
+            prefetch(self._memory, rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prefetch:
+        copied = _Prefetch.__new__(_Prefetch)
+        copied._memory = None  # a copy lies in memory, where there is nothing to read
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Prefetch.__new__, (_Prefetch,), {"_memory": None}
+
+
+def mapped(
+    path: str | os.PathLike[str],
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    optimizer: Callable[[list[Tensor]], RuleOptimizer] | None = None,
+) -> Mapped:
+    """Create or open a tensor in a memory-mapped file.
+
+    It may be larger than memory: the operating system reads the rows in use and writes changes
+    back. The file is sparse: rows that were never written are zero and take no disk space. If the
+    file exists, it is opened.
+
+    The tensor works like any other, including in ``nn.Embedding.from_pretrained``,
+    ``sparsestep.nn.fuse`` and every optimizer. The optimizers of this library store the state of
+    such a parameter in files next to it, such as ``<path>.exp_avg``; or, if you pass ``optimizer``,
+    in the same file, the state of a row right after the row. Reading a row from the disk then takes
+    one access instead of one per tensor.
+
+    Args:
+        path: the file.
+        shape: the shape of the tensor. If the file exists, it must have been created with it.
+        dtype: the dtype, likewise.
+        optimizer: the class of the optimizer that will train the table, or a function that makes
+            it from a list of parameters if its options matter for its state, such as
+            ``lambda params: sparsestep.Adam(params, amsgrad=True)``. The rows of the tensor are
+            then not adjacent in memory: look up bags with ``sparsestep.nn.EmbeddingBag`` or
+            ``fuse``, because torch's own ``EmbeddingBag`` copies such a table in every lookup.
+            You may omit it for a file that exists.
+
+    Returns:
+        A plain tensor with an additional method ``prefetch(rows)``.
+
+    Raises:
+        InputError: the file was not created by ``mapped``, or with another shape, dtype or room for
+            state; or ``optimizer`` does not make an optimizer of this library.
+        OSError: for example, the disk is full, or the table does not fit into a tmpfs.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = mapped(f"{folder}/items", (100_000_000, 64))
+        ...     items = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        ...     optimizer = sparsestep.Adam(items.parameters(), lr=0.1)
+        ...     table.prefetch(torch.tensor([3, 99_999_999]))
+        ...     items(torch.tensor([3, 99_999_999])).sum().backward()
+        ...     optimizer.step()
+        ...     sorted(os.listdir(folder)), table[99_999_999, :2].tolist()
+        ...     os.stat(f"{folder}/items").st_blocks * 512 < 1_000_000
+        (['items', 'items.exp_avg', 'items.exp_avg_sq'], [-0.09999..., -0.09999...])
+        True
+
+        With the state in the rows:
+
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = mapped(f"{folder}/items", (1000, 64), optimizer=sparsestep.Adam)
+        ...     items = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+        ...     sparsestep.Adam(items.parameters()).materialize_state()
+        ...     os.listdir(folder), table.shape, table.stride()
+        (['items'], torch.Size([1000, 64]), (192, 1))
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(sentence("dtype must be a torch.dtype", repr(dtype)))
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+        contract = "shape must be integers, all at least 1: a file cannot be empty"
+        raise InputError(sentence(contract, tuple(sizes)))
+    state = None if optimizer is None else _state_of(optimizer, torch.Size(sizes), dtype)
+    tensor = open_file(path, torch.Size(sizes), dtype, state=state).tensor()
+    tensor.prefetch = _Prefetch(tensor)  # type: ignore[attr-defined]
+    return cast("Mapped", tensor)
+
+
+def _state_of(
+    optimizer: Callable[[list[Tensor]], RuleOptimizer], shape: torch.Size, dtype: torch.dtype
+) -> dict[str, Kind]:
+    """The state that an optimizer keeps for each row of such a table."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        contract = "the dtype of a table that an optimizer trains must be real or complex"
+        raise InputError(sentence(contract, dtype))
+    param = torch.nn.Parameter(torch.zeros(1, *shape[1:], dtype=dtype))
+    given: Any = optimizer
+    made = given([param]) if callable(given) else None
+    if not isinstance(made, RuleOptimizer):
+        contract = "optimizer must be a class of sparsestep, or a function that makes one of these"
+        got = type(given).__name__ if made is None else f"one that makes a {type(made).__name__}"
+        remedy = "Pass sparsestep.Adam, or lambda params: sparsestep.Adam(params, amsgrad=True)"
+        raise InputError(sentence(contract, got, remedy))
+    (group,) = made.param_groups
+    specs = made._stored_rule_for(group).state
+    return {
+        spec.name: Kind(
+            tuple(states.shape_for(spec, param)[1:]),
+            states.dtype_for(spec, param, group.get("state_dtype")),
+        )
+        for spec in specs
+    }

@@ -1,0 +1,193 @@
+"""What dense semantics refuses, and steps that raise: nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sparsestep
+from sparsestep.errors import InputError
+from tests.deferred.runs import (
+    DECAY,
+    assert_close,
+    bookkeeping,
+    coo,
+    dense_run,
+    each_kind,
+    kept,
+    standard,
+)
+from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, snapshot, unchanged
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+COUPLED = "no closed form for coupled weight decay.*Use decoupled_weight_decay=True, or AdamW"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (sparsestep.Adam, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.SGD, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.SGD, {"weight_decay": 0.1, "momentum": 0.9}, COUPLED),
+    (sparsestep.Adagrad, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.RMSprop, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.RowwiseAdagrad, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.RowwiseAdam, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.SparseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
+    (sparsestep.Adam, {"bias_correction": "per_row"}, "bias_correction must be global"),
+    (sparsestep.AdamW, {"bias_correction": "per_row", "amsgrad": True}, "must be global"),
+    (sparsestep.RowwiseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
+    (sparsestep.AdamW, {"stochastic_rounding": True}, "does not support stochastic_rounding"),
+    (sparsestep.SGD, {"differentiable": True}, "does not support differentiable"),
+    (sparsestep.RAdam, {}, "defines its update for rows without a gradient.*'radam'"),
+    (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}, "must be less than 1. Got 1.0"),
+    (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}, "must be less than 1. Got 1.5"),
+    (sparsestep.SGD, {"lr": 10.0, **DECAY}, "must be less than 1. Got 1.0"),
+    (sparsestep.AdamW, {"mask": torch.ones(3, 2) > 0}, r"mask 0 must have shape \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), REFUSED, ids=str)
+def test_what_is_refused_at_construction(cls: Any, options: dict[str, Any], message: str):
+    param = torch.nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(InputError, match=message) as raised:
+        cls([param], **options, semantics="dense")
+    assert str(raised.value).startswith(f"{cls.__name__}: ")
+    # A group that is added later is refused as well, and not added.
+    opt = sparsestep.AdamW([torch.nn.Parameter(torch.zeros(1))], semantics="dense")
+    if cls is sparsestep.AdamW:
+        with pytest.raises(InputError, match=message):
+            opt.add_param_group({"params": [param], **options})
+        assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize("other", ["other", "", None, "Dense"])
+def test_other_semantics_do_not_exist(other: Any):
+    with pytest.raises(InputError, match="AdamW: semantics must be one of masked, dense"):
+        sparsestep.AdamW([torch.zeros(1)], semantics=other)
+    with pytest.raises(InputError, match="semantics"):
+        sparsestep.AdamW([{"params": [torch.zeros(1)], "semantics": "dense"}])
+
+
+LATER: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+    (sparsestep.SGD, {"momentum": 0.9}, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.Adam, {}, {"weight_decay": 0.1}, COUPLED),
+    (sparsestep.RowwiseAdam, DECAY, {"decoupled_weight_decay": False}, COUPLED),
+    (sparsestep.AdamW, {}, {"lr": 1.0, "weight_decay": 1.0}, "must be less than 1. Got 1.0"),
+    (sparsestep.AdamW, {}, {"bias_correction": "per_row"}, "bias_correction must be global"),
+    (sparsestep.AdamW, {}, {"mask": torch.ones(24, 3) > 0}, r"mask 0 must have shape \(24,\)"),
+]
+
+
+def same_bookkeeping(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(
+        x[0] == y[0] and torch.equal(x[1], y[1]) and x[2:] == y[2:]
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("cls", "options", "later", "message"), LATER, ids=str)
+def test_what_is_refused_at_the_step(
+    cls: Any, options: dict[str, Any], later: dict[str, Any], message: str
+):
+    """With nothing changed, and once it is taken back the run goes on as if nothing had been."""
+    run = standard(20)
+    variant = Variant(cls, options)
+    first, param = torch.nn.Parameter(run.weight.clone()), run.param()
+    opt = variant([{"params": [first]}, {"params": [param]}], lr=0.1, semantics="dense")
+    first.grad = coo([1], torch.ones(1, 3).double(), (24, 3))
+    run.train(opt, param, range(10))
+    before, books = snapshot(opt), bookkeeping(opt)
+    was = dict(opt.param_groups[1])
+    opt.param_groups[1].update(later)
+    param.grad = run.sparse(11, torch.float64)
+    with pytest.raises(InputError, match=message):
+        opt.step()
+    assert unchanged(opt, before)
+    assert same_bookkeeping(bookkeeping(opt), books)
+    for name in later:
+        del opt.param_groups[1][name]
+    opt.param_groups[1].update(was)
+    run.train(opt, param, range(10, 20))
+    opt.catch_up()
+    assert_close(kept(opt, param), dense_run(variant, run))
+
+
+# A step that raises
+
+
+@each_kind
+@each_engine
+@pytest.mark.parametrize("bad", [24, -1, 2**40])
+def test_a_bad_index_in_the_last_parameter_changes_nothing(variant: Variant, engine: str, bad: int):
+    run = standard(20)
+    params = [run.param(), run.param()]
+    with running_on(engine) as name:
+        opt = variant(
+            [{"params": params[:1]}, {"params": params[1:]}], semantics="dense", engine=name
+        )
+        for t in range(6):
+            opt.catch_up()
+            for param in params:
+                param.grad = run.sparse(t, torch.float64)
+            opt.step()
+        params[0].grad = run.sparse(7, torch.float64)
+        params[1].grad = coo([1, bad], torch.ones(2, 3).double(), (24, 3))
+        before, books = snapshot(opt), bookkeeping(opt)
+        with pytest.raises(InputError, match=rf"param 0 of group 1: .*Got {bad}"):
+            opt.step()
+    assert unchanged(opt, before)
+    assert same_bookkeeping(bookkeeping(opt), books)
+
+
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="there is no native engine")
+@pytest.mark.parametrize("first_step", [True, False])
+def test_what_the_native_engine_cannot_run_changes_nothing(first_step: bool):
+    run = standard(20)
+    param = run.param()
+    odd = torch.nn.Parameter(torch.zeros(4, 3, 2).transpose(1, 2))
+    opt = sparsestep.AdamW([param], semantics="dense", engine="native")
+    if not first_step:
+        run.train(opt, param, range(6))
+    opt.add_param_group({"params": [odd]})
+    param.grad = run.sparse(8, torch.float64)
+    odd.grad = coo([0], torch.ones(1, 2, 3), (4, 2, 3))
+    before, books = snapshot(opt), bookkeeping(opt)
+    with pytest.raises(InputError, match="the native engine needs CPU tensors"):
+        opt.step()
+    assert unchanged(opt, before)
+    assert same_bookkeeping(bookkeeping(opt), books)
+    opt.catch_up()
+
+
+@pytest.mark.parametrize("taken", [2**31 - 2, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("dense_gradient", [False, True], ids=["sparse", "dense"])
+def test_more_steps_than_rows_can_remember(taken: int, dense_gradient: bool):
+    table = torch.nn.Embedding(6, 2, sparse=not dense_gradient)
+    opt = sparsestep.Adam(table.parameters(), lr=0.1, semantics="dense")
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    saved = opt.state_dict()
+    saved["state"][0]["step"] = torch.tensor(float(taken), dtype=torch.float64)
+    opt.load_state_dict(saved)
+    before = snapshot(opt)
+    with pytest.raises(InputError, match=r"counts at most 2147483646 steps\. Got \d+ steps"):
+        opt.step()
+    assert unchanged(opt, before)
+
+
+def test_the_last_step_that_rows_can_remember():
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    opt = sparsestep.Adam(table.parameters(), lr=0.1, semantics="dense")
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)  # in the dtype of torch's counts, which is too coarse
+    opt.state[table.weight]["step"] = torch.tensor(2.0**31 - 4, dtype=torch.float64)
+    opt.step()
+    opt.step()
+    opt.catch_up()
+    before = snapshot(opt)
+    with pytest.raises(InputError, match="counts at most"):
+        opt.step()
+    assert unchanged(opt, before)

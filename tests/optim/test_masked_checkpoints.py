@@ -1,0 +1,347 @@
+"""Checkpoints of parameters of which a mask lets few rows move."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.memory.by_row import SavedByRow, rows_in_use, saved_by_row, strided
+from sparsestep.optim.optimizer import RuleOptimizer
+from tests.table import Variant, each_variant
+from tests.table import same_bits as same_floats
+from tests.torch_versions import loads_sparse_tensors
+
+pytestmark = loads_sparse_tensors
+
+ROWS, DIM = 2_000, 8
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.dtype is torch.int8:
+        return torch.equal(ours, theirs)
+    return same_floats(ours, theirs)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def new_table() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(ROWS, DIM, generator=seeded(1)))
+
+
+def mask_of(*rows: int) -> Tensor:
+    mask = torch.zeros(ROWS, dtype=torch.bool)
+    mask[list(rows)] = True
+    return mask
+
+
+def masked(variant: Any, param: Tensor, mask: Tensor | None, **options: Any) -> RuleOptimizer:
+    made: RuleOptimizer = variant([{"params": [param], "mask": mask}], lr=0.1, **options)
+    return made
+
+
+def train(param: Tensor, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        param.grad = torch.randn(ROWS, DIM, generator=seeded(step))
+        opt.step()
+
+
+def written(state_dict: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    return file.getvalue()
+
+
+def through_a_file(state_dict: Any) -> Any:
+    return torch.load(io.BytesIO(written(state_dict)), weights_only=True)
+
+
+def state_of(opt: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value) for name, value in opt.state[param].items()}
+
+
+def assert_alike(one: tuple[Tensor, RuleOptimizer], other: tuple[Tensor, RuleOptimizer]) -> None:
+    assert same_bits(one[0].detach(), other[0].detach())
+    ours, theirs = state_of(one[1], one[0]), state_of(other[1], other[0])
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert same_bits(ours[name], theirs[name]), name
+
+
+NEW_TOKENS = r"""
+import io, re, torch, sparsestep
+def resident():  # without the pages of libraries
+    return int(re.search(r"RssAnon:\s*(\d+) kB", open("/proc/self/status").read())[1]) / 1024
+ROWS, DIM, NEW = 150_000, 1_024, 5
+shape, cpu = torch.Size([ROWS, DIM]), torch.device("cpu")
+param, grad = (sparsestep.memory.lazy.zeros(shape, torch.float32, cpu) for _ in range(2))
+mask = torch.arange(ROWS) >= ROWS - NEW
+grad[mask] = 1.0
+make = lambda: sparsestep.AdamW([{"params": [param], "mask": mask}], lr=0.1)
+opt, other = make(), make()
+param.grad = grad
+opt.step()
+before = resident()
+torch.save(opt.state_dict(), file := io.BytesIO())
+size = len(file.getvalue())
+assert size < 250_000, size  # 150,000 of them are the mask, and 1,228,800,000 would be all rows
+file.seek(0)
+other.load_state_dict(torch.load(file, weights_only=True))
+grown = resident() - before
+assert grown < 16, f"{grown} MiB"
+for name, tensor in opt.state[param].items():
+    assert torch.equal(tensor[-NEW:] if name != "step" else tensor,
+        other.state[param][name][-NEW:] if name != "step" else other.state[param][name])
+print("ok")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_new_tokens_take_kilobytes_of_a_file_and_of_memory():
+    done = subprocess.run(
+        [sys.executable, "-c", NEW_TOKENS], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "ok\n", done.stderr
+
+
+@each_variant
+def test_the_loaded_optimizer_goes_on(variant: Variant):
+    """Also with rows that moved under an earlier mask, and move again later."""
+    first, second, both = mask_of(3, 4), mask_of(1_999), mask_of(3, 4, 77, 1_999)
+    param, resumed = new_table(), new_table()
+    opt, fresh = masked(variant, param, first), masked(variant, resumed, None)
+    train(param, opt, range(3))
+    opt.param_groups[0]["mask"] = second
+    train(param, opt, range(3, 5))
+    fresh.load_state_dict(through_a_file(opt.state_dict()))
+    assert torch.equal(fresh.param_groups[0]["mask"], second)
+    resumed.data.copy_(param.data)
+    for each in ((param, opt), (resumed, fresh)):
+        train(*each, range(5, 7))
+        each[1].param_groups[0]["mask"] = both
+        train(*each, range(7, 9))
+    assert_alike((resumed, fresh), (param, opt))
+
+
+@each_variant
+def test_rows_that_cannot_have_moved_are_not_written(variant: Variant):
+    """Unless state begins with another value than zero: that is not lazy in memory either."""
+    param = new_table()
+    opt = masked(variant, param, mask_of(3, 4))
+    train(param, opt, range(2))
+    saved = through_a_file(opt.state_dict())["state"].get(0, {})
+    for name, value in state_of(opt, param).items():
+        if value.dim() and not value[5:].any():
+            assert saved[name].layout is torch.sparse_coo
+            assert set(saved[name].indices()[0].tolist()) <= {3, 4}
+            assert saved[name].shape == value.shape
+            assert torch.equal(saved[name].to_dense(), value)
+        elif value.dim():
+            assert same_bits(saved[name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64], ids=str)
+def test_state_of_other_dtypes(dtype: torch.dtype):
+    param, resumed = new_table(), new_table()
+    opts = [
+        masked(sparsestep.Adam, each, mask_of(3, 4), state_dtype=dtype, rounding_seed=1)
+        for each in (param, resumed)
+    ]
+    train(param, opts[0], range(3))
+    opts[1].load_state_dict(through_a_file(opts[0].state_dict()))
+    for name, value in state_of(opts[0], param).items():
+        assert same_bits(state_of(opts[1], resumed)[name], value), name
+    plain = masked(sparsestep.Adam, resumed, None)
+    group = {**plain.state_dict()["param_groups"][0]}
+    plain.load_state_dict({**through_a_file(opts[0].state_dict()), "param_groups": [group]})
+    assert plain.state[resumed]["exp_avg"].dtype is torch.float32
+    assert not plain.state[resumed]["exp_avg"][5:].any()
+    assert plain.state[resumed]["exp_avg"][3].all()
+
+
+def test_in_memory_it_is_torchs_form():
+    """All rows, the optimizer's own memory, plain tensors of whatever is computed from them."""
+    param, theirs = new_table(), new_table()
+    opt = masked(sparsestep.AdamW, param, mask_of(3, 4))
+    train(param, opt, range(2))
+    found = opt.state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):
+        value, own = found["state"][0][name], opt.state[param][name]
+        assert type(own) is Tensor
+        assert isinstance(value, SavedByRow)
+        assert value.shape == param.shape
+        assert value.data_ptr() == own.data_ptr()
+        assert torch.equal(value, own)
+        assert {type(x) for x in (value + 1, value[3], value.clone(), value.cpu() + 0)} == {Tensor}
+    torchs = torch.optim.AdamW([theirs], lr=0.1)
+    torchs.load_state_dict(copy.deepcopy(found))
+    train(theirs, torchs, range(2, 4))
+    without = new_table()
+    plain = torch.optim.AdamW([without], lr=0.1)
+    saved = through_a_file(found)
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name] = saved["state"][0][name].to_dense()
+    plain.load_state_dict(saved)
+    train(without, plain, range(2, 4))
+    assert same_bits(without.detach(), theirs.detach())
+
+
+def test_what_is_not_masked_by_rows_is_written_as_ever():
+    param, vector = new_table(), torch.nn.Parameter(torch.zeros(5))
+    elements = torch.zeros(ROWS, DIM, dtype=torch.bool)
+    elements[3, 2] = True
+    for mask in (None, [None, None], [elements, None]):
+        opt = sparsestep.AdamW([{"params": [param, vector], "mask": mask}], lr=0.1)
+        train(param, opt, range(1))
+        vector.grad = torch.ones(5)
+        opt.step()
+        for record in through_a_file(opt.state_dict())["state"].values():
+            assert {value.layout for value in record.values()} == {torch.strided}
+
+
+def test_rows_that_are_mostly_in_use_are_written_as_ever():
+    param = new_table()
+    opt = masked(sparsestep.AdamW, param, torch.arange(ROWS) % 3 > 0)
+    train(param, opt, range(1))
+    saved = through_a_file(opt.state_dict())["state"][0]
+    assert saved["exp_avg"].layout is torch.strided
+    assert type(saved["exp_avg"]) is Tensor
+    assert torch.equal(saved["exp_avg"], opt.state[param]["exp_avg"])
+
+
+def test_copies_and_pickles_of_a_state_dict():
+    param = new_table()
+    opt = masked(sparsestep.AdamW, param, mask_of(3, 4))
+    train(param, opt, range(2))
+    before = {name: value.clone() for name, value in state_of(opt, param).items()}
+    kept = copy.deepcopy(opt.state_dict())
+    sent = pickle.loads(pickle.dumps(opt.state_dict()))
+    train(param, opt, range(2, 4))
+    assert len(written(kept)) < 10_000
+    for saved in (kept, sent):
+        other = masked(sparsestep.AdamW, new_table(), mask_of(3, 4))
+        other.load_state_dict(saved)
+        for name, value in state_of(other, other.param_groups[0]["params"][0]).items():
+            assert same_bits(value, before[name])
+
+
+def test_loading_shares_nothing_with_the_checkpoint():
+    param, other = new_table(), new_table()
+    opt, fresh = (masked(sparsestep.AdamW, each, mask_of(3, 4)) for each in (param, other))
+    train(param, opt, range(2))
+    for saved in (opt.state_dict(), through_a_file(opt.state_dict())):
+        before = saved["state"][0]["exp_avg"].to_dense().clone()
+        fresh.load_state_dict(saved)
+        train(other, fresh, range(2, 4))
+        assert torch.equal(saved["state"][0]["exp_avg"].to_dense(), before)
+    assert type(fresh.state[other]["exp_avg"]) is Tensor
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("direct", [True, False], ids=["state_dict", "get_optimizer_state_dict"])
+def test_distributed_checkpoints_have_all_rows(direct: bool, tmp_path: Any):
+    """So they may be loaded under another mask, and by any number of processes."""
+    pairs = []
+    for mask in (mask_of(3, 4), mask_of(3, 4, 5)):
+        model = torch.nn.Embedding(ROWS, DIM)
+        model.weight.data.copy_(new_table().data)
+        pairs.append((model, masked(sparsestep.AdamW, model.weight, mask)))
+    (model, opt), (other, fresh) = pairs
+    train(model.weight, opt, range(2))
+    fresh.materialize_state()
+    saved, target = (
+        each.state_dict() if direct else get_optimizer_state_dict(module, each)
+        for module, each in pairs
+    )
+    checkpoint.save({"state": saved["state"]}, checkpoint_id=tmp_path)
+    target = {"state": target["state"]}
+    checkpoint.load(target, checkpoint_id=tmp_path)
+    if direct:
+        groups = fresh.state_dict()["param_groups"]
+        fresh.load_state_dict({"state": target["state"], "param_groups": groups})
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(fresh.state[other.weight][name], opt.state[model.weight][name])
+    else:
+        assert torch.equal(target["state"]["weight"]["exp_avg"], opt.state[model.weight]["exp_avg"])
+
+
+def spoiled(saved: Any, value: Tensor) -> Any:
+    saved["state"][0]["exp_avg"] = value
+    return saved
+
+
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_rows_that_are_none_are_refused(row: int):
+    param = new_table()
+    opt = masked(sparsestep.AdamW, param, mask_of(3, 4))
+    train(param, opt, range(2))
+    before = {name: value.clone() for name, value in state_of(opt, param).items()}
+    values, indices = torch.ones(2, DIM), torch.tensor([[3, row]])
+    wrong = torch.sparse_coo_tensor(
+        indices, values, (ROWS, DIM), check_invariants=False, is_coalesced=True
+    )
+    message = rf"param 0 of group 0: .* 'exp_avg' must be in \[0, {ROWS}\)\. Got {row}"
+    with pytest.raises(InputError, match=message):
+        opt.load_state_dict(spoiled(opt.state_dict(), wrong))
+    less = torch.sparse_coo_tensor(torch.tensor([[3]]), values[:1], (ROWS - 1, DIM))
+    with pytest.raises(InputError, match="'exp_avg' must have shape"):
+        opt.load_state_dict(spoiled(opt.state_dict(), less))
+    for name, value in state_of(opt, param).items():
+        assert same_bits(value, before[name])
+
+
+DTYPES = [torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    rows=st.sets(st.integers(0, 8)),
+    value=st.sampled_from([1.0, -0.0, float("nan"), 1e-7]),
+)
+def test_any_tensor_comes_back_to_the_bit(
+    dtype: torch.dtype, shape: list[int], rows: set[int], value: float
+):
+    state = torch.zeros(shape, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex or value == 1.0:
+        for row in rows & set(range(shape[0])):
+            state[row].reshape(-1)[-1:] = value
+    bits = bytes(state.reshape(-1).view(torch.uint8).tolist())
+    read = strided("it", through_a_file(saved_by_row(state)))
+    assert read.shape == state.shape
+    assert read.dtype is state.dtype
+    assert type(read) is Tensor
+    assert bytes(read.reshape(-1).view(torch.uint8).tolist()) == bits
+    assert all(state[row].reshape(-1).view(torch.uint8).any() for row in rows_in_use(state))
+
+
+def test_what_has_no_rows_is_left_alone():
+    for tensor in (
+        torch.zeros(0, 4),
+        torch.tensor(3.0),
+        torch.zeros(4, 3).T,
+        torch.ones(2).to_sparse(),
+    ):
+        assert saved_by_row(tensor) is tensor
+
+
+def test_a_sparse_tensor_that_has_a_row_twice_is_summed():
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 2), (3, 2))
+    assert strided("it", twice).tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert torch.equal(strided("it", torch.eye(3).to_sparse()), torch.eye(3))
