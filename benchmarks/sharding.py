@@ -33,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsestep
 from benchmarks.harness.peers import imported
-from sparsestep.distributed import exchange, ledger, modules
+from sparsestep.distributed import exchange, ledger
 from sparsestep.distributed import grads as arrivals
 from sparsestep.distributed import lookup as lookups
+from sparsestep.distributed import shard as modules
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
 WARM = 5  # steps of each that do not count

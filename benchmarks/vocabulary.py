@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.nn.vocabulary.native_ids import NativeIds
+from sparsestep.nn.vocabulary.id_table import NativeIds
 
 BATCH, SETS = 65_536, 8
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sparsestep import locks
+from sparsestep import _process as locks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -74,7 +74,7 @@ def test_a_child_forked_during_a_step_sees_whole_steps_and_can_step(kind: str):
 # The main thread holds one lock itself; another thread never releases the second one.
 STUCK = """
 import os, signal, threading
-from sparsestep import locks
+from sparsestep import _process as locks
 locks._PATIENCE = 0.2
 mine, stuck, free = (locks.fork_safe_lock() for _ in range(3))
 held, done = threading.Event(), threading.Event()

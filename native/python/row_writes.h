@@ -1,5 +1,5 @@
 // Rows of several tensors, overwritten in one call that neither allocates nor fails: see
-// src/sparsestep/memory/row_writes.py. Included by bindings.cpp alone.
+// src/sparsestep/memory/mapped_file.py. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,6 +1,6 @@
 """Optimizers for PyTorch whose work is proportional to what the batch touched."""
 
-from sparsestep import interpreter  # noqa: F401  (first: it refuses subinterpreters)
+from sparsestep import _process as interpreter  # noqa: F401  (first: it refuses subinterpreters)
 
 # isort: split
 from sparsestep import distributed, functional, nn, storage

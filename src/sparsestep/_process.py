@@ -10,12 +10,98 @@ Python then runs the handler in the main thread all the same.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal.getsignal takes ten times as long
+import os
 import signal
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import count
+from operator import methodcaller
 from types import FrameType
 from typing import Any, TypeVar
+
+
+def _is_main() -> bool:
+    name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    try:
+        interpreters = import_module(name)
+    except ImportError:  # a Python without subinterpreters
+        return True
+    return bool(interpreters.get_current() == interpreters.get_main())
+
+
+if not _is_main():
+    raise ImportError(
+        "sparsestep must be imported in the main interpreter, got a subinterpreter, where neither "
+        "torch nor the native core can be loaded. Use a process instead.",
+        name="sparsestep",
+    )
+
+
+# How long a fork waits for the steps of other threads, in seconds.
+_PATIENCE = 5.0
+
+_numbers = count()
+_locks: weakref.WeakValueDictionary[int, threading.RLock] = weakref.WeakValueDictionary()
+
+
+def fork_safe_lock() -> threading.RLock:
+    """A reentrant lock that is free in a forked process.
+
+    Example:
+        >>> with fork_safe_lock() as is_held:
+        ...     is_held
+        True
+    """
+    lock = threading.RLock()
+    _locks[next(_numbers)] = lock
+    return lock
+
+
+class _Fork(threading.local):
+    """The locks during a fork of this thread, in order of creation, and which it has acquired."""
+
+    def __init__(self) -> None:
+        self.locks: list[threading.RLock] = []
+        self.is_acquired: list[bool] = []
+
+    # A signal handler may raise between any two bytecodes. So locks are acquired, and the results
+    # noted, inside single calls of C functions.
+    def before(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        self.locks, self.is_acquired = [], []
+        self.locks += [lock for each in _locks.valuerefs() if (lock := each()) is not None]
+        self.is_acquired.extend(map(methodcaller("acquire", blocking=False), self.locks))
+        for index, is_acquired in enumerate(self.is_acquired):
+            if not is_acquired:
+                acquire = methodcaller("acquire", timeout=max(0.0, deadline - time.monotonic()))
+                self.is_acquired[index : index + 1] = map(acquire, self.locks[index : index + 1])
+
+    def in_parent(self) -> None:
+        for lock, is_acquired in zip(self.locks, self.is_acquired, strict=False):
+            if is_acquired:
+                lock.release()
+        self.locks, self.is_acquired = [], []
+
+    def in_child(self) -> None:
+        for index, lock in enumerate(self.locks):
+            if index >= len(self.is_acquired) or not self.is_acquired[index]:
+                lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self.in_parent()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):  # bound late: each thread has its own attributes
+    os.register_at_fork(
+        before=lambda: _fork.before(),
+        after_in_parent=lambda: _fork.in_parent(),
+        after_in_child=lambda: _fork.in_child(),
+    )
+
 
 Result = TypeVar("Result")
 

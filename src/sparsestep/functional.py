@@ -10,8 +10,8 @@ with or without ``torch.no_grad()``.
 from sparsestep.optim.adagrad import adagrad_
 from sparsestep.optim.adam import adam_
 from sparsestep.optim.adamw import adamw_
-from sparsestep.optim.applying import apply_
 from sparsestep.optim.ftrl import ftrl_
+from sparsestep.optim.functional import apply_
 from sparsestep.optim.lion import lion_
 from sparsestep.optim.radam import radam_
 from sparsestep.optim.rmsprop import rmsprop_

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep._torch import group_timeout
-from sparsestep.distributed import writing
+from sparsestep.distributed import checkpoint as writing
+from sparsestep.distributed.checkpoint import _manifest as files
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint import _state as contents
-from sparsestep.distributed.checkpoint import files
 from tests.distributed.runs import (
     STEPS,
     Batch,

@@ -27,9 +27,9 @@ if not torch.distributed.is_available():
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sparsestep.distributed import writing
+from sparsestep.distributed import checkpoint as writing
+from sparsestep.distributed.checkpoint import _manifest as files
 from sparsestep.distributed.checkpoint import _manifest as manifest
-from sparsestep.distributed.checkpoint import files
 from tests.table import EVERYTHING
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"

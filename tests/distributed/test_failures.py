@@ -386,7 +386,7 @@ def prefetches() -> Callable[[], object]:
 def test_groups_wait_as_long_as_the_users(rank: Rank):
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from sparsestep.distributed.groups import new_group_like
+    from sparsestep.distributed.collectives import new_group_like
 
     _set_pg_timeout(timedelta(seconds=3))
     part = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=7))

@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.checkpoint.moving import FRESH, Layout, Move, Moved, Part, moved
-from sparsestep.distributed.checkpoint.stored import Stored
+from sparsestep.distributed.checkpoint._reshard import (
+    FRESH,
+    Layout,
+    Move,
+    Moved,
+    Part,
+    Stored,
+    moved,
+)
 from sparsestep.distributed.collectives import Wire
 from sparsestep.errors import InputError
 from sparsestep.nn.vocabulary.id_table import Evict, Options

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.distributed import scripted
+from sparsestep.distributed import _functional_optim as scripted
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from tests.table import same_bits

@@ -14,8 +14,8 @@ import sparsestep
 from sparsestep.distributed._table import Table
 from sparsestep.distributed.collectives import Wire
 from sparsestep.distributed.exchange import Exchange
-from sparsestep.distributed.modules import make_sharded
 from sparsestep.distributed.plan import Placement
+from sparsestep.distributed.shard import make_sharded
 from sparsestep.nn import lookup
 from tests.distributed.runs import KINDS, each_kind
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from sparsestep.rules.program import Number, Program
+from sparsestep.rules.trace import Number, Program
 
 _LANES = 16  # a row is summed in so many
 _library = ctypes.CDLL(ctypes.util.find_library("m"))

@@ -16,9 +16,8 @@ from sparsestep import engines
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.lowering import CODES, lowered
 from sparsestep.grads.indexed import Touched
-from sparsestep.rules.program import RecordError
 from sparsestep.rules.rule import Rule, State
-from sparsestep.rules.trace import record
+from sparsestep.rules.trace import RecordError, record
 from tests.engines import emulator
 from tests.generate.cases import EXAMPLES
 from tests.rules.random_formulas import Formula, computed, formulas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsestep.nn.vocabulary import native_ids
+from sparsestep.nn.vocabulary import id_table as native_ids
 
 
 @pytest.fixture(params=["core", "python"])

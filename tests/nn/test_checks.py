@@ -14,7 +14,7 @@ from torch import nn
 
 import sparsestep
 from sparsestep.nn import Embedding, EmbeddingBag
-from sparsestep.nn.checks import check_offsets
+from sparsestep.nn.lookup import check_offsets
 from tests.nn.cases import Call, bag_calls, row_calls, same
 
 
@@ -83,7 +83,7 @@ OFFSETS = {
 @pytest.mark.parametrize("case", OFFSETS)
 @pytest.mark.parametrize("few", [0, 256])
 def test_bad_offsets(monkeypatch: Any, case: str, few: int):
-    monkeypatch.setattr("sparsestep.nn.checks._FEW", few)
+    monkeypatch.setattr("sparsestep.nn.lookup._FEW", few)
     ids, offsets, last, message = OFFSETS[case]
     table = EmbeddingBag(*TABLE, max_norm=0.1, include_last_offset=last)
     before = table.weight.detach().clone()
@@ -149,7 +149,7 @@ def test_few_and_many_offsets_are_judged_alike(offsets: list[int], last: bool):
     good = bool(offsets) and offsets[0] == 0 and rising and offsets[-1] <= 4
     good = good and (offsets[-1] == 4 or not last)
     for few in (0, 256):
-        with mock.patch("sparsestep.nn.checks._FEW", few):
+        with mock.patch("sparsestep.nn.lookup._FEW", few):
             try:
                 check_offsets(
                     nn.EmbeddingBag(*TABLE), FOUR, torch.tensor(offsets).long(), with_last=last

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 import sparsestep
-from sparsestep.nn.vocabulary.id_table import Ids, Options, PlainIds, public_hash
-from sparsestep.nn.vocabulary.native_ids import NativeIds
+from sparsestep.nn.vocabulary.id_table import Ids, NativeIds, Options, PlainIds, public_hash
 
 
 class Model:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsestep
 from sparsestep import InputError, Touched, functional
-from sparsestep.optim import graphs
+from sparsestep.optim import functional as graphs
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.rule import Rule, State
 from tests.table import FUNCTIONS, OPTIMIZERS, Variant

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.memory.by_row import SavedByRow, rows_in_use, saved_by_row, strided
+from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.table import Variant, each_variant
 from tests.table import same_bits as same_floats

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsestep.rules.program import RecordError
 from sparsestep.rules.rule import Rule, State
-from sparsestep.rules.trace import record
+from sparsestep.rules.trace import RecordError, record
 from tests.rules.random_formulas import Formula, computed, formulas
 from tests.table import EVERY, Variant
 

@@ -17,7 +17,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import FUNCTIONAL, OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import checks
+from sparsestep.rules import options as checks
 from sparsestep.rules.options import WHOLE
 from tests.generate.garbage import Wrapper
 from tests.rules.tables import rows, table, train

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import sparsestep
-from sparsestep.memory import file_lock
+from sparsestep.memory import file_pages as file_lock
 from sparsestep.storage import mapped
 from tests.storage.training import DIM, ROWS, embedding, initial, table_in, train
 from tests.table import same_bits

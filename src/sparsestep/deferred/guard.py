@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsestep._torch import rebuild_parameter, without_torch_function
-from sparsestep.deferred.owner import Owner, rows_in
+from sparsestep.deferred.rows import Owner, rows_in
 
 _NAME = "_sparsestep_guard"  # of the attribute of a tensor that has one
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep._torch import stack
 from sparsestep.engines.finishing import finish
 from sparsestep.rules.idle import Motion, Quotient
-from sparsestep.surroundings import stack
 
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18

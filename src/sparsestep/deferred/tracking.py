@@ -2,19 +2,138 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import own_parameters
-from sparsestep.deferred import trackers
 from sparsestep.deferred.guard import Guard, Guarded
-from sparsestep.deferred.owner import Owner, rows_in
-from sparsestep.deferred.watching import Watch, follow_averages
-from sparsestep.errors import InputError, sentence
+from sparsestep.deferred.rows import Owner, rows_in
+from sparsestep.errors import InputError, StaleWarning, sentence, warn
+
+_trackers: Any = WeakIdKeyDictionary()  # a weak reference to the optimizer, by parameter
+
+
+def track(owner: Owner, params: Iterable[Tensor]) -> None:
+    """Take note of who brings rows of these parameters up to date."""
+    for param in params:
+        _trackers[param] = weakref.ref(owner)
+
+
+def untrack(owner: Owner, params: Iterable[Tensor]) -> None:
+    """Take note that it no longer does."""
+    for param in params:
+        if param in _trackers and _trackers[param]() is owner:
+            del _trackers[param]
+
+
+def warn_of_another(name: str, params: Iterable[Tensor]) -> None:
+    """Say so if parameters of an optimizer with masked semantics are tracked by another.
+
+    Frameworks that make an optimizer anew from the options of its groups lose the semantics.
+    """
+    if not _trackers:
+        return
+    others = (_trackers[param]() for param in params if param in _trackers)
+    other = next((type(other).__name__ for other in others if other is not None), None)
+    if other is not None:
+        warn(
+            StaleWarning,
+            f"sparsestep: {name} has semantics='masked', but its parameters also belong to {other} "
+            "with semantics='dense', which tracks the model. If your framework created it from the "
+            "options of the other, pass semantics='dense' and call its track(model). Otherwise "
+            "call remove() on the handle that track() returned.",
+        )
+
+
+CatchUp = Callable[[nn.Module], None]
+
+
+class Watch:
+    """Stands in for two methods of a module that holds a table; copies of it have their own.
+
+    Python and torch look both of them up on the module itself before they look at its class.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # the module keeps the watch
+        self._before: list[CatchUp] = []
+        self._own = {"train": self._train, "__getstate__": self._state}
+        self._others = {name: vars(module)[name] for name in self._own if name in vars(module)}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Watch | None:
+        """That of a module, if it has one."""
+        found = getattr(vars(module).get("train"), "__self__", None)
+        return found if isinstance(found, cls) else None
+
+    @classmethod
+    def add(cls, module: nn.Module, catch_up: CatchUp) -> Callable[[], None]:
+        """Have something called before all of a module is read; returns what undoes it."""
+        watch = cls.of(module)
+        if watch is None:
+            watch = cls(module)
+            vars(module).update(watch._own)
+        watch._before.append(catch_up)
+        return functools.partial(watch._remove, catch_up)
+
+    def _remove(self, catch_up: CatchUp) -> None:
+        self._before.remove(catch_up)
+        module = self._module()
+        if module is not None and not self._before:
+            for name in self._own:
+                vars(module).pop(name, None)
+            vars(module).update(self._others)
+
+    def catch_up(self) -> nn.Module:
+        """Bring what the module holds up to date."""
+        module = self._module()
+        assert module is not None
+        for before in self._before:
+            before(module)
+        return module
+
+    def _train(self, mode: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        if not mode:
+            self.catch_up()
+        train = self._others.get("train", functools.partial(type(module).train, module))
+        result: nn.Module = train(mode)
+        return result
+
+    def _state(self) -> Any:
+        """What is pickled or copied: current, and without the watch."""
+        module = self.catch_up()
+        own = getattr(type(module), "__getstate__", lambda module: vars(module))
+        state = self._others.get("__getstate__", functools.partial(own, module))()
+        if not isinstance(state, dict):
+            return state
+        return {**{k: v for k, v in state.items() if k not in self._own}, **self._others}
+
+
+def follow_averages() -> None:
+    """Have ``AveragedModel`` read current rows: it reads parameters without asking the model."""
+    update = AveragedModel.update_parameters
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        for module in model.modules():
+            watch = Watch.of(module)
+            if watch is not None:
+                watch.catch_up()
+        update(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 class Tracking:
@@ -42,8 +161,8 @@ class Tracking:
             if module is not model:  # it may be saved and loaded alone
                 self._watch_as_a_whole(module)
             self._undo.append(Watch.add(module, self._catch_up))
-        trackers.track(optimizer, tables.values())
-        self._undo.append(lambda: trackers.untrack(optimizer, tables.values()))
+        track(optimizer, tables.values())
+        self._undo.append(lambda: untrack(optimizer, tables.values()))
         follow_averages()
         if guard:
             # What is no ordinary parameter has ideas of its own about what torch does with it.

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from sparsestep.distributed import _functional_optim as overlap
-from sparsestep.distributed import scripted
+from sparsestep.distributed import _functional_optim as scripted
 from sparsestep.distributed.checkpoint import async_save, consolidate, load, save
 from sparsestep.distributed.lockstep import lockstep
 from sparsestep.distributed.plan import Placement, Plan

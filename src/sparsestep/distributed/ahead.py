@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.distributed.collectives import Wire
-from sparsestep.distributed.groups import new_group_like
+from sparsestep.distributed.collectives import Wire, new_group_like
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import NUMBERS, Asked, numbers_of, send_ids, sent_bytes
 from sparsestep.errors import SlowWarning, warn_once

@@ -14,7 +14,7 @@ from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import Asked
 from sparsestep.grads.indexed import Touched
 from sparsestep.nn import lookup
-from sparsestep.nn.parts import part, part_of
+from sparsestep.nn.lookup import part, part_of
 
 # What the gradients of rows are for the weight that they were looked up in.
 Parts: TypeAlias = Callable[[Tensor], Sequence[Touched]]

@@ -28,7 +28,7 @@ from sparsestep.distributed.sending import (
 from sparsestep.grads.compact import compact
 from sparsestep.grads.exchange import Pending
 from sparsestep.grads.indexed import HALVES
-from sparsestep.nn.parts import first_derivative, unshared
+from sparsestep.nn.lookup import first_derivative, unshared
 
 
 def look_up(

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep._torch import cat
 from sparsestep.distributed import _packing as owners
 from sparsestep.distributed._table import Table
 from sparsestep.grads.indexed import HALVES
-from sparsestep.nn.checks import check_ids, refusal
+from sparsestep.nn.lookup import check_ids, refusal
 from sparsestep.nn.pooling import Bags
-from sparsestep.surroundings import cat
 
 LENGTHS = torch.int32  # what lengths of bags are sent as
 # Bags with so many ids for each rank are sent to all ranks. Of ids at random, fewer than two in a

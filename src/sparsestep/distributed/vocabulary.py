@@ -10,19 +10,325 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
+from sparsestep._torch import stack
 from sparsestep.distributed._handshake import Doing
 from sparsestep.distributed._packing import owner_of
 from sparsestep.distributed._table import Table as ShardedTable
-from sparsestep.distributed.collectives import joined
-from sparsestep.distributed.modules import table_of
-from sparsestep.distributed.owning import SEED_BITS, OwnsIds
+from sparsestep.distributed.collectives import Wire, joined
+from sparsestep.distributed.shard import table_of
 from sparsestep.errors import InputError, sentence
-from sparsestep.nn.grow import AnyOptimizer, Init, Table
+from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_growth
 from sparsestep.nn.interop import outside_graphs
 from sparsestep.nn.vocabulary.attach import Attached
-from sparsestep.nn.vocabulary.id_table import Evict
+from sparsestep.nn.vocabulary.id_table import Evict, Ids, Saved
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.nn.vocabulary.vocabulary import flat_ids
+
+# New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
+SEED_BITS = 40
+_NUMBER_BYTES = 8
+_MOST_ROWS = 1 << 62
+_SHARED = -1  # instead of what tells ordinary vocabularies apart
+
+
+class OwnsIds(nn.Module):
+    """A vocabulary that ranks share, as far as its knowledge goes.
+
+    Attributes:
+        rows: number of rows of the table.
+        local: what this rank owns. Its rows are numbers of this rank's part.
+    """
+
+    rows: int
+    local: LocalVocabulary
+    _exchange: Any
+    _table: ShardedTable
+    _wire: Wire
+    _given: dict[int, tuple[Table, ShardedTable]]  # tables, by the module that has the part here
+
+    @property
+    def used(self) -> int:
+        """How many rows of this rank are in use, the shared ones included."""
+        return self.local.used
+
+    @property
+    def taken_over(self) -> Tensor:
+        """Rows of this rank that went to another id in the latest call."""
+        return self._whole(self.local.taken_over)
+
+    def as_dict(self) -> dict[int, int]:
+        """The row of each id that this rank owns and that has one of its own."""
+        world, rank = self._wire.world, self._wire.rank
+        return {each: row * world + rank for each, row in self.local.as_dict().items()}
+
+    def grow(self, rows: int) -> None:
+        """Have more rows, with all tables that are attached; all ranks call it.
+
+        Each rank gets its share of the new rows. Weights stay the same parameters and keep their
+        state, as with ``sparsestep.nn.grow``. New rows are initialized by ``init``, on each rank
+        with random numbers of its own. Call it between steps, after ``zero_grad()``.
+
+        Args:
+            rows: how many there are to be; the same on all ranks.
+
+        Raises:
+            InputError: a table cannot grow, on this rank or on another, or ranks name different
+                numbers; nothing was changed anywhere.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 2)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> vocabulary(torch.tensor([7, 8, 9])), vocabulary.grow(5)
+            (tensor([1, 2, 0]), None)
+            >>> vocabulary(torch.tensor([7, 8, 9])), table.num_embeddings
+            (tensor([1, 2, 3]), 5)
+        """
+        uninterrupted(partial(self._grow_together, rows))
+
+    def _grow_together(self, rows: int) -> None:
+        error: BaseException | None = None
+        commits: list[Callable[[], object]] = []
+        with self.local._lock:
+            try:
+                commits = self._prepare_to_grow(rows)
+            except BaseException as raised:
+                error = raised
+            contract = "Vocabulary.grow: all ranks must name the same number of rows"
+            self._agree(Doing.GROW, rows if error is None else 0, error, contract)
+            for commit in commits:
+                commit()
+
+    def _prepare_to_grow(self, rows: int) -> list[Callable[[], object]]:
+        """Do all that may raise; what is returned does the rest, and cannot fail."""
+        is_whole = isinstance(rows, int) and not isinstance(rows, bool)
+        if not is_whole or not self.rows <= rows <= _MOST_ROWS:
+            is_large = is_whole and rows > _MOST_ROWS
+            limit = f"at most {_MOST_ROWS}" if is_large else f"at least {self.rows}"
+            contract = f"Vocabulary.grow: rows must be a whole number, {limit}"
+            raise InputError(sentence(contract, repr(rows)))
+        wire, local = self._wire, self.local
+        there, longest = len(range(wire.rank, rows, wire.world)), -(-rows // wire.world)
+        commits: list[Callable[[], object]] = [local._prepare_to_grow(there)]
+        for each in local._attached:
+            module, table = self._given[id(each.table)]
+            if table.rows >= rows:
+                continue
+            here = len(range(wire.rank, table.rows, wire.world))
+            spare = Spare(len(table.weight) - here, longest - there)
+            init = partial(drawn, init=each.init, seed=local._handed_over)
+            optimizers = tuple(each.optimizers)
+            commits.append(prepare_growth(each.table, longest, optimizers, init, spare))
+            commits.append(partial(_be_grown, module, table, rows))
+        commits.append(partial(self._be_grown, rows, local._handed_over + there - local.rows))
+        return commits
+
+    def _be_grown(self, rows: int, handed_over: int) -> None:
+        self.rows, self.local._handed_over = rows, handed_over
+
+    def merge(self, other: OwnsIds | LocalVocabulary) -> Tensor:
+        """Add the ids of another vocabulary; ids that are new here get free rows of their owners.
+
+        All ranks call it. Counts are added up. No id loses its row, so every owner must have
+        enough free rows.
+
+        Args:
+            other: one that the same ranks share, or an ordinary one, the same on all ranks. It
+                stays as it is.
+
+        Returns:
+            For each row in use there, the row of its id here. Of one that ranks share, for the rows
+            of this rank, and ``table.weight.data[rows // world] = other_table.weight.data[:
+            len(rows)]`` merges tables. Of an ordinary one, the same for all ranks; the rows that
+            it shares go to those of rank 0.
+
+        Raises:
+            InputError: there are too few free rows, on this rank or on another, or ranks pass
+                different vocabularies; nothing was changed anywhere.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(10, 2)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> today = sparsestep.nn.Vocabulary(10)
+            >>> vocabulary(torch.tensor([5, 6])), today(torch.tensor([6, 7]))
+            (tensor([1, 2]), tensor([1, 2]))
+            >>> vocabulary.merge(today), vocabulary.as_dict()
+            (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
+        """
+        return uninterrupted(partial(self._merge_together, other))
+
+    def _merge_together(self, other: OwnsIds | LocalVocabulary) -> Tensor:
+        error: BaseException | None = None
+        merged: tuple[Ids, Tensor] | None = None
+        theirs, which = None, _SHARED
+        with self.local._lock:
+            try:
+                theirs = self._saved_of(other)
+                which = _SHARED if isinstance(other, OwnsIds) else _told_apart(theirs)
+                owned = theirs
+                if not isinstance(other, OwnsIds):
+                    owned = _owned(theirs, self._wire, self.local._options.shared)
+                merged = self.local._merged(owned)
+            except BaseException as raised:
+                error = raised
+            contract = "Vocabulary.merge: all ranks must pass the same vocabulary"
+            self._agree(Doing.MERGE, which, error, contract)
+            assert merged is not None
+            assert theirs is not None
+            try:
+                rows = self._whole(merged[1])
+                if not isinstance(other, OwnsIds):
+                    rows = self._of_all(theirs, rows)
+            except BaseException as raised:
+                error = raised
+            self._wire.check(error)
+            self.local._ids = merged[0]
+        return rows
+
+    def _saved_of(self, other: Any) -> Saved:
+        """What another vocabulary knows; raises if it cannot be merged with this one."""
+        shared, wire = self.local._options.shared, self._wire
+        local = other.local if isinstance(other, OwnsIds) else other
+        if not isinstance(local, LocalVocabulary) or local._options.shared != shared:
+            contract = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            raise InputError(sentence(contract, other))
+        if isinstance(other, OwnsIds):
+            ranks = other._wire.rank, other._wire.world
+            if ranks != (wire.rank, wire.world):
+                contract = "Vocabulary.merge: the same ranks must share both vocabularies"
+                raise InputError(sentence(contract, f"rank {ranks[0]} of {ranks[1]}"))
+        with local._lock:
+            return local._ids.save()
+
+    def _of_all(self, theirs: Saved, rows: Tensor) -> Tensor:
+        """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
+        wire, shared = self._wire, self.local._options.shared
+        owners = owner_of(theirs.ids[shared : theirs.used], wire.world)
+        counts: list[int] = owners.bincount(minlength=wire.world).tolist()
+        sizes = [_NUMBER_BYTES * count for count in counts]
+        readers = wire.send([[rows[shared:]]] * wire.world, sizes, max(sizes))
+        found = torch.empty_like(owners)
+        for rank, (reader, count) in enumerate(zip(readers, counts, strict=True)):
+            found[owners == rank] = reader.take(count, torch.int64)
+        return joined([torch.arange(shared) * wire.world, found])
+
+    def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
+        """A plain embedding with the rows of all ranks that are in use, and the row of each id.
+
+        All ranks call it, and rank 0 gets what it returns: it alone needs memory for all rows.
+
+        Args:
+            table: what this vocabulary gives rows of.
+
+        Returns:
+            On rank 0 a copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0
+            (or any of the first ``shared * world``, which are the shared ones of all ranks). On
+            other ranks ``None``.
+
+        Raises:
+            InputError: the table does not fit, on this rank or on another.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(1000, 4)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> rows = vocabulary(torch.tensor([10**18, -7]))
+            >>> vocabulary.export(table)
+            (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
+        """
+        error: Exception | None = None
+        wire, shared, known = self._wire, self.local._options.shared, self._table
+        try:
+            known = self._checked("Vocabulary.export", table)
+        except InputError as raised:
+            error = raised
+        others: list[list[Tensor]] = [[] for _ in range(wire.world - 1)]
+        size = _NUMBER_BYTES + known.row_bytes
+
+        def outgoing() -> list[list[Tensor]]:
+            saved = self.local._ids.save()
+            return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
+
+        with self.local._lock:
+            mine = self.used
+            used = self._agree(Doing.EXPORT, mine, error, "", known)
+            sizes = [count * size if wire.rank == 0 else 0 for count in used]
+            lengths = [mine * size] + [0] * len(others)
+            readers = wire.send(outgoing, sizes, max(used) * size, lengths)
+        if wire.rank != 0:
+            return None
+        ids = joined([each.take(n, torch.int64) for each, n in zip(readers, used, strict=True)])
+        pieces = [
+            each.take(n * known.dim, known.weight.dtype)
+            for each, n in zip(readers, used, strict=True)
+        ]
+        numbers = [torch.arange(n) * wire.world + rank for rank, n in enumerate(used)]
+        order = joined(numbers).argsort()
+        first = shared * wire.world
+        found = ids[order][first:].tolist()
+        whole = joined(pieces).view(-1, known.dim)[order]
+        plain = nn.Embedding.from_pretrained(whole, freeze=False)
+        return plain, dict(zip(found, range(first, first + len(found)), strict=True))
+
+    def _checked(self, who: str, table: Any) -> ShardedTable:
+        """The table that a module is; raises if this vocabulary cannot give rows of it."""
+        raise NotImplementedError
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Rows of this rank as rows of the table."""
+        return rows * self._wire.world + self._wire.rank
+
+    def _agree(
+        self,
+        doing: Doing,
+        number: int,
+        error: BaseException | None,
+        alike: str,
+        table: ShardedTable | None = None,
+    ) -> list[int]:
+        """Tell all ranks a number; raises on all where one refuses.
+
+        Args:
+            doing: what they are about to do.
+            number: this rank's.
+            error: why this rank refuses.
+            alike: what is said where numbers differ; nothing if they may.
+            table: with which table, if not the first one.
+        """
+        counts = torch.full((self._wire.world,), number)
+        lines = self._exchange.begin(doing, table or self._table, counts, error)
+        numbers = [room[0] for room in lines.room]
+        if alike and len(set(numbers)) > 1:
+            got = numbers if doing is Doing.GROW else "different ones"
+            raise InputError(sentence(alike, got))
+        return numbers
+
+
+def _be_grown(module: Table, table: ShardedTable, rows: int) -> None:
+    module.num_embeddings = rows
+    table.grow(rows)
+
+
+def _owned(theirs: Saved, wire: Wire, shared: int) -> Saved:
+    """What of a vocabulary is about ids that this rank owns."""
+    ids = theirs.ids[shared : theirs.used]
+    mine = (owner_of(ids, wire.world) == wire.rank).nonzero().squeeze(1) + shared
+    rows = joined([torch.arange(shared), mine])
+    return theirs._replace(ids=theirs.ids[rows], counts=theirs.counts[rows], used=len(rows))
+
+
+def _told_apart(saved: Saved) -> int:
+    """A number that is another for other ids, rows or counts, and no negative one."""
+    pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
+    places = torch.arange(1, len(pairs) + 1).unsqueeze(1)
+    bits = (pairs ^ (pairs >> 29)) * 0x1F83D9ABFB41BD6B + places
+    bits = (bits ^ (bits >> 32)) * places
+    return int(bits.sum()) & (2**62 - 1)
+
 
 _ID_BYTES = 8
 

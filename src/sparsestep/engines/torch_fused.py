@@ -34,8 +34,7 @@ from sparsestep.engines.replay import (
 )
 from sparsestep.errors import InputError, is_out_of_memory, sentence
 from sparsestep.memory import tensors as parameters
-from sparsestep.rules.checks import NUMBERS, SWITCHES, pair
-from sparsestep.rules.options import to_number
+from sparsestep.rules.options import NUMBERS, SWITCHES, pair, to_number
 
 Record = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)

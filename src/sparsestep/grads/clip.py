@@ -24,7 +24,9 @@ from sparsestep._torch import (
     coo_values,
     foreach_mul_,
     foreach_norm,
+    stack,
     uses_of_memory,
+    without_autocast,
 )
 from sparsestep.errors import InputError, sentence, usable, warn
 from sparsestep.grads.compact import Compact
@@ -32,7 +34,6 @@ from sparsestep.grads.compact_clip import clamped
 from sparsestep.grads.exchange import arrive, norm_of_all, sources_of
 from sparsestep.grads.norms import coo_sums, elements, held_by
 from sparsestep.memory.tensors import has_internal_overlap
-from sparsestep.surroundings import stack, without_autocast
 
 
 @torch.no_grad()

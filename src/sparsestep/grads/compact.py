@@ -12,7 +12,9 @@ is in ``compact_tensor.py`` and ``compact_clip.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -22,23 +24,77 @@ from torch import Tensor
 from sparsestep._native import ext
 from sparsestep._torch import (
     VALUES_OF_COO,
+    cat,
     coo_indices,
     coo_values,
     graph_task_id,
+    stack,
     tree_map_only,
     without_torch_function,
 )
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads.compact_functions import (
-    OF_ALL_VALUES,
-    OPERATORS,
-    SET_DATA,
-    UNCHANGED,
-    is_in_place,
-)
-from sparsestep.grads.exchange import Pending, Source, Unscaled, summon
+from sparsestep.grads.exchange import Pending, Source, Unscaled, read_otherwise, summon
 from sparsestep.grads.indexed import Touched
-from sparsestep.surroundings import cat, stack
+
+_IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether it writes what it is called on."""
+    return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
+
+
+# What modes that watch torch's operators call: these come to __torch_dispatch__ next.
+OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# These have to do with the values, the other attributes of a tensor only with the tensor.
+_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
+_ATTRIBUTES = [
+    attribute
+    for name, attribute in vars(Tensor.__mro__[1]).items()
+    if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
+]
+# Methods for which the same holds, and those that have an answer.
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
+    "__format__",
+    *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    "backward",
+    *("detach", "detach_", "clone", "copy_", "zero_", "add", "add_", "__add__", "__radd__"),
+    *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
+    *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
+    *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
+    *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
+    *("_foreach_zero_", "_foreach_copy_"),
+)
+# Those whose answer is in ``compact_clip.py``: it depends on all rows, summed.
+_CLIPPING = (
+    *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
+    *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
+    *("_foreach_clamp_max", "_foreach_clamp_max_"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+
+
+def _named(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        for owner in (Tensor, torch):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+OF_ALL_VALUES: frozenset[Any] = frozenset(
+    [*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm]
+)
+UNCHANGED: frozenset[Any] = frozenset(
+    [
+        *(attribute.__get__ for attribute in _ATTRIBUTES),
+        *(attribute.__set__ for attribute in _ATTRIBUTES),
+        *_named(_METHODS),
+    ]
+)
 
 
 class Compact(Tensor):
@@ -341,3 +397,158 @@ _NOT_TWICE = sentence(
     "an operation on it that autograd would record",
     "Use torch.nn's module for that, or detach() the gradient",
 )
+
+
+_aten = torch.ops.aten
+
+
+def _detach(grad: Compact) -> Compact:
+    if grad._materialized is not None:
+        return like(grad, (), grad._materialized.detach())
+    return like(grad, grad._parts)
+
+
+def _clone(grad: Compact, *, memory_format: object = None) -> Compact:
+    if grad._materialized is not None:
+        return like(grad, (), grad._materialized.clone())
+    return like(grad, grad._parts)
+
+
+def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> Any:
+    """What autograd copies a gradient to that others hold as well."""
+    if tuple(size) != tuple(grad.shape) or options.get("dtype") not in (None, grad.dtype):
+        return NotImplemented
+    return like(grad, ())
+
+
+def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(to, Compact):
+        to.assign_(grad)
+        return to
+    grad = materialized(grad)
+    return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
+
+
+def _zero(grad: Compact) -> Compact:
+    if grad.is_sparse:
+        grad._parts, grad._materialized = (), None  # sparse zeros are no entries at all
+    else:
+        grad.materialize_().zero_()
+    return grad
+
+
+def _is_number(factor: object) -> bool:
+    if isinstance(factor, Tensor):
+        return not isinstance(factor, Compact) and factor.dim() == 0 and not factor.dtype.is_complex
+    return isinstance(factor, int | float)
+
+
+def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
+    """An operation with a number, which may be done on the rows that the parts take."""
+
+    def run(grad: Any, *factors: Any) -> Any:
+        if not isinstance(grad, Compact):  # number * gradient
+            if in_place or not _is_number(grad) or operation is not torch.mul:
+                return NotImplemented
+            grad, factors = factors[0], (grad,)
+        if grad.is_materialized or not all(map(_is_number, factors)):
+            return NotImplemented
+        parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad._parts)
+        if any(part.values.dtype != grad.dtype for part in parts):
+            return NotImplemented
+        if not in_place:
+            return like(grad, parts)
+        grad._parts = parts
+        return grad
+
+    return run
+
+
+def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
+    """What two gradients add up to: compact or dense."""
+    if not isinstance(second, Tensor) or first.shape != second.shape or alpha != 1:
+        return NotImplemented
+    if first.dtype == second.dtype:
+        ours, theirs = parts_of(first), parts_of(second)
+        if ours is not None and theirs is not None:
+            return like(first, ours + theirs)
+    if any(isinstance(grad, Compact) and grad.is_pending for grad in (first, second)):
+        raise read_otherwise()
+    first, second = materialized(first), materialized(second)
+    return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
+
+
+def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    return _sum(first, second, alpha)
+
+
+def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    if not isinstance(first, Compact):
+        return NotImplemented
+    total = _sum(first, second, alpha)
+    if total is NotImplemented:
+        return NotImplemented
+    if isinstance(total, Compact):
+        first._parts, first._materialized = total._parts, None
+    else:
+        first._parts, first._materialized = (), total
+    return first
+
+
+ANSWERS |= {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.clone.default: _clone,
+    _aten.new_empty_strided.default: _empty,
+    _aten.copy_.default: _copy,
+    _aten.zero_.default: _zero,
+    _aten.mul.Tensor: _times(torch.mul, in_place=False),
+    _aten.mul.Scalar: _times(torch.mul, in_place=False),
+    _aten.mul_.Tensor: _times(torch.mul, in_place=True),
+    _aten.mul_.Scalar: _times(torch.mul, in_place=True),
+    _aten.div.Tensor: _times(torch.div, in_place=False),
+    _aten.div.Scalar: _times(torch.div, in_place=False),
+    _aten.div_.Tensor: _times(torch.div, in_place=True),
+    _aten.div_.Scalar: _times(torch.div, in_place=True),
+    _aten.neg.default: _times(torch.neg, in_place=False),
+    _aten.neg_.default: _times(torch.neg, in_place=True),
+    _aten.add.Tensor: _add,
+    _aten.add_.Tensor: _add_in_place,
+}
+
+
+# Lists of tensors: one after the other
+
+
+def one_by_one(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on lists, as torch's ``_foreach`` functions, of which some are compact."""
+
+    def run(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
+        columns = [o if isinstance(o, list | tuple) else [o] * len(tensors) for o in others]
+        return [operation(*row, **options) for row in zip(tensors, *columns, strict=True)]
+
+    return run
+
+
+def in_place(operation: Callable[..., Any]) -> Callable[..., None]:
+    """The same for an operation that changes the first list and, like torch's, returns nothing."""
+    every = one_by_one(operation)
+
+    def run(*args: Any, **options: Any) -> None:
+        every(*args, **options)
+
+    return run
+
+
+def answer_lists(name: str, answer: Callable[..., Any]) -> None:
+    """Let ``answer`` stand for every form of torch's ``_foreach`` function of that name."""
+    packet = getattr(_aten, f"_foreach_{name}", None)  # not every torch has all of them
+    for overload in packet.overloads() if packet is not None else ():
+        if not overload.endswith("out"):
+            ANSWERS[getattr(packet, overload)] = answer
+
+
+for _name in ("add", "mul", "div", "neg"):
+    answer_lists(_name, one_by_one(getattr(torch, _name)))
+for _name in ("add_", "mul_", "div_", "neg_", "zero_", "copy_"):
+    answer_lists(_name, in_place(getattr(Tensor, _name)))

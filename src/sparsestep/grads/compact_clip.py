@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep._torch import coo_values, foreach_unscale_
+from sparsestep._torch import cat, coo_values, foreach_unscale_
 from sparsestep.errors import InputError, sentence
-from sparsestep.grads.compact import ANSWERS, Compact, like, materialized, parts_of
-from sparsestep.grads.compact_tensor import answer_lists, in_place, one_by_one
+from sparsestep.grads.compact import (
+    ANSWERS,
+    Compact,
+    answer_lists,
+    in_place,
+    like,
+    materialized,
+    one_by_one,
+    parts_of,
+)
 from sparsestep.grads.dedup import sums
 from sparsestep.grads.indexed import Touched
 from sparsestep.grads.norms import elements
-from sparsestep.surroundings import cat
 
 _aten = torch.ops.aten
 

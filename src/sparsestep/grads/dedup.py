@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsestep._torch import stack
 from sparsestep.errors import InputError
 from sparsestep.grads.indexed import Touched, bad_index, check_positions
-from sparsestep.surroundings import stack
 
 _ELEMENTS = 1 << 20  # of a chunk: small enough for a cache, large enough for torch's kernels
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsestep._torch import foreach_unscale_, without_torch_function
+from sparsestep._torch import foreach_unscale_, stack, without_torch_function
 from sparsestep.errors import InputError, sentence
-from sparsestep.surroundings import stack
 
 Facts = Mapping[str, str]
 

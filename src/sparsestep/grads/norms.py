@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.masked import MaskedTensor
 
 from sparsestep._native import ext, isa
-from sparsestep._torch import coo_indices, coo_values
+from sparsestep._torch import cat, coo_indices, coo_values, stack
 from sparsestep.errors import InputError
 from sparsestep.grads.compact import Compact, positions_of
 from sparsestep.grads.dedup import summed, sums
 from sparsestep.grads.indexed import Touched, bad_index
-from sparsestep.surroundings import cat, stack
 
 
 def elements(grad: Tensor, order: float) -> Tensor:

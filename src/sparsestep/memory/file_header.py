@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsestep.errors import InputError, sentence
-from sparsestep.memory import file_lock, file_pages
+from sparsestep.memory import file_pages
+from sparsestep.memory import file_pages as file_lock
 from sparsestep.memory import formats as schema
 from sparsestep.memory import row_layout as records
 from sparsestep.memory.row_layout import Kind, Record, name_of

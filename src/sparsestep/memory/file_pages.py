@@ -7,18 +7,92 @@ requested before.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import mmap
 import os
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep.errors import sentence
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
+else:
+    fcntl = _fcntl
+
+# File systems without locks: files on these are not protected.
+_UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+
+def acquire(descriptor: int) -> bool:
+    """Lock an open file; ``False`` if another open file description holds the lock."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    return True
+
+
+def holder(descriptor: int) -> str:
+    """Describe the process that holds the lock of a file, as far as the system tells."""
+    about = os.fstat(descriptor)
+    device = os.major(about.st_dev), os.minor(about.st_dev), about.st_ino
+    try:
+        with open("/proc/locks") as locks:
+            fields = [line.split() for line in locks]
+    except OSError:
+        return "another process"
+    for _, kind, *_, pid, file, _, _ in (each for each in fields if len(each) == 8):
+        major, minor, inode = file.split(":")
+        if kind == "FLOCK" and (int(major, 16), int(minor, 16), int(inode)) == device:
+            is_gone = int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")
+            return f"a process forked from process {pid}" if is_gone else f"process {pid}"
+    return "another process"
+
+
+# On Windows, a mapped file can be neither replaced nor renamed.
+CAN_REMAP = sys.platform != "win32"
+
+_MAP_FIXED = 0x10  # the same on Linux and macOS
+
+
+def map_file(address: int, size: int, descriptor: int) -> None:
+    """Map a file, shared and writable, in place of what is mapped at an address.
+
+    Args:
+        address: the first byte of an existing mapping of at least ``size`` bytes.
+        size: how many bytes to map.
+        descriptor: of the file.
+    """
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    found = _libc().mmap(address, size, prot, flags, descriptor, 0)
+    if found != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_ssize_t)
+    return libc
+
 
 # After so many pages that were asked for, the earlier ones may have been given up again.
 REMEMBERED = 1 << 16

@@ -6,11 +6,13 @@ import math
 import mmap
 import platform
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsestep.errors import sentence
+from sparsestep._torch import coo_indices, coo_values, plain_results
+from sparsestep.errors import InputError, sentence
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
@@ -64,3 +66,105 @@ def full(
     if value == 0:
         return zeros(shape, dtype, device)
     return torch.full(shape, value, dtype=dtype, device=device)
+
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_CHUNK_BYTES = 1 << 20
+_INDEX_BYTES = 8
+
+
+class SavedByRow(Tensor):
+    """A tensor that ``torch.save`` writes as sparse COO, where that takes less than half the room.
+
+    What is read from the file is a plain tensor, strided or sparse, and needs nothing of this
+    library. Rows whose bits are all zero are left out.
+
+    Example:
+        >>> import io
+        >>> state, file = torch.zeros(1000, 8), io.BytesIO()
+        >>> state[7] = 1.0
+        >>> torch.save(saved_by_row(state), file)
+        >>> read = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        >>> read.layout, read.shape, read.indices().tolist(), len(file.getvalue()) < 4000
+        (torch.sparse_coo, torch.Size([1000, 8]), [[7]], True)
+    """
+
+    # Whatever is computed from it is a plain tensor, as with a Parameter.
+    __torch_function__ = plain_results
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.detach()
+        rows = rows_in_use(state)
+        row_bytes = state.nbytes // len(state)
+        if 2 * len(rows) * (row_bytes + _INDEX_BYTES) > state.nbytes:
+            return state.__reduce_ex__(protocol)
+        sparse = torch.sparse_coo_tensor(
+            rows[None], state[rows], state.shape, check_invariants=True, is_coalesced=True
+        )
+        return sparse.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            state = self.detach()
+            copied = zeros(state.shape, state.dtype, state.device)
+            rows = rows_in_use(state)
+            copied[rows] = state[rows]
+            memo[id(self)] = saved_by_row(copied)
+        found: Tensor = memo[id(self)]
+        return found
+
+
+def saved_by_row(state: Tensor) -> Tensor:
+    """The same memory, as a tensor of which files get the rows in use.
+
+    Args:
+        state: any tensor; returned as it is if it has no rows, or does not own its elements.
+    """
+    plain = type(state) is Tensor and state.layout is torch.strided
+    if not plain or not state.numel() or not state.dim() or not state.is_contiguous():
+        return state
+    return state.detach().as_subclass(SavedByRow)
+
+
+def rows_in_use(state: Tensor) -> Tensor:
+    """Rows of which some bit is not zero, in ascending order.
+
+    Example:
+        >>> rows_in_use(torch.tensor([[0.0, 0.0], [0.0, 3.0], [-0.0, 0.0]])).tolist()
+        [1, 2]
+    """
+    row_bytes = state.nbytes // len(state)
+    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
+    words = state.view(len(state), -1).view(word)
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    used = torch.empty(len(state), dtype=torch.bool, device=state.device)
+    for first in range(0, len(state), step):
+        torch.any(words[first : first + step], dim=1, out=used[first : first + step])
+    return used.nonzero().squeeze(1)
+
+
+def strided(name: str, value: Tensor) -> Tensor:
+    """A sparse tensor as a strided one, in which rows that it does not have take no memory.
+
+    Args:
+        name: what it is called in messages.
+        value: in any layout.
+
+    Raises:
+        InputError: it has rows that are outside of its shape.
+    """
+    if value.layout is torch.strided:
+        return value
+    if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:
+        return value.to_dense()
+    value = value.detach()
+    rows, values = coo_indices(value)[0], coo_values(value)
+    if rows.numel():
+        low, high = (int(each) for each in rows.aminmax())
+        if low < 0 or high >= len(value):
+            contract = f"the rows of {name} must be in [0, {len(value)})"
+            raise InputError(sentence(contract, low if low < 0 else high))
+    whole = zeros(value.shape, value.dtype, value.device)
+    if value.is_coalesced():
+        return whole.index_copy_(0, rows, values)
+    return whole.index_add_(0, rows, values)

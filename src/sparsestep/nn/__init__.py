@@ -7,11 +7,9 @@ number of ids. The usual loop stays the usual loop.
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding
-from sparsestep.nn.fuse import fuse
+from sparsestep.nn.fuse import fuse, optimizer_for
 from sparsestep.nn.grow import grow
-from sparsestep.nn.optimizing import optimizer_for
-from sparsestep.nn.vocabulary.strings import hash_strings
-from sparsestep.nn.vocabulary.vocabulary import Vocabulary
+from sparsestep.nn.vocabulary.vocabulary import Vocabulary, hash_strings
 
 __all__ = [
     "Embedding",

@@ -11,11 +11,18 @@ from torch.types import Device
 
 from sparsestep.deferred.guard import readable
 from sparsestep.grads.compact import compact
-from sparsestep.nn.checks import check_ids
-from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as
-from sparsestep.nn.lookup import ROWS, Found, Request, look_up
-from sparsestep.nn.parts import first_derivative, part, part_of, unshared
-from sparsestep.nn.processes import write_out_for_ddp
+from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as, write_out_for_ddp
+from sparsestep.nn.lookup import (
+    ROWS,
+    Found,
+    Request,
+    check_ids,
+    first_derivative,
+    look_up,
+    part,
+    part_of,
+    unshared,
+)
 
 
 class Embedding(torch.nn.Embedding):

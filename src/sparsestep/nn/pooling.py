@@ -14,12 +14,22 @@ from sparsestep._torch import embedding_bag
 from sparsestep.deferred.guard import readable
 from sparsestep.grads.compact import compact
 from sparsestep.memory.tensors import memory_of
-from sparsestep.nn.bag_gradients import MODES, Looked, Saved
-from sparsestep.nn.checks import check_ids, check_offsets, check_weights, refusal
 from sparsestep.nn.embedding import takes_compact
-from sparsestep.nn.lookup import POOLING, Found, Request, look_up
-from sparsestep.nn.parts import first_derivative
-from sparsestep.nn.processes import write_out_for_ddp
+from sparsestep.nn.interop import write_out_for_ddp
+from sparsestep.nn.lookup import (
+    MODES,
+    POOLING,
+    Found,
+    Looked,
+    Request,
+    Saved,
+    check_ids,
+    check_offsets,
+    check_weights,
+    first_derivative,
+    look_up,
+    refusal,
+)
 
 
 @dataclass(slots=True)

@@ -11,10 +11,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim.adam import RULES, Family, FunctionalAdam
-from sparsestep.optim.applying import apply_
-from sparsestep.optim.functional import takes
+from sparsestep.optim.functional import apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import checks
+from sparsestep.rules import options as checks
 from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from sparsestep._process import uninterrupted
-from sparsestep.deferred.pending import rows_of
+from sparsestep.deferred.rows import rows_of
 from sparsestep.deferred.tracking import Tracking
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import tensors as parameters

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from sparsestep.engines.torch_fused import Batch
 from sparsestep.errors import InputError, sentence
-from sparsestep.rules import checks, options
+from sparsestep.rules import options
+from sparsestep.rules import options as checks
 from sparsestep.rules.int8 import stored_as_int8
 from sparsestep.rules.rule import Rule
 

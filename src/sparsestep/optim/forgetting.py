@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsestep._process import uninterrupted
-from sparsestep.deferred.pending import rows_of
+from sparsestep.deferred.rows import rows_of
 from sparsestep.errors import InputError, memory_errors, sentence
 from sparsestep.memory import tensors as parameters
-from sparsestep.memory.mapped_file import about_to_write, mapped_files
-from sparsestep.memory.row_writes import RowWrites
+from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files
 from sparsestep.optim import state as states
 from sparsestep.optim.catching_up import CatchesUp, row_numbers
 from sparsestep.optim.declaration import speaking

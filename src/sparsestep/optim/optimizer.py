@@ -19,30 +19,27 @@ from torch.optim.optimizer import (
 )
 
 from sparsestep import engines
-from sparsestep._process import uninterrupted
-from sparsestep._torch import disable_compiler, global_hooks, profiler_enabled
+from sparsestep._process import fork_safe_lock, uninterrupted
+from sparsestep._torch import disable_compiler, global_hooks, labelled, profiler_enabled
 from sparsestep.deferred.rows import RowClock
-from sparsestep.deferred.trackers import warn_of_another
+from sparsestep.deferred.tracking import warn_of_another
 from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before, step_again
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradExchange, Source, elsewhere, sources_of
-from sparsestep.locks import fork_safe_lock
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.mapped_file import mapped_files, written
 from sparsestep.memory.mapped_state import settle
 from sparsestep.optim import state_dict as checkpoint
-from sparsestep.optim.announcing import announce_unmasked
-from sparsestep.optim.backward import StepInBackward
 from sparsestep.optim.declaration import speaking
 from sparsestep.optim.explain import Explains
 from sparsestep.optim.param_groups import Groups
 from sparsestep.optim.shared_options import facts_for
-from sparsestep.optim.step import Plan
-from sparsestep.rules import checks, options
+from sparsestep.optim.step import Plan, StepInBackward, announce_unmasked
+from sparsestep.rules import options
+from sparsestep.rules import options as checks
 from sparsestep.rules._derive_idle import motion_of
-from sparsestep.surroundings import labelled
 
 
 class RuleOptimizer(Explains):

@@ -19,7 +19,8 @@ from sparsestep.engines.native import Before
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import masks
 from sparsestep.optim.declaration import Declaration
-from sparsestep.rules import checks, options
+from sparsestep.rules import options
+from sparsestep.rules import options as checks
 from sparsestep.rules._derive_idle import refusal
 from sparsestep.rules.rule import Rule
 

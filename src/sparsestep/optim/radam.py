@@ -13,8 +13,7 @@ from torch.optim.radam import radam as torch_radam
 from sparsestep.engines.torch_fused import Batch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.applying import apply_
-from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
 from sparsestep.rules.options import Engine, Mask, Semantics, common

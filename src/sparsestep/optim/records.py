@@ -16,8 +16,8 @@ from sparsestep.errors import InputError, sentence
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import Touched
 from sparsestep.memory import tensors as parameters
-from sparsestep.memory.by_row import saved_by_row
 from sparsestep.memory.huge_pages import HugePages
+from sparsestep.memory.lazy import saved_by_row
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.optim import state as states
 from sparsestep.optim.declaration import Declaration, speaking

@@ -13,11 +13,10 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from sparsestep.engines.torch_fused import Batch
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.applying import apply_
 from sparsestep.optim.declaration import speaking
-from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import checks
+from sparsestep.rules import options as checks
 from sparsestep.rules.idle import Geometric, Motion, Still
 from sparsestep.rules.options import Engine, Mask, Semantics, common
 from sparsestep.rules.rule import Rule, State

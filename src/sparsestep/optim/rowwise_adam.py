@@ -10,8 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.applying import apply_
-from sparsestep.optim.functional import FunctionalOptimizer, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import Quotient
 from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX, FLOATS
-from sparsestep.memory.by_row import strided
+from sparsestep.memory.lazy import strided
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import name_of
 from sparsestep.optim.records import StateKeeper

@@ -2,33 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import disable_compiler
-from sparsestep.deferred.pending import PendingCatchUps
-from sparsestep.engines import SparseEngines, native_engine
+from sparsestep._torch import coo_indices, disable_compiler, labelled
+from sparsestep.deferred.rows import PendingCatchUps
+from sparsestep.engines import SparseEngines, native_engine, rounding
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.finishing import finish
-from sparsestep.engines.programs import Recorded
+from sparsestep.engines.native import Recorded
 from sparsestep.engines.torch_fused import TorchKernels
-from sparsestep.errors import InputError, SlowWarning, warn_once
+from sparsestep.errors import InputError, SlowWarning, sentence, usable, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.layouts import Gradient, touched
-from sparsestep.memory.mapped_file import mapped_files, written
+from sparsestep.grads.compact import Compact
+from sparsestep.grads.exchange import source_of
+from sparsestep.grads.indexed import COMPLEX, FLOATS, Touched
+from sparsestep.grads.layouts import Gradient, in_rows, touched
+from sparsestep.grads.masks import Selection
+from sparsestep.memory import tensors as parameters
+from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.optim import dense_embedding
 from sparsestep.optim import state as states
-from sparsestep.optim.announcing import announce, announce_checked
 from sparsestep.optim.records import StateKeeper
-from sparsestep.optim.updates import complete, examined
-from sparsestep.rules.rule import State
-from sparsestep.surroundings import labelled
+from sparsestep.rules.rule import Rule, State
+
+
+def announce(
+    state: Mapping[Tensor, Any],
+    params: Iterable[Tensor],
+    grads: Sequence[Gradient | None] | None = None,
+    selections: Sequence[Selection | None] | None = None,
+) -> None:
+    """Reserve and mark the rows that a step will write; raises ``OSError`` if the disk is full.
+
+    Covers the gradients that the core or torch's kernels take directly. Other gradients, and the
+    first step of a parameter, are announced once they have been checked and the state exists.
+
+    Args:
+        state: the optimizer's state.
+        params: all or some of its parameters.
+        grads: their gradients, if passed by hand.
+        selections: what the masks of the parameters select, if the group has masks.
+    """
+    for index, param in enumerate(params):
+        grad = param.grad if grads is None else grads[index]
+        if grad is None or file_of(param) is None:
+            continue
+        param_state = state.get(param) or {}
+        selection = None if selections is None else selections[index]
+        for rows in _rows_of(param, grad, selection):
+            about_to_write(param, param_state.values(), rows)
+
+
+def announce_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Announce a whole step; ``False`` if that needs a mask, which only the plan has checked."""
+    for group in groups:
+        if group.get("mask") is not None and any(file_of(p) is not None for p in group["params"]):
+            return False
+    for group in groups:
+        announce(state, group["params"])
+    return True
+
+
+def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: Touched) -> None:
+    """The same for a gradient that was checked, of a parameter whose state is there."""
+    about_to_write(param, state, _as_rows(param, gradient.positions, gradient.slots))
+
+
+def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list[Tensor | None]:
+    """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
+    if isinstance(grad, Compact):
+        if not grad.is_materialized:
+            parts = (_as_rows(param, part.positions, part.slots) for part in grad.parts())
+            return [_selected(param, rows, selection) for rows in parts]
+        grad = grad.materialize_()
+    if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
+        return []
+    if grad.shape != param.shape:
+        return []
+    if grad.layout is torch.sparse_coo and grad.sparse_dim():
+        return [_selected(param, coo_indices(grad)[0].contiguous(), selection)]
+    if grad.layout is not torch.strided:
+        return []
+    return [_selected(param, None, selection)]
+
+
+def _selected(param: Tensor, rows: Tensor | None, selection: Selection | None) -> Tensor | None:
+    """Those of the rows in which a mask selects anything."""
+    if selection is None or selection.shape != param.shape:  # the latter is refused later
+        return rows
+    if rows is None:
+        return _as_rows(param, selection.positions, selection.mask.numel())
+    rows = rows[(rows >= 0) & (rows < len(param))]
+    chosen = selection.mask[rows]
+    return rows[chosen if chosen.dim() == 1 else chosen.flatten(1).any(1)]
+
+
+def _as_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
+    if positions is None or not param.dim():
+        return None
+    positions = positions.reshape(-1).long()
+    if slots != len(param):
+        positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
+    return positions.contiguous()
+
+
+def local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
+    """The memory of a parameter, and the part of its gradient that belongs there.
+
+    Args:
+        param: the parameter.
+        grad: its gradient.
+        by_row: whether whole rows have to be seen.
+    """
+    if type(param) is torch.nn.Parameter:
+        return param, grad
+    memory = parameters.memory_of(param)
+    if parameters.is_distributed(param):
+        grad = parameters.local_gradient(param, grad, by_row=by_row)
+    return memory, grad
+
+
+def examined(
+    optimizer: StateKeeper,
+    group: dict[str, Any],
+    settings: Settings,
+    index: int,
+    param: Tensor,
+    grad: Gradient,
+) -> ParamUpdate:
+    """An update with gradient and state checked.
+
+    Args:
+        optimizer: whose parameter it is.
+        group: the parameter's group.
+        settings: what that says.
+        index: the parameter's number there.
+        param: the parameter.
+        grad: its gradient.
+    """
+    rule, dense = settings.rule, optimizer.semantics == "dense"
+    memory, grad = local(param, grad, by_row=rule.by_row or dense)
+    optimizer._look_at(param, memory)
+    gradient = touched(memory, grad, by_row=rule.by_row or dense)
+    if dense:
+        gradient = gradient._replace(held=None)  # what is not held is zero, and counts
+    record, tensors = optimizer.state.get(param), None
+    if not record or _begins_anew(rule, record):
+        record = None
+    else:
+        states.check_count(rule, record)
+        tensors = states.checked(rule, memory, record)
+    optimizer._look_at(param, memory, tensors, gradient)
+    return ParamUpdate(settings, group, index, param, memory, grad, gradient, record, tensors)
+
+
+def _begins_anew(rule: Rule, record: dict[str, Any]) -> bool:
+    """Whether a missing tensor means a first step, as it does for torch's SGD."""
+    return not rule.counts and any(record.get(spec.name) is None for spec in rule.state)
+
+
+def complete(update: ParamUpdate, selection: masks.Selection | None, place: int) -> None:
+    """Make it such as engines other than torch's kernels need it: in real numbers, masked, counted.
+
+    Args:
+        update: an update that ``examined`` gave.
+        selection: what a mask selects.
+        place: the parameter's number among all of the optimizer, for its random bits.
+    """
+    settings, param = update.settings, update.param
+    rule = settings.rule
+    if selection is not None and parameters.is_distributed(update.owner):
+        contract = "a DTensor parameter cannot have a mask"
+        raise InputError(sentence(contract, "a mask", "Put it into a group without one"))
+    if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+        raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
+    if update.group.get("differentiable"):
+        contract = "differentiable=True needs dense gradients under torch's own formulas"
+        raise InputError(sentence(contract, _kind(update.grad)))
+    if update.state is None:
+        dtype = settings.state_dtype
+        update.state = states.new(rule, param, update.group, dtype)
+    gradient = update.touched
+    if selection is not None:
+        if selection.shape != param.shape:
+            masks.checked(selection.mask, [param], by_row=rule.by_row)
+        gradient = masks.select(gradient, selection, param.numel())
+    if mapped_files:
+        announce_checked(param, update.state, gradient)
+    update.written, update.touched = for_engines(param, update.state, gradient)
+    update.step = update.steps_taken() + 1
+    if settings.seed is not None:
+        update.seed = rounding.seed_for(settings.seed, place, update.step)
+        update.dealt = _dealt(update.owner, update.written[0])
+
+
+def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
+    """Which rows of a sharded table a parameter has, where that is not all of them."""
+    source = source_of(owner)
+    step, first = (1, 0) if source is None else source.dealt(owner)
+    return None if step == 1 else rounding.Dealt(written[:1].numel(), step, first)
+
+
+def for_engines(
+    param: Tensor, state: list[Tensor], gradient: Touched
+) -> tuple[list[Tensor], Touched]:
+    """A parameter with its state, and its gradient, in the form that all engines can work with.
+
+    Complex numbers are seen as pairs of real ones. Single elements of rows that lie apart are not
+    evenly spaced, but the rows are.
+    """
+    if not param.is_contiguous():
+        gradient = in_rows(param, gradient)
+    if not param.is_complex():
+        return [param, *state], gradient
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in (param.detach(), *state)]
+    return real, gradient.as_real()
+
+
+def _kind(grad: Gradient) -> str:
+    return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
+
 
 Group = dict[str, Any]
 Selections = list[masks.Selection | None]
@@ -332,3 +533,98 @@ _ANY = State("any")
 
 def _state_dtype(param: Tensor, asked_for: torch.dtype | None) -> torch.dtype:
     return states.dtype_for(_ANY, param, asked_for)
+
+
+class StepInBackward:
+    """The handle of ``optimizer.step_in_backward()``; ``remove()`` undoes it.
+
+    Until then the parameters hold on to the optimizer, and it to them.
+    """
+
+    def __init__(
+        self, optimizer: StateKeeper, params: Iterable[Tensor] | None, backwards: int
+    ) -> None:
+        if not isinstance(backwards, int) or backwards < 1:
+            raise InputError(sentence("backwards must be an integer, at least 1", backwards))
+        places = {
+            id(param): (group_index, index)
+            for group_index, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+        # The gradient of a sharded table is complete when all ranks need it: in step().
+        everything = (each for each in optimizer._all_params() if source_of(each) is None)
+        with usable("step_in_backward needs a list of parameters"):
+            wanted = list(params if params is not None else everything)
+        for param in wanted:
+            if id(param) not in places:
+                contract = "step_in_backward needs parameters of this optimizer"
+                got = f"a {type(param).__name__}"
+                if isinstance(param, Tensor):
+                    got = f"another, of shape {tuple(param.shape)}"
+                raise InputError(sentence(contract, got))
+            if source_of(param) is not None:
+                contract = "step_in_backward needs gradients that are complete after backward"
+                remedy = "Leave it to step()"
+                raise InputError(sentence(contract, "the weight of a sharded table", remedy))
+            if param.grad is not None:
+                contract = (
+                    "step_in_backward must start without gradients, or backward would add to them"
+                )
+                raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
+        self._optimizer = optimizer
+        self._backwards = backwards
+        self._places = places
+        # id -> gradients so far, and in which round: with step() or zero_grad() a new one begins.
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._began = optimizer._rounds
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._arrived)
+            for param in wanted
+            if param.requires_grad
+        ]
+
+    def _arrived(self, param: Tensor) -> None:
+        rounds = self._optimizer._rounds
+        count, latest = self._seen.get(id(param), (0, rounds))
+        if latest != rounds:
+            count = 0
+        if count == self._backwards:
+            # Whoever calls step() or zero_grad() at all calls it between two steps.
+            if rounds != self._began:
+                param.grad = None
+                raise InputError(self._one_too_many())
+            count = 0
+        self._seen[id(param)] = (count + 1, rounds)
+        if count + 1 == self._backwards:
+            try:
+                self._update(param)
+            except BaseException:
+                del self._seen[id(param)]
+                raise
+            finally:
+                param.grad = None
+
+    def _one_too_many(self) -> str:
+        one = "a second" if self._backwards == 1 else f"one after {self._backwards}"
+        return sentence(
+            f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
+            "is used, so gradients of several backward calls cannot be accumulated",
+            f"{one} before step() or zero_grad()",
+            "Pass backwards=n to step once in n backward calls",
+        )
+
+    def _update(self, param: Tensor) -> None:
+        optimizer = self._optimizer
+        group_index, index = self._places[id(param)]
+        groups = optimizer.param_groups
+        step = Plan(optimizer)
+        step.skip_groups(groups[:group_index])
+        step.add_group(group_index, groups[group_index], only=index)
+        step.run()
+        optimizer._updates += 1
+
+    def remove(self) -> None:
+        """Leave gradients to ``step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

@@ -25,9 +25,9 @@ from torch import Tensor
 from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, sentence
 from sparsestep.memory import file_header
-from sparsestep.memory.copies import copy_sparse, reserve
 from sparsestep.memory.file_header import check_version
 from sparsestep.memory.mapped_file import MappedFile, words_of
+from sparsestep.memory.replace_file import copy_sparse, reserve
 from sparsestep.storage.manifest import (
     JOURNAL_HEADER,
     JOURNAL_MAGIC,

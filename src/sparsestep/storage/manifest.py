@@ -30,8 +30,8 @@ from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory import formats as schema
 from sparsestep.memory import row_layout as record
-from sparsestep.memory.copies import sync_folder
 from sparsestep.memory.file_header import Header, check_version
+from sparsestep.memory.replace_file import sync_folder
 
 MANIFEST = "manifest.json"
 VERSION = 2

@@ -2,31 +2,427 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import Doing
-from sparsestep.distributed.checkpoint.moving import FRESH, Agree, Layout, Move, Moved, Part, moved
-from sparsestep.distributed.checkpoint.stored import (
-    Block,
-    Stored,
-    Wanted,
-    block_of,
-    column_of,
-    in_columns,
-)
-from sparsestep.distributed.collectives import Wire
-from sparsestep.distributed.vocabulary import Vocabulary
+from sparsestep.distributed._packing import owner_of
+from sparsestep.distributed._table import Table
+from sparsestep.distributed.collectives import Wire, joined
+from sparsestep.distributed.vocabulary import SEED_BITS, Vocabulary
 from sparsestep.errors import InputError, sentence
 from sparsestep.nn.grow import Init, drawn
-from sparsestep.nn.vocabulary import saving
+from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
 from sparsestep.nn.vocabulary.id_table import Options, Saved
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
-from sparsestep.surroundings import cat, stack
+from sparsestep.optim.state import in_dtype
+
+
+def as_stored(table: Table | None, tensor: Tensor, *, copy: bool = False) -> Any:
+    """What is stored of a tensor; ``None`` where another rank stores it.
+
+    Args:
+        table: whose weight it is, or whose state; ``None`` of a parameter that is not sharded.
+        tensor: the part that is here.
+        copy: with memory of its own.
+    """
+    if table is not None and table.kind == "tables" and tensor.dim() and not table.is_here:
+        return None
+    stored = tensor.detach().clone() if copy else tensor.detach()
+    if table is None or not tensor.dim() or table.wire.world == 1 or table.kind != "rows":
+        return stored
+    return in_columns(table.wire, stored)
+
+
+def in_columns(wire: Wire, tensor: Tensor) -> Any:
+    """What is stored of a tensor that is a column of the whole; all ranks have equally long ones.
+
+    Args:
+        wire: the ranks, of which there are several.
+        tensor: the part that is here.
+    """
+    return _distributed(wire, tensor.unsqueeze(1), 1, wire.world)
+
+
+def _distributed(wire: Wire, local: Tensor, dim: int, size: int) -> Any:
+    """A DTensor of which this is the part along a dim, where the whole has that size."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert wire.group is not None
+    shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+    mesh = DeviceMesh.from_group(wire.group, "cpu")
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+    )
+
+
+class Wanted(NamedTuple):
+    """What is to be read into, and what makes the part that is here of it."""
+
+    target: Any
+    finish: Callable[[], Tensor]
+
+
+class Stored(NamedTuple):
+    """What a checkpoint says of a tensor.
+
+    Attributes:
+        shape: as it was stored.
+        dtype: as it was stored.
+        rows: how many it has in all, where it is a table's; 0 otherwise.
+        lanes: among how many ranks these were dealt; 0 where they were not.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: int = 0
+    lanes: int = 0
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether it was stored in columns, and so has a dim more."""
+        return bool(self.lanes and self.shape)
+
+
+def wanted(table: Table | None, stored: Stored) -> Wanted | None:
+    """How a rank reads its part of a tensor; ``None`` where it has none.
+
+    Args:
+        table: whose weight or state it is; ``None`` of a parameter that is not sharded.
+        stored: what there is to read.
+    """
+    shape, is_dealt = stored.shape, stored.is_dealt
+    if table is not None and not table.is_here:
+        return None
+    if table is None or not shape or table.kind != "rows" or table.wire.world == 1:
+        whole = torch.empty(shape, dtype=stored.dtype)
+        return Wanted(whole, lambda: in_order(whole, stored))
+    if is_dealt and stored.lanes == table.wire.world:
+        return column_of(table.wire, stored)
+    # Other numbers of ranks: each reads a block, and they deal them out.
+    block = block_of(table.wire, stored)
+    return Wanted(block.target, lambda: _dealt(table, block.rows, block.per))
+
+
+def column_of(wire: Wire, stored: Stored) -> Wanted:
+    """How a rank reads its column of what was stored by as many ranks."""
+    column = torch.empty(stored.shape[0], 1, *stored.shape[2:], dtype=stored.dtype)
+    return Wanted(_distributed(wire, column, 1, wire.world), lambda: column.squeeze(1))
+
+
+class Block(NamedTuple):
+    """Consecutive rows of what was stored, of which each rank reads some.
+
+    Attributes:
+        target: what is read into.
+        rows: the same, one row of the whole after the other.
+        first: which row of the whole is the first.
+        per: how many a rank has, but for the last ones.
+    """
+
+    target: Any
+    rows: Tensor
+    first: int
+    per: int
+
+
+def block_of(wire: Wire, stored: Stored) -> Block:
+    """How a rank reads its block."""
+    shape, lanes = stored.shape, stored.lanes if stored.is_dealt else 1
+    per = -(-shape[0] // wire.world)
+    count = max(0, min(per, shape[0] - per * wire.rank))
+    block = torch.empty(count, *shape[1:], dtype=stored.dtype)
+    target = block if wire.world == 1 else _distributed(wire, block, 0, shape[0])
+    rows = block.flatten(0, 1) if stored.is_dealt else block
+    return Block(target, rows, per * lanes * wire.rank, per * lanes)
+
+
+def gathered(wire: Wire, block: Block, wanted: Tensor) -> Tensor:
+    """Rows of the whole, by their numbers, from the ranks that have read them.
+
+    Args:
+        wire: the ranks.
+        block: what this one has read.
+        wanted: numbers of rows of the whole; zeros are found for those below 0.
+
+    Example:
+        >>> stored = Stored(torch.Size([3]), torch.int64)
+        >>> block = block_of(Wire(None), stored)
+        >>> block.target.copy_(torch.tensor([5, 6, 7]))
+        tensor([5, 6, 7])
+        >>> gathered(Wire(None), block, torch.tensor([2, -1, 0]))
+        tensor([7, 0, 5])
+    """
+    places = (wanted >= 0).nonzero().squeeze(1)
+    numbers, rest = wanted[places], block.rows.shape[1:]
+    asked = wire.deal(numbers, numbers // max(1, block.per))
+    answers = [[block.rows[each - block.first]] for each in asked.pieces]
+    size = rest.numel() * block.rows.dtype.itemsize
+    counts = asked.counts
+    readers = wire.send(answers, [count * size for count in counts], asked.most * size)
+    found = block.rows.new_zeros(len(wanted), *rest)
+    for reader, count, order in zip(readers, counts, asked.order.split(counts), strict=True):
+        piece = reader.take(count * rest.numel(), found.dtype)
+        found[places[order]] = piece.view(count, *rest)
+    return found
+
+
+def in_order(tensor: Tensor, stored: Stored) -> Tensor:
+    """The whole, of what was read.
+
+    Example:
+        >>> columns = torch.tensor([[0, 1], [2, 0]])
+        >>> in_order(columns, Stored(columns.shape, columns.dtype, rows=3, lanes=2))
+        tensor([0, 1, 2])
+    """
+    return tensor.flatten(0, 1)[: stored.rows].clone() if stored.is_dealt else tensor
+
+
+def _dealt(table: Table, block: Tensor, per: int) -> Tensor:
+    """Deal out rows of which each rank has a block of so many; those that belong here."""
+    wire, rest = table.wire, block.shape[1:]
+    world, rank = wire.world, wire.rank
+
+    def rows_of(source: int, owner: int) -> range:
+        begin, end = min(source * per, table.rows), min((source + 1) * per, table.rows)
+        return range(begin + (owner - begin) % world, end, world)
+
+    size = block.dtype.itemsize * rest.numel()
+    outgoing = []
+    for owner in range(world):
+        mine = rows_of(rank, owner)
+        outgoing.append([block[mine.start - rank * per :: world][: len(mine)].contiguous()])
+    counts = [len(rows_of(source, rank)) for source in range(world)]
+    largest = max(len(rows_of(a, b)) for a in range(world) for b in range(world)) * size
+    readers = wire.send(outgoing, [count * size for count in counts], largest)
+    found = block.new_zeros(-(-table.rows // world), *rest)
+    begin = 0
+    for reader, count in zip(readers, counts, strict=True):
+        piece = reader.take(count * rest.numel(), block.dtype)
+        found[begin : begin + count] = piece.view(count, *rest)
+        begin += count
+    return found
+
+
+FRESH = -1  # instead of a stored row: one that begins anew
+_NO_ROW = -2  # none of the table's: ranks have equally many
+
+# Told what stands against it and a number; returns the numbers of all ranks, or raises on all.
+Agree: TypeAlias = Callable[[Exception | None, int], list[int]]
+
+
+class Layout(NamedTuple):
+    """How a vocabulary was stored.
+
+    Attributes:
+        rows: how many there are in all.
+        lanes: among how many ranks they were dealt.
+        shared: how many of each rank's are for ids without a row of their own.
+        admit: how often an id had to be seen.
+        tables: the parameters whose rows it gives away, by name, each with the number of the row
+            that does not count.
+    """
+
+    rows: int
+    lanes: int
+    shared: int
+    admit: int
+    tables: dict[str, int | None]
+
+
+class Part(NamedTuple):
+    """What a rank has read of a stored vocabulary.
+
+    Attributes:
+        numbers: what ``nn.saving`` has in ``numbers``, a column for each rank that has saved.
+        first: the first row that was read, of the whole.
+        rows: id, count and time of each row from there on.
+        first_candidate: the same for ids that are counted without a row; one of each rank in turn.
+        candidates: id and count of each.
+    """
+
+    numbers: Tensor
+    first: int
+    rows: Tensor
+    first_candidate: int
+    candidates: Tensor
+
+
+class Moved(NamedTuple):
+    """What a rank knows after ids have got their new owners.
+
+    Attributes:
+        saved: ids and rows of this rank.
+        now: the time.
+        seed: of the next rows that begin anew.
+        source: for each row of this rank the stored one that it continues, or ``FRESH``.
+    """
+
+    saved: Saved
+    now: int
+    seed: int
+    source: Tensor
+
+
+def moved(wire: Wire, layout: Layout, part: Part, options: Options, agree: Agree) -> Moved:
+    """Send ids to their new owners, and give rows to those that come.
+
+    Rows are given in the order of those that ids had. How often ids were seen is kept, and how long
+    ago: time goes on from that of the rank where it was latest. Where an owner has too few rows,
+    ids lose theirs in the order in which its ``evict`` would take them.
+
+    Args:
+        wire: the ranks that load.
+        layout: of what was stored.
+        part: what this rank has read of it.
+        options: of the vocabulary here.
+        agree: called before rows are counted.
+    """
+    used, _, sightings, times, seeds = part.numbers
+    now = int(times.max())
+    entries = _entries(wire, layout, part, now)
+    error: Exception | None = None
+    try:
+        entries = _kept(entries, layout, options)
+    except InputError as raised:
+        error = raised
+    counts = agree(error, len(entries))
+    candidates = _candidates(wire, layout, part)
+    candidates = candidates[max(0, len(candidates) - options.candidates) :]
+    total = int(sightings.sum()) * options.rows // layout.rows
+    saved = Saved.room(options, options.shared + len(entries), len(candidates), total)
+    mine = slice(options.shared, saved.used)
+    saved.ids[mine], saved.counts[mine], saved.seen[mine], rows = entries.unbind(1)
+    saved.candidate_ids[: len(candidates)] = candidates[:, 0]
+    saved.candidate_counts[: len(candidates)] = candidates[:, 1]
+    shared = torch.arange(options.shared) * layout.lanes + wire.rank % layout.lanes
+    free = _free_rows(wire, layout, used, counts)
+    seed = (wire.rank << SEED_BITS) + int((seeds % (1 << SEED_BITS)).max())
+    return Moved(saved, now, seed, joined([shared, rows, free]))
+
+
+def _entries(wire: Wire, layout: Layout, part: Part, now: int) -> Tensor:
+    """Id, count, time and stored row of all ids that this rank comes to own, by that row."""
+    numbers = torch.arange(part.first, part.first + len(part.rows))
+    lane, row = numbers % layout.lanes, numbers // layout.lanes
+    used, times = part.numbers[0], part.numbers[3]
+    in_use = (row >= layout.shared) & (row < used[lane])
+    ids, counts, seen = part.rows[in_use].unbind(1)
+    seen = now - (times[lane[in_use]] - seen)  # as long ago as it was for its rank
+    entries = stack([ids, counts, seen, numbers[in_use]]).t().contiguous()
+    return joined(wire.deal(entries, owner_of(ids, wire.world)).pieces)
+
+
+def _kept(entries: Tensor, layout: Layout, options: Options) -> Tensor:
+    """Those that have a row here: all, or the ones that ``evict`` would take last."""
+    room = options.rows - options.shared
+    if len(entries) <= room:
+        return entries
+    if options.evict is None:
+        contract = f"load: a rank must have a row for each of the {len(entries)} ids that it owns"
+        remedy = f"Use evict='lru', or load with {layout.lanes} ranks and call grow() first"
+        raise InputError(sentence(contract, f"{room} rows and evict=None", remedy))
+    order = entries[:, 2].argsort(stable=True)
+    if options.evict == "lfu":
+        order = order[entries[order, 1].argsort(stable=True)]
+    return entries[order[-room:].sort().values] if room else entries[:0]
+
+
+def _candidates(wire: Wire, layout: Layout, part: Part) -> Tensor:
+    """Id and count of those that are counted without a row, the one seen last at the end.
+
+    When they were seen is not known, only in which order on each rank. So those that came last are
+    compared with each other, then those before them.
+    """
+    numbers = torch.arange(part.first_candidate, part.first_candidate + len(part.candidates))
+    lane, place = numbers % layout.lanes, numbers // layout.lanes
+    before = part.numbers[1][lane] - 1 - place  # how many came after it
+    is_one = before >= 0
+    ids, counts = part.candidates[is_one].unbind(1)
+    order = before[is_one] * layout.lanes + layout.lanes - 1 - lane[is_one]
+    entries = stack([ids, counts, order]).t().contiguous()
+    found = joined(wire.deal(entries, owner_of(ids, wire.world)).pieces)
+    return found[found[:, 2].argsort(descending=True), :2]
+
+
+def _free_rows(wire: Wire, layout: Layout, used: Tensor, counts: list[int]) -> Tensor:
+    """For each row here that no id has, a stored one that no id had, or ``FRESH``.
+
+    Those have the values that the table was made with. All are numbered, rank by rank, and the rows
+    here continue the ones with the same numbers.
+    """
+    here = [len(range(rank, layout.rows, wire.world)) for rank in range(wire.world)]
+    room = [rows - layout.shared - n for rows, n in zip(here, counts, strict=True)]
+    first = sum(room[: wire.rank])
+    numbers = torch.arange(first, first + room[wire.rank])
+    there = [len(range(lane, layout.rows, layout.lanes)) for lane in range(layout.lanes)]
+    ends = (torch.tensor(there) - used).cumsum(0)
+    lane = torch.searchsorted(ends, numbers, right=True).clamp_(max=layout.lanes - 1)
+    # From the end of a rank's free rows, so that the number of those before it is not needed.
+    row = torch.tensor(there)[lane] - (ends[lane] - numbers)
+    return torch.where(numbers < ends[-1], row * layout.lanes + lane, FRESH)
+
+
+class Move(NamedTuple):
+    """How the rows of a table follow the ids of a vocabulary.
+
+    Attributes:
+        source: for each row of the vocabulary that this rank knows, which stored one it continues.
+        world: among how many ranks the vocabulary is dealt now; 1 where each has the whole.
+        values: the rows that begin anew.
+        padding: the row of the table that does not count, and so stays what it is.
+    """
+
+    source: Tensor
+    world: int
+    values: Tensor
+    padding: int | None
+
+    def wanted(self, table: Table | None, stored: Stored, initial: float | None) -> Wanted | None:
+        """How a rank reads its part of a weight or of its state; ``None`` where it has none.
+
+        Args:
+            table: which it is; ``None`` where it is not sharded.
+            stored: what there is to read.
+            initial: what state begins with; ``None`` for the weight.
+        """
+        if table is not None and not table.is_here:
+            return None
+        wire = table.wire if table is not None and table.kind == "rows" else Wire(None)
+        rows = stored.rows or stored.shape[0]
+        block = block_of(wire, stored)
+
+        def finish() -> Tensor:
+            numbers = torch.arange(wire.rank, rows, wire.world)
+            source = torch.full((-(-rows // wire.world),), _NO_ROW)
+            source[: len(numbers)] = self._stored_rows(numbers)
+            found = gathered(wire, block, source)
+            fresh = (source == FRESH).nonzero().squeeze(1)
+            if initial is not None:
+                found[source < 0] = torch.tensor(in_dtype(found.dtype, initial), dtype=found.dtype)
+            else:
+                which = (self.source == FRESH).cumsum(0) - 1
+                found[fresh] = self.values[which[numbers[fresh] // self.world]]
+            return found
+
+        return Wanted(block.target, finish)
+
+    def _stored_rows(self, numbers: Tensor) -> Tensor:
+        """Which stored row a row continues: where the vocabulary does not know it, the same."""
+        found, places = numbers.clone(), numbers // self.world
+        known = places < len(self.source)
+        found[known] = self.source[places[known]]
+        if self.padding is not None:
+            found[numbers == self.padding] = self.padding
+        return found
+
 
 _ROWS = ("ids", "counts", "seen")
 _CANDIDATES = ("candidate_ids", "candidate_counts")

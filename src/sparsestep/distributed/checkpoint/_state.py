@@ -11,13 +11,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._process import uninterrupted
+from sparsestep.distributed._handshake import Peers, as_documented
 from sparsestep.distributed._table import Table
 from sparsestep.distributed.checkpoint._manifest import count, pack, unpack
-from sparsestep.distributed.checkpoint._reshard import Held, Restoring, held_by
-from sparsestep.distributed.checkpoint.moving import Layout, Move
-from sparsestep.distributed.checkpoint.stored import Stored, Wanted, as_stored, wanted
-from sparsestep.distributed.modules import table_of
-from sparsestep.distributed.peers import Peers, as_documented
+from sparsestep.distributed.checkpoint._reshard import (
+    Held,
+    Layout,
+    Move,
+    Restoring,
+    Stored,
+    Wanted,
+    as_stored,
+    held_by,
+    wanted,
+)
+from sparsestep.distributed.shard import table_of
 from sparsestep.errors import InputError, sentence
 from sparsestep.memory.mapped_file import about_to_write, written
 from sparsestep.optim.optimizer import RuleOptimizer

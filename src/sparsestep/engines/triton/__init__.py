@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsestep._torch import assert_async
+from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.triton.codegen import Form, form_of, kernel_of
 from sparsestep.errors import InputError, sentence
 from sparsestep.grads.indexed import Touched, bad_index
 from sparsestep.rules.trace import record
-from sparsestep.surroundings import cat, stack
 
 # Columns that a program sees at most: of rows that may be cut, and of those that may not.
 _COLUMNS = 1024

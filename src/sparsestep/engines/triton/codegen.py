@@ -14,7 +14,7 @@ from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
-from sparsestep.rules.program import OF_ROWS, Number, Operation, Program, Value, wide_places
+from sparsestep.rules.trace import OF_ROWS, Number, Operation, Program, Value, wide_places
 
 _GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
 _LANES = 16  # in which the core sums a row

@@ -12,8 +12,7 @@ from torch.autograd.graph import increment_version
 
 from sparsestep.errors import InputError, sentence, usable
 from sparsestep.memory import tensors as parameters
-from sparsestep.memory.mapped_file import about_to_write, mapped_files, written
-from sparsestep.memory.row_writes import RowWrites
+from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
 from sparsestep.nn.grow import Init, Table, do_nothing, drawn, ours, weight_of
 from sparsestep.optim.optimizer import RuleOptimizer
 

@@ -2,24 +2,241 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from hashlib import blake2b
+from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsestep._process import uninterrupted
+from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep.errors import InputError, memory_errors, sentence
-from sparsestep.memory.row_writes import RowWrites
-from sparsestep.nn.grow import AnyOptimizer, Init, Table, do_nothing, prepare_growth, restoring_rng
+from sparsestep.memory.mapped_file import RowWrites
+from sparsestep.nn.grow import (
+    AnyOptimizer,
+    Init,
+    Table,
+    do_nothing,
+    prepare_growth,
+    restoring_rng,
+    weight_of,
+)
 from sparsestep.nn.interop import outside_graphs
-from sparsestep.nn.vocabulary import saving
+from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
-from sparsestep.nn.vocabulary.id_table import Evict, Options
-from sparsestep.nn.vocabulary.known import KnowsIds
-from sparsestep.nn.vocabulary.native_ids import new_ids
+from sparsestep.nn.vocabulary.id_table import Evict, Ids, Options, Saved, new_ids
+
+
+def hash_strings(strings: Iterable[str]) -> Tensor:
+    """Hash strings to ids, the same in every process and on every machine.
+
+    An id is the BLAKE2b hash (digest size 8) of the string in UTF-8, as a little-endian signed
+    64-bit integer. Among 100 million different strings, the chance that two share an id is one in
+    3,700.
+
+    Args:
+        strings: the strings.
+
+    Returns:
+        An int64 tensor with an id for each string.
+
+    Raises:
+        InputError: ``strings`` is not a list of strings, or one of them has no UTF-8 form, as with
+            a lone surrogate.
+
+    Example:
+        >>> import sparsestep
+        >>> sparsestep.nn.hash_strings(["red", "green", "red"])
+        tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
+    """
+    contract = "hash_strings: strings must be a list of str"
+    given: Any = strings
+    if isinstance(given, str):
+        raise InputError(sentence(contract, f"a single string, {given!r}"))
+    if not isinstance(given, Iterable):
+        raise InputError(sentence(contract, f"{given!r}, a {type(given).__name__}"))
+    found = []
+    for index, each in enumerate(given):
+        if not isinstance(each, str):
+            got = f"a {type(each).__name__} at index {index}"
+            raise InputError(sentence(contract, got))
+        try:
+            encoded = each.encode()
+        except UnicodeEncodeError as error:
+            requirement = "hash_strings: strings must have a UTF-8 form"
+            got = f"{each!r} at index {index} ({error.reason})"
+            remedy = "For bytes decoded with errors='surrogateescape', use errors='replace'"
+            raise InputError(sentence(requirement, got, remedy)) from None
+        digest = blake2b(encoded, digest_size=8).digest()
+        found.append(int.from_bytes(digest, "little", signed=True))
+    return torch.tensor(found, dtype=torch.int64)
+
+
+class KnowsIds(nn.Module):
+    """A vocabulary as far as its knowledge goes."""
+
+    _not_copied: ClassVar[tuple[str, ...]] = (
+        *("_ids", "_lock", "_attached", "_progress", "taken_over"),
+    )
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+        self._now = 0  # passes as ids are seen
+        self._handed_over = 0  # how many rows have changed hands
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is neither pickled nor copied."""
+        self._ids: Ids = new_ids(self._options)
+        self._lock = fork_safe_lock()
+        self._progress: list[Any] = []
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._options.rows
+
+    @property
+    def used(self) -> int:
+        """How many rows are in use, the shared ones included."""
+        with self._lock:
+            return self._ids.used
+
+    def extra_repr(self) -> str:
+        """What it was made with."""
+        options = self._options
+        more = f", shared={options.shared}" if options.shared > 1 else ""
+        return f"{options.rows}, admit={options.admit}, evict={options.evict!r}{more}"
+
+    def as_dict(self) -> dict[int, int]:
+        """The row of each id that has one of its own."""
+        with self._lock:
+            saved = self._ids.save()
+        first = self._options.shared
+        ids = saved.ids[first : saved.used].tolist()
+        return dict(zip(ids, range(first, saved.used), strict=True))
+
+    def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]]:
+        """A plain embedding with the rows that are in use, and the row of each id.
+
+        Args:
+            table: what this vocabulary gives rows of.
+
+        Returns:
+            A copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0 (with
+            several shared rows, any of them).
+
+        Example:
+            >>> import torch, sparsestep
+            >>> vocabulary, table = sparsestep.nn.Vocabulary(1000), torch.nn.Embedding(1000, 4)
+            >>> rows = vocabulary(torch.tensor([10**18, -7]))
+            >>> vocabulary.export(table)
+            (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
+        """
+        weight = weight_of("Vocabulary.export", table)
+        with self._lock:
+            found = self.as_dict()
+            values = weight.detach()[: self._options.shared + len(found)].clone()
+        return nn.Embedding.from_pretrained(values, freeze=False), found
+
+    def merge(self, other: KnowsIds) -> Tensor:
+        """Add the ids of another vocabulary; ids that are new here get free rows.
+
+        Counts are added up. No id loses its row, so there must be enough free rows.
+
+        Args:
+            other: which stays as it is.
+
+        Returns:
+            For each row in use there, the row of its id here; so
+            ``table.weight.data[rows] = other_table.weight.data[: len(rows)]`` merges tables.
+
+        Raises:
+            InputError: there are too few free rows; nothing has changed.
+
+        Example:
+            >>> import torch, sparsestep
+            >>> first, second = sparsestep.nn.Vocabulary(10), sparsestep.nn.Vocabulary(10)
+            >>> first(torch.tensor([5, 6])), second(torch.tensor([6, 7]))
+            (tensor([1, 2]), tensor([1, 2]))
+            >>> first.merge(second), first.as_dict()
+            (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
+        """
+        if not isinstance(other, KnowsIds) or other._options.shared != self._options.shared:
+            contract = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            raise InputError(sentence(contract, other))
+        with other._lock, memory_errors():
+            theirs = other._ids.save()
+        with self._lock, memory_errors():
+            merged, rows = self._merged(theirs)
+            self._ids = merged
+        return rows
+
+    def _merged(self, theirs: Saved) -> tuple[Ids, Tensor]:
+        """What there is to know with the ids of another vocabulary, and the rows of these."""
+        merged = new_ids(self._options)
+        saved, rows = saving.merged(self._ids.save(), theirs, self._options, self._now)
+        merged.load(saved, self._now)
+        return merged, rows
+
+    # Checkpoints and copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = {k: v for k, v in vars(self).items() if k not in self._not_copied}
+            return {**state, "saved": self._ids.save()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        super().__setstate__(state)
+        self._prepare()
+        self._ids.load(saved, self._now)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with self._lock:
+            found = saving.write(self._ids.save(), self._now, self._handed_over)
+        for name, tensor in found.items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = saving.NAMES
+        missing = [name for name in names if prefix + name not in state_dict]
+        missing_keys += [prefix + name for name in missing]
+        if missing:
+            return
+        found = {name: state_dict[prefix + name] for name in names}
+        try:
+            with memory_errors():
+                saved, now, handed_over = saving.read(self._options, found)
+        except InputError as error:
+            error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
+            return
+        self._become(saved, now, handed_over)
+
+    def _become(self, saved: Saved, now: int, handed_over: int) -> None:
+        """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
+        with self._lock, memory_errors():
+            ids = new_ids(self._options)
+            ids.load(saved, now)
+            self._change(_ids=ids, _now=now, _handed_over=handed_over, _progress=[])
+
+    def _change(self, **attributes: Any) -> None:
+        """Set attributes in one step that no signal handler can interrupt."""
+        vars(self).update(attributes)
+
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Agree: TypeAlias = Callable[[Exception | None], object]
