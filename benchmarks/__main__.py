@@ -26,7 +26,7 @@ from benchmarks.harness.contestants import Contestant, TorchSparseAdam
 from benchmarks.harness.limit import Limit
 from benchmarks.harness.report import Screen
 from sparsestep.cli.options import float_in_range, int_in_range, output_path
-from sparsestep.errors import sentence
+from sparsestep.errors import message
 
 _ALL = "all"
 _PICTURED = "lookups"
@@ -104,8 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
 def suite(text: str) -> str:
     """A converter for argparse that refuses what is no suite."""
     if text not in SUITES and text != _ALL:
-        contract = f"it must be one of {', '.join(SUITES)}, {_ALL}"
-        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+        requirement = f"it must be one of {', '.join(SUITES)}, {_ALL}"
+        raise argparse.ArgumentTypeError(message(requirement, repr(text)))
     return text
 
 
@@ -113,8 +113,8 @@ def contestant(text: str) -> str:
     """A converter for argparse that refuses what is in no contestant's name."""
     names = [each.name for each in harness.CONTESTANTS]
     if not text or not any(_matches(text, name) for name in names):
-        contract = f"it must be a part of one of these: {', '.join(names)}"
-        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+        requirement = f"it must be a part of one of these: {', '.join(names)}"
+        raise argparse.ArgumentTypeError(message(requirement, repr(text)))
     return text
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.errors import sentence, warn_once
+from sparsestep.errors import message, warn_once
 
 
 def odd_param(*sizes: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_what_cannot_be_printed_is_named():
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    assert sentence("it must be loud", Shy()) == "it must be loud. Got a Shy."
+    assert message("it must be loud", Shy()) == "it must be loud. Got a Shy."
 
 
 def test_every_message_of_the_reference_is_one_that_the_library_has():

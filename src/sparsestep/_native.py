@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 if TYPE_CHECKING:
     from sparsestep._C import Core
@@ -43,8 +43,8 @@ class _InUse:
     def use(self, name: str) -> None:
         available = [known for known, here in instruction_sets().items() if here]
         if name not in available:
-            contract = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
-            raise InputError(sentence(contract, repr(name)))
+            requirement = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
+            raise InputError(message(requirement, repr(name)))
         self.index = list(instruction_sets()).index(name)
 
 

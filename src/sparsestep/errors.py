@@ -53,16 +53,16 @@ class StaleWarning(UserWarning):
     """
 
 
-def sentence(contract: str, got: object, remedy: str = "") -> str:
+def message(requirement: str, got: object, remedy: str = "") -> str:
     """Phrase an error message.
 
     Example:
-        >>> sentence("betas[0] must be in [0, 1)", 1.2)
+        >>> message("betas[0] must be in [0, 1)", 1.2)
         'betas[0] must be in [0, 1). Got 1.2.'
-        >>> sentence("lr must be at least 0", -1, "To maximize, pass maximize=True")
+        >>> message("lr must be at least 0", -1, "To maximize, pass maximize=True")
         'lr must be at least 0. Got -1. To maximize, pass maximize=True.'
     """
-    text = f"{contract}. Got {_shortened(got)}."
+    text = f"{requirement}. Got {_shortened(got)}."
     return f"{text} {remedy}." if remedy else text
 
 
@@ -139,7 +139,7 @@ def usable(what: str) -> Iterator[None]:
             raise MemoryError(str(e)) from None
         missing = isinstance(e, NotImplementedError)
         kind = "an operation that torch does not have" if missing else type(e).__name__
-        raise InputError(sentence(what, f"{kind}: {str(e).rstrip('.')}")) from None
+        raise InputError(message(what, f"{kind}: {str(e).rstrip('.')}")) from None
 
 
 def _shortened(got: object) -> str:
@@ -178,9 +178,9 @@ def warn_once(category: type[Warning], reason: str) -> None:
     _said.add((category, reason))
 
 
-def warn(category: type[Warning], message: str) -> None:
+def warn(category: type[Warning], text: str) -> None:
     """Warn, at the user's line."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from sparsestep.errors import sentence
+from sparsestep.errors import message
 
 
 def int_in_range(low: int, high: int) -> Callable[[str], int]:
@@ -24,8 +24,8 @@ def int_in_range(low: int, high: int) -> Callable[[str], int]:
         except ValueError:
             number = low - 1
         if not low <= number <= high:
-            contract = f"it must be a whole number from {low} to {high}"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+            requirement = f"it must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(message(requirement, repr(text)))
         return number
 
     return convert
@@ -45,8 +45,8 @@ def float_in_range(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            contract = f"it must be a number from {low:g} to {high:,g}"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+            requirement = f"it must be a number from {low:g} to {high:,g}"
+            raise argparse.ArgumentTypeError(message(requirement, repr(text)))
         return value
 
     return convert
@@ -62,15 +62,15 @@ def output_path(suffix: str) -> Callable[[str], Path]:
     def convert(text: str) -> Path:
         path = Path(text)
         if path.suffix.lower() != suffix:
-            raise argparse.ArgumentTypeError(sentence(f"its name must end in {suffix}", repr(text)))
+            raise argparse.ArgumentTypeError(message(f"its name must end in {suffix}", repr(text)))
         existed = path.exists()
         try:
             path.open("ab").close()
             if not existed:
                 path.unlink()
         except OSError as error:
-            contract = f"it must be a file that can be written ({error.strerror})"
-            raise argparse.ArgumentTypeError(sentence(contract, repr(text))) from None
+            requirement = f"it must be a file that can be written ({error.strerror})"
+            raise argparse.ArgumentTypeError(message(requirement, repr(text))) from None
         return path
 
     return convert

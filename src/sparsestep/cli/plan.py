@@ -14,7 +14,7 @@ from collections import Counter
 
 from sparsestep.cli.options import float_in_range, int_in_range
 from sparsestep.distributed.plan import KINDS, Placement, Plan, placed, shown
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 _MOST = 1 << 40
 _TOO_LARGE = 1 << 62  # for a row to have a number
@@ -79,8 +79,8 @@ def run(options: argparse.Namespace) -> int:
     names = [name for name, _, _, _ in options.tables]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        contract = "every table must have a name of its own"
-        print(f"sparsestep plan: {sentence(contract, f'{twice[0]!r} twice')}", file=sys.stderr)
+        requirement = "every table must have a name of its own"
+        print(f"sparsestep plan: {message(requirement, f'{twice[0]!r} twice')}", file=sys.stderr)
         return 2
     tables = [Placement(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
     asked = {name: kind for name, _, _, kind in options.tables if kind}
@@ -138,11 +138,11 @@ def _parse_table(text: str) -> tuple[str, int, int, str]:
     size, _, kind = rest.partition(":")
     rows, _, dim = size.partition("x")
     if not name or not _is_positive_int(rows) or not _is_positive_int(dim):
-        contract = "a table must be NAME=ROWSxDIM, like user=1000000x64"
-        raise argparse.ArgumentTypeError(sentence(contract, repr(text)))
+        requirement = "a table must be NAME=ROWSxDIM, like user=1000000x64"
+        raise argparse.ArgumentTypeError(message(requirement, repr(text)))
     if rest != size and kind not in KINDS:
-        contract = f"what follows the size must be one of {', '.join(f':{k}' for k in KINDS)}"
-        raise argparse.ArgumentTypeError(sentence(contract, repr(f":{kind}")))
+        requirement = f"what follows the size must be one of {', '.join(f':{k}' for k in KINDS)}"
+        raise argparse.ArgumentTypeError(message(requirement, repr(f":{kind}")))
     return name, int(rows), int(dim), kind
 
 

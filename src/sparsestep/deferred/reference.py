@@ -66,7 +66,7 @@ def catch_up(
 
 
 class MissedSteps:
-    """The steps that some rows missed, as a motion asks for them; see ``contract/motion.py``.
+    """The steps that some rows missed, as a motion asks for them; see ``rules/idle.py``.
 
     Args:
         history: all steps.

@@ -3,7 +3,7 @@
 Under ``semantics="dense"`` a missing entry counts as a gradient of zero: its momentum keeps moving
 it, its averages decay, its weight decays. None of that is done right away. A row remembers the step
 up to which it is current, and catches up with all later steps at once before it is read or updated.
-``history.py`` has the sums that make this possible, and the rule's motion (``contract/motion.py``)
+``history.py`` has the sums that make this possible, and the rule's motion (``rules/idle.py``)
 applies them to a row, in torch operations and in the core.
 """
 
@@ -23,7 +23,7 @@ from sparsestep.deferred import reference
 from sparsestep.deferred.history import History
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.finishing import finish
-from sparsestep.errors import InputError, SlowWarning, StaleWarning, sentence, warn_once
+from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import check_positions
 from sparsestep.memory import lazy as pages
@@ -341,11 +341,11 @@ class RowClock:
         shape = param.shape
         wanted = [shape[:1] if spec.per_row else shape for spec in self.rule.state]
         if shape[0] != self.rows or [tensor.shape for tensor in state] != wanted:
-            contract = (
+            requirement = (
                 f"a parameter with rows that are behind must keep its shape, {self.rows} rows"
             )
             got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
-            raise InputError(sentence(contract, got, "Create a new optimizer for it"))
+            raise InputError(message(requirement, got, "Create a new optimizer for it"))
 
     def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
         """Make every row current, of those that may move at all; forget the past.
@@ -443,8 +443,8 @@ def _mark_of(param: Tensor) -> tuple[int, int]:
 def check_count(steps: int) -> None:
     """Refuse more steps than rows can remember."""
     if steps >= _MOST_COUNTED:
-        contract = f"semantics='dense' counts at most {_MOST_COUNTED - 1} steps"
-        raise InputError(sentence(contract, f"{steps} steps", "Reset the state's 'step'"))
+        requirement = f"semantics='dense' counts at most {_MOST_COUNTED - 1} steps"
+        raise InputError(message(requirement, f"{steps} steps", "Reset the state's 'step'"))
 
 
 def constants(settings: Settings) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsestep._torch import own_parameters
 from sparsestep.deferred.guard import Guard, Guarded
 from sparsestep.deferred.rows import Owner, rows_in
-from sparsestep.errors import InputError, StaleWarning, sentence, warn
+from sparsestep.errors import InputError, StaleWarning, message, warn
 
 _trackers: Any = WeakIdKeyDictionary()  # a weak reference to the optimizer, by parameter
 
@@ -303,17 +303,17 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
 def _check(optimizer: Owner, model: Any, known: set[int]) -> None:
     who = type(optimizer).__name__
     if not isinstance(model, nn.Module):
-        contract = f"{who}: track needs a model, an nn.Module"
-        raise InputError(sentence(contract, type(model).__name__))
+        requirement = f"{who}: track needs a model, an nn.Module"
+        raise InputError(message(requirement, type(model).__name__))
     if optimizer.semantics != "dense":
-        contract = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
+        requirement = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
         remedy = "Remove the call, or create the optimizer with semantics='dense'"
-        raise InputError(sentence(contract, f"semantics={optimizer.semantics!r}", remedy))
+        raise InputError(message(requirement, f"semantics={optimizer.semantics!r}", remedy))
     if not any(id(param) in known for param in model.parameters()):
-        contract = f"{who}: track needs a model with parameters of this optimizer"
+        requirement = f"{who}: track needs a model with parameters of this optimizer"
         remedy = "Was the model copied or converted after you created the optimizer?"
         got = f"a {type(model).__name__} with none of them"
-        raise InputError(f"{sentence(contract, got)} {remedy}")
+        raise InputError(f"{message(requirement, got)} {remedy}")
 
 
 def _untracked() -> Tracking:

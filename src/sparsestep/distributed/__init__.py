@@ -21,7 +21,7 @@ from sparsestep.distributed.lockstep import lockstep
 from sparsestep.distributed.plan import Placement, Plan
 from sparsestep.distributed.shard import shard
 from sparsestep.distributed.vocabulary import Vocabulary
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.optim import FUNCTIONAL
 
 __all__ = [
@@ -67,9 +67,9 @@ def register() -> None:
         [[-0.5, 0.0], [0.0, -0.5], [0.0, 0.0]]
     """
     if not torch.distributed.is_available():
-        contract = "sparsestep.distributed needs a torch that was built with torch.distributed"
+        requirement = "sparsestep.distributed needs a torch that was built with torch.distributed"
         remedy = "With a single process there is nothing to register"
-        raise InputError(sentence(contract, f"torch {torch.__version__} without it", remedy))
+        raise InputError(message(requirement, f"torch {torch.__version__} without it", remedy))
     with warnings.catch_warnings():
         # Older releases compile their own functional optimizers here, and warn of the compiler.
         warnings.filterwarnings("ignore", r"`torch\.jit\.", module=r"torch\.jit")

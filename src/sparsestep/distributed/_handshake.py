@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsestep.distributed.collectives import Wire, describe_failure, raise_failure, status_of
 from sparsestep.engines.finishing import certain
-from sparsestep.errors import InputError, is_out_of_memory, sentence
+from sparsestep.errors import InputError, is_out_of_memory, message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,26 +166,26 @@ def agree(
             raise InputError(f"{what}; see that rank's message. Nothing has changed on any rank.")
     for rank in range(wire.world):
         if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
-            contract = "all ranks must call sharded tables in the same order"
+            requirement = "all ranks must call sharded tables in the same order"
             here, there = (_says(lines, each, names) for each in (wire.rank, rank))
             got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"
             remedy = "A rank without data must take part with empty batches: see lockstep"
-            raise InputError(sentence(contract, got, remedy))
+            raise InputError(message(requirement, got, remedy))
     if len(set(lines["digest"])) > 1:
-        contract = "all ranks must train sharded tables with the same optimizer and options"
-        raise different_facts(wire, facts or {}, contract)
+        requirement = "all ranks must train sharded tables with the same optimizer and options"
+        raise different_facts(wire, facts or {}, requirement)
     return lines
 
 
 def compare_facts(
-    wire: Wire, facts: Facts, contract: str, error: BaseException | None = None
+    wire: Wire, facts: Facts, requirement: str, error: BaseException | None = None
 ) -> None:
     """Raise on every rank if one has an error, or facts differ.
 
     Args:
         wire: the ranks.
         facts: what must be the same on all ranks.
-        contract: what the message says is required.
+        requirement: what the message says is required.
         error: of this rank.
     """
     numbers = [status_of(error), digest(facts)]
@@ -193,16 +193,16 @@ def compare_facts(
     statuses, digests = certain(lambda: theirs.t().tolist())
     raise_failure(statuses, error)
     if len(set(digests)) > 1:
-        raise different_facts(wire, facts, contract)
+        raise different_facts(wire, facts, requirement)
 
 
-def different_facts(wire: Wire, facts: Facts, contract: str) -> InputError:
+def different_facts(wire: Wire, facts: Facts, requirement: str) -> InputError:
     """Exchange facts that ranks do not agree on; the same message for all ranks.
 
     Args:
         wire: the ranks.
         facts: of this rank.
-        contract: what is required.
+        requirement: what is required.
     """
     everybody: list[dict[str, str]] = list(map(json.loads, wire.texts(json.dumps(facts))))
     first = everybody[0]
@@ -218,7 +218,7 @@ def different_facts(wire: Wire, facts: Facts, contract: str) -> InputError:
     shown = "; ".join(found[:_MOST_SHOWN])
     more = len(found) - _MOST_SHOWN
     got = f"{shown}; and {more} more" if more > 0 else shown
-    return InputError(sentence(contract, got, "Nothing has changed on any rank"))
+    return InputError(message(requirement, got, "Nothing has changed on any rank"))
 
 
 STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
@@ -245,7 +245,7 @@ class Failure(NamedTuple):
     """
 
     kind: type[Exception]
-    message: str
+    text: str
     errno: int | None = None
 
     @staticmethod
@@ -267,8 +267,8 @@ class Failure(NamedTuple):
 
     def raised_by(self, rank: int) -> Exception:
         """Create the error that the other ranks raise."""
-        message = f"rank {rank}: {self.message}"
-        return self.kind(message) if self.errno is None else self.kind(self.errno, message)
+        text = f"rank {rank}: {self.text}"
+        return self.kind(text) if self.errno is None else self.kind(self.errno, text)
 
 
 class Peers:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsestep._torch import is_watched
 from sparsestep.distributed.collectives import Wire
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import has_mapped_memory
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
@@ -206,22 +206,24 @@ def check(table: Table, module: Any) -> None:
     weight = module.weight
     who = f"shard: {table.name!r}" if table.name else "shard: the table"
     if has_mapped_memory(weight):
-        contract = f"{who} must be in memory"
+        requirement = f"{who} must be in memory"
         remedy = "Load it into memory (weight.detach().clone()), or train it in one process"
-        raise InputError(sentence(contract, "a table in a file (storage.mapped)", remedy))
+        raise InputError(message(requirement, "a table in a file (storage.mapped)", remedy))
     if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
-        contract = f"{who} must have an ordinary weight on the CPU"
-        raise InputError(sentence(contract, f"a {type(weight).__name__} on {weight.device}"))
+        requirement = f"{who} must have an ordinary weight on the CPU"
+        raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
     if table.kind == "copy" and module.max_norm is not None and table.wire.world > 1:
-        contract = f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
-        raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
+        requirement = (
+            f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
+        )
+        raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "copy" and table.by_frequency and table.wire.world > 1:
-        contract = f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
-        raise InputError(sentence(contract, "'copy'", "Choose 'tables' or 'rows' for it"))
+        requirement = f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
+        raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
     if table.kind == "rows" and table.mode == "max":
-        contract = f"{who} has mode='max', for which a bag's rows must be on one rank"
+        requirement = f"{who} has mode='max', for which a bag's rows must be on one rank"
         remedy = "Choose 'tables' or 'copy' for it"
-        raise InputError(sentence(contract, "'rows'", remedy))
+        raise InputError(message(requirement, "'rows'", remedy))
 
 
 def _whole(module: Module, name: str) -> Any:

@@ -285,7 +285,7 @@ class Wire:
             self._swap(packed, incoming, lengths, sizes)
         else:
             self._swap_in_chunks(pieces, list(incoming.split(sizes)), staged, largest)
-        found: list[Reader] = [Reader(message) for message in incoming.split(sizes)]
+        found: list[Reader] = [Reader(payload) for payload in incoming.split(sizes)]
         found[self.rank] = _Stayed(own)
         return found
 
@@ -327,10 +327,10 @@ class Wire:
             >>> Wire(None).texts("lr=0.1")
             ['lr=0.1']
         """
-        message = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = self.numbers(torch.full((self.world, 1), len(message)))
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = self.numbers(torch.full((self.world, 1), len(payload)))
         sizes: list[int] = lengths.flatten().tolist()
-        readers = self.send([[message]] * self.world, sizes, max(sizes))
+        readers = self.send([[payload]] * self.world, sizes, max(sizes))
         return [
             bytes(reader.take(size, torch.uint8).tolist()).decode()
             for reader, size in zip(readers, sizes, strict=True)
@@ -426,8 +426,8 @@ class Reader:
         (tensor([1], dtype=torch.int32), tensor([7], dtype=torch.uint8))
     """
 
-    def __init__(self, message: Tensor) -> None:
-        self._message = message
+    def __init__(self, payload: Tensor) -> None:
+        self._message = payload
         self._at = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from sparsestep.distributed.collectives import Wire
 from sparsestep.distributed.ledger import Ledger
 from sparsestep.distributed.requests import Request
 from sparsestep.engines.finishing import certain
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import exchange as arriving
 
 _numbers = itertools.count()
@@ -106,8 +106,8 @@ class Exchange:
     def total(self, value: Tensor, order: float) -> Tensor:
         """The norm of what all ranks have the norms of; the same bits on all of them."""
         if not order > 0:
-            contract = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
-            raise InputError(sentence(contract, order))
+            requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
+            raise InputError(message(requirement, order))
         line = self._ledger.line(Doing.NORM)
         line.payload = int(value.double().view(torch.int64))  # its bits
         everybody = torch.tensor(self._ledger.agree(line, None)["payload"]).view(torch.float64)

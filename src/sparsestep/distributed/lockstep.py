@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsestep._torch import tree_map_only
 from sparsestep.distributed.ahead import Loop, tensors_in, version_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 Batch = TypeVar("Batch")
 
@@ -61,11 +61,11 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
         tensor([4])
     """
     if not isinstance(prefetch, int) or prefetch not in (0, 1):
-        raise InputError(sentence("lockstep: prefetch must be 0 or 1", repr(prefetch)))
+        raise InputError(message("lockstep: prefetch must be 0 or 1", repr(prefetch)))
     given: Any = loader
     if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-        contract = "lockstep: the loader must be iterable"
-        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+        requirement = "lockstep: the loader must be iterable"
+        raise InputError(message(requirement, f"a {type(given).__name__}"))
     if not prefetch or not _is_shared():
         return (batch for batch, _ in _in_step(iter(loader), lambda _: 0))
     return _ahead(iter(loader))
@@ -78,11 +78,11 @@ def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
 
     def recipe(batch: Any) -> int:
         if any(version_of(tensor) != version for tensor, version in given):
-            contract = (
+            requirement = (
                 "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
             )
             raise InputError(
-                sentence(contract, "a modified batch", "Allocate new tensors for every batch")
+                message(requirement, "a modified batch", "Allocate new tensors for every batch")
             )
         return 0 if batch is None else loop.recipe(batch)
 
@@ -130,8 +130,8 @@ def _in_step(
             raise error
         if _ERROR in everybody:
             rank = everybody.index(_ERROR)
-            contract = f"lockstep: rank {rank} has no next batch; see that rank's message"
-            raise InputError(f"{contract}. All ranks stop here.")
+            requirement = f"lockstep: rank {rank} has no next batch; see that rank's message"
+            raise InputError(f"{requirement}. All ranks stop here.")
         if _BATCH not in everybody:
             return
         if _NOTHING in everybody:

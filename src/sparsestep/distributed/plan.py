@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsestep.distributed._table import Kind, Table, part_here
 from sparsestep.distributed.requests import LENGTHS, LONG
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 KINDS: tuple[Kind, ...] = ("tables", "rows", "copy")
 # On all ranks together, a table that is copied must not have more: each rank sends every other what
@@ -53,11 +53,11 @@ class Placement:
     def __post_init__(self) -> None:
         name: Any = self.name
         if not isinstance(name, str):
-            contract = "Placement: name must be a string"
-            raise InputError(sentence(contract, f"a {type(name).__name__}"))
+            requirement = "Placement: name must be a string"
+            raise InputError(message(requirement, f"a {type(name).__name__}"))
         if self.kind not in KINDS:
-            contract = f"Placement: kind must be one of {', '.join(KINDS)}"
-            raise InputError(sentence(contract, repr(self.kind)))
+            requirement = f"Placement: kind must be one of {', '.join(KINDS)}"
+            raise InputError(message(requirement, repr(self.kind)))
         for field, least in (("rows", 0), ("dim", 0), ("item", 1), ("owner", 0)):
             _check_whole("Placement", field, getattr(self, field), least)
 
@@ -167,8 +167,8 @@ class Plan:
     ) -> None:
         given: Any = placements
         if not isinstance(given, Sequence) or not all(isinstance(p, Placement) for p in given):
-            contract = "Plan: placements must be a list of Placement"
-            raise InputError(sentence(contract, f"a {type(given).__name__}"))
+            requirement = "Plan: placements must be a list of Placement"
+            raise InputError(message(requirement, f"a {type(given).__name__}"))
         self.placements: tuple[Placement, ...] = tuple(placements)
         _check_whole("Plan", "world", world, 1, _MOST_RANKS_AT_ALL)
         _check_whole("Plan", "batch", batch, 0)
@@ -228,11 +228,11 @@ class Plan:
         table = self._tables[index]
         given: Any = tensor
         if not isinstance(given, Tensor) or not given.dim():
-            contract = f"Plan.local: it must be a tensor with {table.rows} rows"
-            raise InputError(sentence(contract, f"a {type(given).__name__}"))
+            requirement = f"Plan.local: it must be a tensor with {table.rows} rows"
+            raise InputError(message(requirement, f"a {type(given).__name__}"))
         if len(tensor) != table.rows:
-            contract = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
-            raise InputError(sentence(contract, len(tensor)))
+            requirement = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
+            raise InputError(message(requirement, len(tensor)))
         return part_here(table, tensor)
 
     def bytes_on(self, rank: int) -> int:
@@ -333,24 +333,26 @@ def _chosen(each: Placement, kind: Kind | None, share: float, world: int) -> Pla
 
 
 def _asked(tables: Sequence[Placement], plan: str | Mapping[str, str]) -> dict[str, Kind]:
-    contract = "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
+    requirement = (
+        "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
+    )
     names = [each.name for each in tables]
     if isinstance(plan, str):
-        kind = _kind(plan, contract, repr(plan))
+        kind = _kind(plan, requirement, repr(plan))
         return {} if kind is None else dict.fromkeys(names, kind)
     given: Any = plan
     if not isinstance(given, Mapping):
-        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+        raise InputError(message(requirement, f"a {type(given).__name__}"))
     found: dict[str, Kind] = {}
     for name, asked in given.items():
         index = _found(name, names, "shard: plan")
-        kind = _kind(asked, contract, f"{asked!r} for {name!r}")
+        kind = _kind(asked, requirement, f"{asked!r} for {name!r}")
         if kind is not None:
             found[names[index]] = kind
     return found
 
 
-def _kind(asked: object, contract: str, got: str) -> Kind | None:
+def _kind(asked: object, requirement: str, got: str) -> Kind | None:
     """The kind that a plan names; ``None`` for ``"auto"``."""
     if isinstance(asked, str):
         if asked == "auto":
@@ -359,15 +361,15 @@ def _kind(asked: object, contract: str, got: str) -> Kind | None:
             if asked == kind:
                 return kind
         close = difflib.get_close_matches(asked, ("auto", *KINDS), n=1)
-        raise InputError(sentence(contract, got, f"Use {close[0]!r}" if close else ""))
-    raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got, f"Use {close[0]!r}" if close else ""))
+    raise InputError(message(requirement, got))
 
 
 def _check_whole(who: str, name: str, value: object, least: int, most: int = _MOST) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:  # type: ignore[operator]
         limits = f"in [{least}, {most}]" if most < _MOST else f"at least {least}"
-        raise InputError(sentence(f"{who}: {name} must be a whole number, {limits}", repr(value)))
+        raise InputError(message(f"{who}: {name} must be a whole number, {limits}", repr(value)))
 
 
 def _check_rank(who: str, rank: object, world: int) -> None:
@@ -378,7 +380,7 @@ def _check_rank(who: str, rank: object, world: int) -> None:
 def _check_length(what: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MOST:  # type: ignore[operator]
-        raise InputError(sentence(f"{what} must be a number of ids, at least 0", repr(value)))
+        raise InputError(message(f"{what} must be a number of ids, at least 0", repr(value)))
 
 
 def _found(name: object, names: Sequence[str], who: str) -> int:
@@ -388,5 +390,5 @@ def _found(name: object, names: Sequence[str], who: str) -> int:
     short = [n for n, each in enumerate(names) if each.rpartition(".")[2] == name]
     if len(short) == 1:
         return short[0]
-    contract = f"{who}: a table's name must be one of {', '.join(map(repr, names))}"
-    raise InputError(sentence(contract, repr(name)))
+    requirement = f"{who}: a table's name must be one of {', '.join(map(repr, names))}"
+    raise InputError(message(requirement, repr(name)))

@@ -68,8 +68,8 @@ def request(table: Table, ids: Any, offsets: Any = None, factors: Any = None) ->
         return found
     bags = Bags.of(table.whole, ids, offsets, factors)
     if bags.factors is not None and bags.factors.requires_grad and torch.is_grad_enabled():
-        contract = "per_sample_weights of a sharded table must not require a gradient"
-        raise refusal(table.whole, contract, "requires_grad=True", "Call detach() on them")
+        requirement = "per_sample_weights of a sharded table must not require a gradient"
+        raise refusal(table.whole, requirement, "requires_grad=True", "Call detach() on them")
     if bags.length == 1 and table.kind != "copy":
         return _singles(table, bags.ids, bags.factors)
     return _bags(table, bags)

@@ -21,7 +21,7 @@ from sparsestep.distributed.exchange import Exchange
 from sparsestep.distributed.plan import Placement, Plan, placed
 from sparsestep.distributed.requests import Request, request
 from sparsestep.engines.finishing import certain
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fuse import why_not
 from sparsestep.nn.interop import outside_graphs
@@ -64,9 +64,9 @@ class _Sharded:
         return self._exchange.look_up(first, prepare, sent)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        contract = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
+        requirement = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
         remedy = "Copy the model before shard, or use sparsestep.distributed.save"
-        raise InputError(f"{contract}. {remedy}.")
+        raise InputError(f"{requirement}. {remedy}.")
 
 
 class _ShardedTable(_Sharded):
@@ -206,8 +206,8 @@ def _shard_together(
         facts = sharding.facts()
     except BaseException as raised:
         error = raised
-    contract = "shard: all ranks must shard the same tables with the same arguments"
-    compare_facts(wire, facts, contract, error)
+    requirement = "shard: all ranks must shard the same tables with the same arguments"
+    compare_facts(wire, facts, requirement, error)
     assert sharding is not None
     sharding.commit()
     return Plan(sharding.placements, wire.world, tables=sharding.tables)
@@ -229,7 +229,7 @@ class _Sharding:
         ]
         self.placements: list[Placement] = placed(placements, wire.world, plan)
         if not isinstance(order, str) or order not in ("fast", "global"):
-            raise InputError(sentence("shard: order must be one of fast, global", repr(order)))
+            raise InputError(message("shard: order must be one of fast, global", repr(order)))
         reduces = _reduces(list(self._modules), reduce)
         self.tables: list[Table] = []
         for where, module in zip(self.placements, self._modules.values(), strict=True):
@@ -314,12 +314,12 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
             return None
         return new_group_like(None)
     if not hasattr(mesh, "get_group"):
-        contract = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
-        raise InputError(sentence(contract, f"a {type(mesh).__name__}"))
+        requirement = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
+        raise InputError(message(requirement, f"a {type(mesh).__name__}"))
     if mesh.ndim != 1:
-        contract = "shard: mesh must have one dim"
+        requirement = "shard: mesh must have one dim"
         remedy = "Select one of them: mesh['name']"
-        raise InputError(sentence(contract, f"a mesh of shape {tuple(mesh.shape)}", remedy))
+        raise InputError(message(requirement, f"a mesh of shape {tuple(mesh.shape)}", remedy))
     return mesh.get_group()
 
 
@@ -327,21 +327,21 @@ def _tables(model: nn.Module) -> dict[str, Any]:
     """The tables of a model by name, or an error that says which cannot be sharded."""
     given: Any = model
     if not isinstance(given, nn.Module):
-        contract = "shard: the first argument must be a model, an nn.Module"
-        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+        requirement = "shard: the first argument must be a model, an nn.Module"
+        raise InputError(message(requirement, f"a {type(given).__name__}"))
     found = {
         name: each
         for name, each in model.named_modules()
         if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     }
     if not found:
-        contract = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
-        raise InputError(sentence(contract, f"a {type(model).__name__} without one"))
+        requirement = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
+        raise InputError(message(requirement, f"a {type(model).__name__} without one"))
     for name, each in found.items():
         reason = "it is already sharded" if hasattr(each, "_exchange") else why_not(each)
         if reason is not None:
-            contract = f"shard: {name!r} must be an ordinary table"
-            raise InputError(sentence(contract, f"a {type(each).__name__}: {reason}"))
+            requirement = f"shard: {name!r} must be an ordinary table"
+            raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))
     return found
 
 
@@ -359,14 +359,14 @@ def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
-        contract = "shard: reduce must be mean or sum, for all tables or by table name"
+        requirement = "shard: reduce must be mean or sum, for all tables or by table name"
         known = next((each for each in _REDUCES if isinstance(how, str) and each == how), None)
         if known is None:
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
-            raise InputError(sentence(contract, got))
+            raise InputError(message(requirement, got))
         if len(matching) != 1:
             tables = f"The tables are {', '.join(map(repr, names))}"
-            raise InputError(sentence(contract, f"a table {name!r}", tables))
+            raise InputError(message(requirement, f"a table {name!r}", tables))
         found[matching[0]] = known
     return found
 
@@ -378,16 +378,16 @@ def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
         first = known.setdefault(id(table.weight), table)
         if (first.kind, first.owner) != (table.kind, table.owner):
             both = f"{first.name!r} and {table.name!r}"
-            contract = f"shard: {both} share a weight, so their plan must be the same"
-            raise InputError(sentence(contract, f"{first.kind!r} and {table.kind!r}"))
+            requirement = f"shard: {both} share a weight, so their plan must be the same"
+            raise InputError(message(requirement, f"{first.kind!r} and {table.kind!r}"))
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         for param in own_parameters(module).values():
             if param is not None and id(param) in known:
                 table_name = known[id(param)].name
-                contract = f"shard: only tables may use the weight of {table_name!r}"
-                raise InputError(sentence(contract, f"{name!r}, which uses it, too"))
+                requirement = f"shard: only tables may use the weight of {table_name!r}"
+                raise InputError(message(requirement, f"{name!r}, which uses it, too"))
 
 
 def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:

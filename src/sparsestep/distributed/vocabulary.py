@@ -16,7 +16,7 @@ from sparsestep.distributed._packing import owner_of
 from sparsestep.distributed._table import Table as ShardedTable
 from sparsestep.distributed.collectives import Wire, joined
 from sparsestep.distributed.shard import table_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_growth
 from sparsestep.nn.interop import outside_graphs
 from sparsestep.nn.vocabulary.attach import Attached
@@ -95,8 +95,8 @@ class OwnsIds(nn.Module):
                 commits = self._prepare_to_grow(rows)
             except BaseException as raised:
                 error = raised
-            contract = "Vocabulary.grow: all ranks must name the same number of rows"
-            self._agree(Doing.GROW, rows if error is None else 0, error, contract)
+            requirement = "Vocabulary.grow: all ranks must name the same number of rows"
+            self._agree(Doing.GROW, rows if error is None else 0, error, requirement)
             for commit in commits:
                 commit()
 
@@ -106,8 +106,8 @@ class OwnsIds(nn.Module):
         if not is_whole or not self.rows <= rows <= _MOST_ROWS:
             is_large = is_whole and rows > _MOST_ROWS
             limit = f"at most {_MOST_ROWS}" if is_large else f"at least {self.rows}"
-            contract = f"Vocabulary.grow: rows must be a whole number, {limit}"
-            raise InputError(sentence(contract, repr(rows)))
+            requirement = f"Vocabulary.grow: rows must be a whole number, {limit}"
+            raise InputError(message(requirement, repr(rows)))
         wire, local = self._wire, self.local
         there, longest = len(range(wire.rank, rows, wire.world)), -(-rows // wire.world)
         commits: list[Callable[[], object]] = [local._prepare_to_grow(there)]
@@ -174,8 +174,8 @@ class OwnsIds(nn.Module):
                 merged = self.local._merged(owned)
             except BaseException as raised:
                 error = raised
-            contract = "Vocabulary.merge: all ranks must pass the same vocabulary"
-            self._agree(Doing.MERGE, which, error, contract)
+            requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
+            self._agree(Doing.MERGE, which, error, requirement)
             assert merged is not None
             assert theirs is not None
             try:
@@ -193,13 +193,13 @@ class OwnsIds(nn.Module):
         shared, wire = self.local._options.shared, self._wire
         local = other.local if isinstance(other, OwnsIds) else other
         if not isinstance(local, LocalVocabulary) or local._options.shared != shared:
-            contract = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
-            raise InputError(sentence(contract, other))
+            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            raise InputError(message(requirement, other))
         if isinstance(other, OwnsIds):
             ranks = other._wire.rank, other._wire.world
             if ranks != (wire.rank, wire.world):
-                contract = "Vocabulary.merge: the same ranks must share both vocabularies"
-                raise InputError(sentence(contract, f"rank {ranks[0]} of {ranks[1]}"))
+                requirement = "Vocabulary.merge: the same ranks must share both vocabularies"
+                raise InputError(message(requirement, f"rank {ranks[0]} of {ranks[1]}"))
         with local._lock:
             return local._ids.save()
 
@@ -304,7 +304,7 @@ class OwnsIds(nn.Module):
         numbers = [room[0] for room in lines.room]
         if alike and len(set(numbers)) > 1:
             got = numbers if doing is Doing.GROW else "different ones"
-            raise InputError(sentence(alike, got))
+            raise InputError(message(alike, got))
         return numbers
 
 
@@ -397,8 +397,8 @@ class Vocabulary(OwnsIds):
         self._given = {}
         fewest = self.rows // wire.world
         if isinstance(shared, int) and shared > fewest:
-            contract = f"Vocabulary: shared must be at most the rows of a rank, {fewest}"
-            raise InputError(sentence(contract, shared))
+            requirement = f"Vocabulary: shared must be at most the rows of a rank, {fewest}"
+            raise InputError(message(requirement, shared))
         here = len(range(wire.rank, self.rows, wire.world))
         self.local: LocalVocabulary = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
         self._shared = shared * wire.world
@@ -496,8 +496,10 @@ class Vocabulary(OwnsIds):
         sharded = self._checked("Vocabulary.attach", table)
         padding = sharded.padding
         if padding is not None and self._shared <= padding < self.rows:
-            contract = f"Vocabulary.attach: padding_idx must be one of {self._shared} shared rows"
-            raise InputError(sentence(contract, padding, "Use padding_idx=0"))
+            requirement = (
+                f"Vocabulary.attach: padding_idx must be one of {self._shared} shared rows"
+            )
+            raise InputError(message(requirement, padding, "Use padding_idx=0"))
         assert sharded.local is not None
         self.local._attach(Attached(sharded.local, optimizers, init, is_part=True))
         self._given[id(sharded.local)] = table, sharded
@@ -505,14 +507,14 @@ class Vocabulary(OwnsIds):
     def _checked(self, who: str, table: Any) -> ShardedTable:
         sharded = _dealt(table)
         if vars(table)["_exchange"] is not self._exchange or sharded.rows < self.rows:
-            contract = f"{who}: a table must be sharded with the first, {self.rows} rows"
-            raise InputError(sentence(contract, f"another with {sharded.rows}"))
+            requirement = f"{who}: a table must be sharded with the first, {self.rows} rows"
+            raise InputError(message(requirement, f"another with {sharded.rows}"))
         return sharded
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        contract = "a vocabulary that ranks share cannot be copied or pickled"
+        requirement = "a vocabulary that ranks share cannot be copied or pickled"
         remedy = "Make it a part of the model, and use sparsestep.distributed.save"
-        raise InputError(sentence(contract, "an attempt to", remedy))
+        raise InputError(message(requirement, "an attempt to", remedy))
 
 
 def _bytes_of(counts: list[int]) -> list[int]:
@@ -523,8 +525,8 @@ def _dealt(module: Any) -> ShardedTable:
     """The table that a module is; raises if ranks do not share it by rows."""
     table = table_of(module) if isinstance(module, nn.Module) else None
     if table is None or table.kind != "rows":
-        contract = "Vocabulary: its table must be sharded by rows"
+        requirement = "Vocabulary: its table must be sharded by rows"
         got = f"a {type(module).__name__}" if table is None else f"{table.kind!r}"
         remedy = "Call sparsestep.distributed.shard(model, plan='rows') first"
-        raise InputError(sentence(contract, got, remedy))
+        raise InputError(message(requirement, got, remedy))
     return table

@@ -21,7 +21,7 @@ from sparsestep.engines.finishing import reserve
 from sparsestep.engines.native import Native
 from sparsestep.engines.reference import Reference
 from sparsestep.engines.triton import Triton, check_available
-from sparsestep.errors import InputError, SlowWarning, sentence, warn_once
+from sparsestep.errors import InputError, SlowWarning, message, warn_once
 
 ENGINES = ("auto", "native", "reference", "triton")
 
@@ -29,10 +29,10 @@ ENGINES = ("auto", "native", "reference", "triton")
 def check_engine(engine: str) -> None:
     """Refuse an engine that does not exist here."""
     if engine not in ENGINES:
-        raise InputError(sentence(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
+        raise InputError(message(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
     if engine == "native" and _native.ext is None:
         raise InputError(
-            sentence(
+            message(
                 "engine='native' needs the C++ core",
                 "an installation without it",
                 "Reinstall without SPARSESTEP_PURE, or use engine='auto'",
@@ -145,12 +145,12 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
     param, rule = update.written[0], update.settings.rule
     why = native.why_not(update.settings) if native is not None else None
     if why is not None:
-        contract = "the native engine needs a formula of element-wise and row-wise operations"
-        return sentence(contract, f"rule {rule.name!r}, where {why}", _remedy(why))
+        requirement = "the native engine needs a formula of element-wise and row-wise operations"
+        return message(requirement, f"rule {rule.name!r}, where {why}", _remedy(why))
     if not rule.is_native and rule.recorded is None:
-        contract = "the native engine needs a rule that it can record"
-        return sentence(contract, f"rule {rule.name!r} with compile", "Leave out compile")
-    return sentence(
+        requirement = "the native engine needs a rule that it can record"
+        return message(requirement, f"rule {rule.name!r} with compile", "Leave out compile")
+    return message(
         "the native engine needs CPU tensors whose rows are evenly spaced",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
         f"Make the parameter contiguous{instead}",

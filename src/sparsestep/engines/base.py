@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines.rounding import Dealt
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, message, usable
 from sparsestep.grads.indexed import Touched
 from sparsestep.grads.layouts import Gradient
 from sparsestep.rules.rule import Rule
@@ -94,11 +94,11 @@ class ParamUpdate:
         """How many steps its record says were taken; 1 where a record does not count them."""
         if self.record is None:
             return 0
-        contract = "the state's 'step' must be the number of steps taken"
-        with usable(contract):
+        requirement = "the state's 'step' must be the number of steps taken"
+        with usable(requirement):
             taken = int(self.record.get("step", 1))
         if taken < 0:
-            raise InputError(sentence(contract, taken))
+            raise InputError(message(requirement, taken))
         return taken
 
     def refuse(self, why: object) -> InputError:

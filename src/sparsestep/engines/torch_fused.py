@@ -32,7 +32,7 @@ from sparsestep.engines.replay import (
     largest_piece,
     pieces,
 )
-from sparsestep.errors import InputError, is_out_of_memory, sentence
+from sparsestep.errors import InputError, is_out_of_memory, message
 from sparsestep.memory import tensors as parameters
 from sparsestep.rules.options import NUMBERS, SWITCHES, pair, to_number
 
@@ -303,11 +303,11 @@ def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:
 def _check(group: Mapping[str, Any], param: Tensor) -> None:
     """Refuse what torch's kernel would refuse, before anything is written."""
     if group.get("differentiable") and param.is_leaf and param.requires_grad:
-        contract = "differentiable=True needs parameters that are not leaves"
+        requirement = "differentiable=True needs parameters that are not leaves"
         remedy = "Pass clones, or set differentiable=False"
-        raise InputError(sentence(contract, "a leaf that requires a gradient", remedy))
+        raise InputError(message(requirement, "a leaf that requires a gradient", remedy))
     if group.get("capturable"):
         devices = capturable_devices()
         if param.device.type not in devices:
-            contract = f"If capturable=True, params and state_steps must be on {devices}"
-            raise InputError(sentence(contract, param.device))
+            requirement = f"If capturable=True, params and state_steps must be on {devices}"
+            raise InputError(message(requirement, param.device))

@@ -28,7 +28,7 @@ from sparsestep._torch import (
     uses_of_memory,
     without_autocast,
 )
-from sparsestep.errors import InputError, sentence, usable, warn
+from sparsestep.errors import InputError, message, usable, warn
 from sparsestep.grads.compact import Compact
 from sparsestep.grads.compact_clip import clamped
 from sparsestep.grads.exchange import arrive, norm_of_all, sources_of
@@ -179,8 +179,8 @@ def _gradients(
     """All parameters, and the gradients of those that have one, checked."""
     given: object = parameters
     if not isinstance(given, Iterable):
-        contract = f"{function} takes a tensor or an iterable of tensors"
-        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+        requirement = f"{function} takes a tensor or an iterable of tensors"
+        raise InputError(message(requirement, f"a {type(given).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
@@ -188,8 +188,8 @@ def _gradients(
     held = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
-            contract = f"{function} takes a tensor or an iterable of tensors"
-            raise InputError(sentence(contract, f"a {type(param).__name__} at {index}"))
+            requirement = f"{function} takes a tensor or an iterable of tensors"
+            raise InputError(message(requirement, f"a {type(param).__name__} at {index}"))
         grad = param.grad
         if grad is not None:
             held.append(_Held(f"{function}: param {index}", param, grad))
@@ -223,21 +223,21 @@ def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
 def _check(grad: Tensor) -> None:
     if _is_dense(grad):
         if grad.layout is not torch.strided:
-            contract = "the gradient must be a strided or COO tensor, or a MaskedTensor"
+            requirement = "the gradient must be a strided or COO tensor, or a MaskedTensor"
             remedy = "Convert it with .to_sparse_coo()"
-            raise InputError(sentence(contract, f"layout {grad.layout}", remedy))
+            raise InputError(message(requirement, f"layout {grad.layout}", remedy))
     elif not (grad.is_floating_point() or grad.is_complex()):
-        contract = "the gradient must have a floating-point or complex dtype"
-        raise InputError(sentence(contract, grad.dtype))
+        requirement = "the gradient must have a floating-point or complex dtype"
+        raise InputError(message(requirement, grad.dtype))
 
 
 def _check_clampable(grad: Tensor, bound: float) -> None:
     if grad.is_complex():
-        contract = "the gradient must be real, because complex numbers have no order"
-        raise InputError(sentence(contract, grad.dtype))
+        requirement = "the gradient must be real, because complex numbers have no order"
+        raise InputError(message(requirement, grad.dtype))
     if not bound >= 0:  # nor NaN
-        contract = "clip_value must be at least 0, so that entries outside the gradient stay 0"
-        raise InputError(sentence(contract, bound))
+        requirement = "clip_value must be at least 0, so that entries outside the gradient stay 0"
+        raise InputError(message(requirement, bound))
 
 
 def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tensor:

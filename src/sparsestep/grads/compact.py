@@ -32,7 +32,7 @@ from sparsestep._torch import (
     tree_map_only,
     without_torch_function,
 )
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.exchange import Pending, Source, Unscaled, read_otherwise, summon
 from sparsestep.grads.indexed import Touched
 
@@ -392,7 +392,7 @@ def _for_hooks(result: Any, grad: Compact) -> Any:
     return like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
 
 
-_NOT_TWICE = sentence(
+_NOT_TWICE = message(
     "the gradient of an embedding cannot be differentiated again (create_graph=True)",
     "an operation on it that autograd would record",
     "Use torch.nn's module for that, or detach() the gradient",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._torch import cat, coo_values, foreach_unscale_
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import (
     ANSWERS,
     Compact,
@@ -42,9 +42,9 @@ def _norm(
     if keepdim or (dim is not None and len(dim) not in (0, grad.dim())):
         return NotImplemented
     if grad.is_divided:
-        contract = "the norm of a sharded table's gradient needs the rows of all ranks"
+        requirement = "the norm of a sharded table's gradient needs the rows of all ranks"
         got = "a function that sees those of one rank"
-        raise InputError(sentence(contract, got, "Use sparsestep.clip_grad_norm_"))
+        raise InputError(message(requirement, got, "Use sparsestep.clip_grad_norm_"))
     found = torch.linalg.vector_norm(elements(grad, float(ord)), ord)
     return found.to(grad.dtype.to_real() if dtype is None else dtype)
 
@@ -68,11 +68,13 @@ def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
     if grad.is_complex():
-        contract = "the gradient must be real, because complex numbers have no order"
-        raise InputError(sentence(contract, grad.dtype))
+        requirement = "the gradient must be real, because complex numbers have no order"
+        raise InputError(message(requirement, grad.dtype))
     if not ((low is None or low <= 0) and (high is None or high >= 0)):  # nor NaN
-        contract = "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
-        raise InputError(sentence(contract, f"min={low}, max={high}"))
+        requirement = (
+            "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
+        )
+        raise InputError(message(requirement, f"min={low}, max={high}"))
     touched = grad.touched()
     found = [(slots, total.clamp(low, high).to(grad.dtype)) for slots, total in sums(touched)]
     if not found:

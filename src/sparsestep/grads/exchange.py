@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep._torch import foreach_unscale_, stack, without_torch_function
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 Facts = Mapping[str, str]
 
@@ -265,11 +265,11 @@ class Unscaled(Tensor):
 
 def read_otherwise() -> InputError:
     """Say that a loss has a sharded weight in it by other ways than lookups."""
-    contract = (
+    requirement = (
         "a sharded table must only be used in lookups: other ranks hold parts of its gradient"
     )
     remedy = "For a penalty on all rows, use the optimizer's weight_decay"
-    return InputError(sentence(contract, "a dense gradient to be added to it", remedy))
+    return InputError(message(requirement, "a dense gradient to be added to it", remedy))
 
 
 def summon(grad: Tensor) -> None:
@@ -278,6 +278,6 @@ def summon(grad: Tensor) -> None:
         if param.grad is grad:
             arrive([param])
             return
-    contract = "the gradient of a sharded table must be exchanged before you read it"
+    requirement = "the gradient of a sharded table must be exchanged before you read it"
     remedy = "Call optimizer.step() or sparsestep.clip_grad_norm_ first"
-    raise InputError(sentence(contract, "a copy of one that is not exchanged yet", remedy))
+    raise InputError(message(requirement, "a copy of one that is not exchanged yet", remedy))

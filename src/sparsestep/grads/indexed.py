@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -130,7 +130,7 @@ def check_index(dim: int, indices: Tensor, size: int) -> None:
 
 def bad_index(dim: int, size: int, index: int) -> str:
     """Phrase the refusal of an index that its dimension does not have."""
-    return sentence(
+    return message(
         f"the gradient's indices of dim {dim} must be in [0, {size})",
         index,
         "Check the ids that went into the embedding",

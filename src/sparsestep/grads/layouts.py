@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 
 from sparsestep._native import ext
 from sparsestep._torch import coo_indices, coo_values
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import Compact
 from sparsestep.grads.dedup import coarser
 from sparsestep.grads.indexed import FLOATS, Touched, check_index
@@ -107,7 +107,7 @@ def _block_of(grad: Tensor, starts: Tensor, others: Tensor, values: Tensor) -> t
         ):
             return block[0], block[1]
     raise InputError(
-        sentence(
+        message(
             f"the indices and values of a {grad.layout} gradient must fit its shape, "
             f"{tuple(shape)}",
             f"{starts.dtype} indices of shapes {tuple(starts.shape)} and {tuple(others.shape)}, "
@@ -123,8 +123,8 @@ def _check_starts(starts: Tensor, entries: int) -> None:
         and bool((starts.diff(dim=-1) >= 0).all())
     )
     if not fits:
-        contract = f"compressed indices must increase from 0 to the number of entries, {entries}"
-        raise InputError(sentence(contract, starts.tolist() if starts.numel() < 20 else "others"))
+        requirement = f"compressed indices must increase from 0 to the number of entries, {entries}"
+        raise InputError(message(requirement, starts.tolist() if starts.numel() < 20 else "others"))
 
 
 Gradient = Tensor | Touched
@@ -177,8 +177,8 @@ def _check_fits(param: Tensor, grad: Tensor) -> None:
 
 def _from_tensor(param: Tensor, grad: object) -> Touched:
     if not isinstance(grad, Tensor):
-        contract = "the gradient must be a tensor or a Touched"
-        raise InputError(sentence(contract, type(grad).__name__))
+        requirement = "the gradient must be a tensor or a Touched"
+        raise InputError(message(requirement, type(grad).__name__))
     if grad.is_nested:  # before its shape, which it may not have
         raise InputError(_wrong_layout("a nested tensor"))
     _check_fits(param, grad)
@@ -193,7 +193,7 @@ def _from_tensor(param: Tensor, grad: object) -> Touched:
 
 
 def _wrong_layout(got: str) -> str:
-    return sentence(
+    return message(
         "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a "
         "Touched",
         got,
@@ -215,9 +215,11 @@ def _with_memory(grad: Tensor) -> Tensor:
 def check_memory(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that only pretends to have values: a fake one, or a wrapper."""
     if tensor.is_cpu and not address(tensor) and tensor.numel():
-        contract = f"{name} must be a tensor with values in memory"
+        requirement = f"{name} must be a tensor with values in memory"
         kind = type(tensor).__name__
-        raise InputError(sentence(contract, f"a {kind} without values", "Pass an ordinary tensor"))
+        raise InputError(
+            message(requirement, f"a {kind} without values", "Pass an ordinary tensor")
+        )
 
 
 def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
@@ -228,13 +230,13 @@ def _may_mix(param: torch.dtype, grad: torch.dtype) -> bool:
 def _mismatch(param: Tensor, grad: Tensor) -> str:
     again = "after backward? Call zero_grad() and backward() again"
     if grad.shape != param.shape:
-        contract = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
-        return sentence(contract, tuple(grad.shape), f"Was the parameter resized {again}")
+        requirement = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
+        return message(requirement, tuple(grad.shape), f"Was the parameter resized {again}")
     if grad.dtype != param.dtype and not _may_mix(param.dtype, grad.dtype):
-        contract = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
-        return sentence(contract, grad.dtype, f"Was the parameter converted {again}")
-    contract = f"the gradient must be on the parameter's device, {param.device}"
-    return sentence(contract, grad.device)
+        requirement = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
+        return message(requirement, grad.dtype, f"Was the parameter converted {again}")
+    requirement = f"the gradient must be on the parameter's device, {param.device}"
+    return message(requirement, grad.device)
 
 
 def in_rows(param: Tensor, found: Touched) -> Touched:
@@ -276,7 +278,7 @@ def _from_coo(param: Tensor, grad: Tensor) -> Touched:
         positions = positions.contiguous()
     if values.numel() != entries * block:
         raise InputError(
-            sentence(
+            message(
                 f"the gradient's {entries} indices over {sparse_dim} dims need values of shape "
                 f"{(entries, *shape[sparse_dim:])}",
                 tuple(values.shape),
@@ -330,39 +332,39 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
     """A Touched that a user has made: nothing about it is taken for granted."""
     positions, values, slots, block, source, scale, held = grad
     if held is not None:
-        raise InputError(sentence("held is internal and must be None", "a tensor"))
+        raise InputError(message("held is internal and must be None", "a tensor"))
     _check_tensor("values", values, param, optional=False)
     for name, tensor in (("positions", positions), ("source", source), ("scale", scale)):
         _check_tensor(name, tensor, param, optional=True)
     if values.dtype != param.dtype and not _may_mix(param.dtype, values.dtype):
-        contract = f"the values for a {param.dtype} parameter must have a compatible dtype"
-        raise InputError(sentence(contract, values.dtype))
+        requirement = f"the values for a {param.dtype} parameter must have a compatible dtype"
+        raise InputError(message(requirement, values.dtype))
     rows = param.shape[0] if param.dim() else 1
     if slots == block == 0:
         slots, block = rows, math.prod(param.shape[1:])
     whole = isinstance(slots, int) and isinstance(block, int) and slots >= 0 and block >= 0
     if not whole or slots * block != param.numel():
-        contract = f"slots x block must be the parameter's {param.numel()} elements"
-        raise InputError(sentence(contract, f"{slots} x {block}"))
+        requirement = f"slots x block must be the parameter's {param.numel()} elements"
+        raise InputError(message(requirement, f"{slots} x {block}"))
     slots, block = int(slots), int(block)  # True is 1
     if positions is None:
         for name, tensor in (("source", source), ("scale", scale)):
             if tensor is not None:
-                contract = f"{name} must be None if positions is None"
-                raise InputError(sentence(contract, "a tensor"))
+                requirement = f"{name} must be None if positions is None"
+                raise InputError(message(requirement, "a tensor"))
         if values.shape != param.shape:
-            contract = f"without positions the values must have shape {tuple(param.shape)}"
-            raise InputError(sentence(contract, tuple(values.shape)))
+            requirement = f"without positions the values must have shape {tuple(param.shape)}"
+            raise InputError(message(requirement, tuple(values.shape)))
         return Touched(None, values.resolve_neg().resolve_conj(), 1, param.numel())
     positions = _integers("positions", positions)
     source = None if source is None else _integers("source", source)
     blocks = values.numel() // block if block else math.prod(values.shape[:1])
     entries = positions.numel()
     if values.numel() != blocks * block or (source is None and blocks != entries):
-        contract = f"{entries} positions need as many rows of {block} values"
+        requirement = f"{entries} positions need as many rows of {block} values"
         if source is not None:
-            contract = f"the values must be rows of {block}"
-        raise InputError(sentence(contract, f"values of shape {tuple(values.shape)}"))
+            requirement = f"the values must be rows of {block}"
+        raise InputError(message(requirement, f"values of shape {tuple(values.shape)}"))
     if source is not None:
         _check_source(source, blocks, entries)
     if scale is not None:
@@ -378,38 +380,38 @@ def _check_tensor(name: str, tensor: object, param: Tensor, *, optional: bool) -
     if tensor is None and optional:
         return
     if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
-        contract = f"the {name} of a Touched must be a strided tensor"
-        raise InputError(sentence(contract, type(tensor).__name__))
+        requirement = f"the {name} of a Touched must be a strided tensor"
+        raise InputError(message(requirement, type(tensor).__name__))
     if tensor.layout is not torch.strided or tensor.is_nested:
-        contract = f"the {name} of a Touched must be a strided tensor"
+        requirement = f"the {name} of a Touched must be a strided tensor"
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))
     if tensor.device != param.device:
-        raise InputError(sentence(f"the {name} must be on {param.device}", tensor.device))
+        raise InputError(message(f"the {name} must be on {param.device}", tensor.device))
     check_memory(f"the {name} of a Touched", tensor)
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in _INTEGERS:
-        raise InputError(sentence(f"the {name} of a Touched must be int64 or int32", tensor.dtype))
+        raise InputError(message(f"the {name} of a Touched must be int64 or int32", tensor.dtype))
     return tensor.long().reshape(-1).contiguous()
 
 
 def _check_source(source: Tensor, blocks: int, entries: int) -> None:
     if source.numel() != entries:
-        contract = f"{entries} positions need as many entries in source"
-        raise InputError(sentence(contract, source.numel()))
+        requirement = f"{entries} positions need as many entries in source"
+        raise InputError(message(requirement, source.numel()))
     if entries:
         low, high = (int(bound) for bound in source.aminmax())
         if low < 0 or high >= blocks:
-            contract = f"source must hold row numbers of values, in [0, {blocks})"
-            raise InputError(sentence(contract, low if low < 0 else high))
+            requirement = f"source must hold row numbers of values, in [0, {blocks})"
+            raise InputError(message(requirement, low if low < 0 else high))
 
 
 def _factors(scale: Tensor, values: Tensor, entries: int) -> Tensor:
     if scale.numel() != entries:
-        contract = f"{entries} positions need as many entries in scale"
-        raise InputError(sentence(contract, scale.numel()))
+        requirement = f"{entries} positions need as many entries in scale"
+        raise InputError(message(requirement, scale.numel()))
     if scale.dtype not in FLOATS:
-        raise InputError(sentence("the scale of a Touched must be of a float dtype", scale.dtype))
+        raise InputError(message("the scale of a Touched must be of a float dtype", scale.dtype))
     return scale.detach().resolve_neg().reshape(-1).to(values.dtype.to_real()).contiguous()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._torch import version_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import Touched, check_positions
 
 Masks = Tensor | Sequence[Tensor | None] | None
@@ -30,10 +30,10 @@ def checked(masks: Masks, params: Sequence[Tensor], *, by_row: bool) -> None:
         wanted = " or ".join(map(str, shapes))
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise InputError(sentence(f"mask {index} must be a bool tensor", got))
+            raise InputError(message(f"mask {index} must be a bool tensor", got))
         if tuple(mask.shape) not in shapes or mask.device != param.device:
             raise InputError(
-                sentence(
+                message(
                     f"mask {index} must have shape {wanted} and be on {param.device}",
                     f"{tuple(mask.shape)} on {mask.device}",
                 )
@@ -49,8 +49,8 @@ def listed(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
     if not isinstance(masks, Sequence) or len(masks) != len(params):
         got = len(masks) if isinstance(masks, Sequence) else type(masks).__name__
         remedy = "Use None for a parameter that is not masked"
-        contract = f"mask must be a tensor for one parameter, or a list of {len(params)}"
-        raise InputError(sentence(contract, got, remedy))
+        requirement = f"mask must be a tensor for one parameter, or a list of {len(params)}"
+        raise InputError(message(requirement, got, remedy))
     return masks
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory import file_pages
 from sparsestep.memory import file_pages as file_lock
 from sparsestep.memory import formats as schema
@@ -91,8 +91,8 @@ def make(path: str, header: Header, *, replace: bool) -> int | None:
     page = header.encoded()
     most = len(header._replace(used=frozenset(header.state)).encoded())  # note_used adds them
     if most > HEADER_BYTES:
-        contract = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
-        raise InputError(sentence(contract, f"{most:,} bytes"))
+        requirement = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
+        raise InputError(message(requirement, f"{most:,} bytes"))
     with naming(path):
         return _make(os.path.realpath(path), page, header.file_bytes, replace=replace)
 
@@ -159,9 +159,9 @@ def read(path: str, descriptor: int) -> Header:
     page = os.pread(descriptor, HEADER_BYTES, 0)
     whole = os.fstat(descriptor).st_size
     if not page.startswith(_MAGIC):
-        contract = f"{path} must be a file that mapped() has created, or not exist yet"
+        requirement = f"{path} must be a file that mapped() has created, or not exist yet"
         got = f"another of {whole:,} bytes"
-        raise InputError(sentence(contract, got, "Choose another path"))
+        raise InputError(message(requirement, got, "Choose another path"))
     try:
         version, text, *_ = page.removeprefix(_MAGIC).split(b"\n", 2)
         check_version(path, version, _VERSION)
@@ -174,9 +174,9 @@ def read(path: str, descriptor: int) -> Header:
     except InputError:
         raise
     except ValueError as error:
-        contract = f"{path} must be as mapped() has created it"
+        requirement = f"{path} must be as mapped() has created it"
         remedy = "It is damaged: delete it, and load a checkpoint into a new one"
-        raise InputError(sentence(contract, f"a file in which {error}", remedy)) from None
+        raise InputError(message(requirement, f"a file in which {error}", remedy)) from None
     return header
 
 
@@ -191,13 +191,13 @@ def check_version(path: str, found: bytes, known: int) -> None:
     if not found.isdigit() or len(found) > 9:
         raise ValueError("the version must be a number, got other bytes")
     if int(found) > known:
-        contract = f"{path} must be of a format that this sparsestep reads, up to {known}"
+        requirement = f"{path} must be of a format that this sparsestep reads, up to {known}"
         got = f"format {int(found)}, written by a newer sparsestep"
-        raise InputError(sentence(contract, got, "Update sparsestep"))
+        raise InputError(message(requirement, got, "Update sparsestep"))
     if int(found) < known:
-        contract = f"{path} must be of format {known}"
+        requirement = f"{path} must be of format {known}"
         got = f"format {int(found)}, written by an older sparsestep"
-        raise InputError(sentence(contract, got, "Use that one to read it"))
+        raise InputError(message(requirement, got, "Use that one to read it"))
 
 
 def _parsed(text: bytes) -> Header:
@@ -227,15 +227,17 @@ def check(path: str, found: Header, wanted: Header, state: Mapping[str, Kind] | 
         state: what rows must have room for; ``None``: whatever they have.
     """
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        contract = f"{path} must be opened with the shape and dtype that it was created with"
+        requirement = f"{path} must be opened with the shape and dtype that it was created with"
         was = f"{tuple(found.shape)} and {name_of(found.dtype)}"
         got = f"{tuple(wanted.shape)} and {name_of(wanted.dtype)} instead of {was}"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))
     if state is not None and found.state != state:
-        contract = f"{path} must be opened with the optimizer that it was created with, or without"
+        requirement = (
+            f"{path} must be opened with the optimizer that it was created with, or without"
+        )
         got = f"one with state {_listed(state)}, where a row has room for {_listed(found.state)}"
         remedy = "To change it, copy the table to a new file"
-        raise InputError(sentence(contract, got, remedy))
+        raise InputError(message(requirement, got, remedy))
 
 
 def _listed(state: Mapping[str, Kind]) -> str:

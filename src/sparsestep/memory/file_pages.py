@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext
-from sparsestep.errors import sentence
+from sparsestep.errors import message
 
 try:
     import fcntl as _fcntl
@@ -220,10 +220,10 @@ def allocate_in_memory(descriptor: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
     except OSError as error:
-        contract = "a table in a file system that is kept in memory (tmpfs) must fit as a whole"
+        requirement = "a table in a file system that is kept in memory (tmpfs) must fit as a whole"
         reason = os.strerror(error.errno or errno.EIO)
         remedy = "Choose a folder on a disk, or free some space"
-        raise OSError(error.errno, sentence(contract, reason, remedy)) from None
+        raise OSError(error.errno, message(requirement, reason, remedy)) from None
 
 
 def _file_system(descriptor: int) -> str:

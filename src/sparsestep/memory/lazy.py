@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._torch import coo_indices, coo_values, plain_results
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
@@ -50,9 +50,9 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     except OSError as error:
-        contract = f"the state of a parameter needs {size:,} bytes of address space"
+        requirement = f"the state of a parameter needs {size:,} bytes of address space"
         remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
-        raise MemoryError(sentence(contract, error.strerror, remedy)) from None
+        raise MemoryError(message(requirement, error.strerror, remedy)) from None
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
@@ -162,8 +162,8 @@ def strided(name: str, value: Tensor) -> Tensor:
     if rows.numel():
         low, high = (int(each) for each in rows.aminmax())
         if low < 0 or high >= len(value):
-            contract = f"the rows of {name} must be in [0, {len(value)})"
-            raise InputError(sentence(contract, low if low < 0 else high))
+            requirement = f"the rows of {name} must be in [0, {len(value)})"
+            raise InputError(message(requirement, low if low < 0 else high))
     whole = zeros(value.shape, value.dtype, value.device)
     if value.is_coalesced():
         return whole.index_copy_(0, rows, values)

@@ -29,7 +29,7 @@ from torch import Tensor
 from sparsestep._native import ext
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory import file_header, file_pages
 from sparsestep.memory import file_pages as file_lock
 from sparsestep.memory import file_pages as mapping
@@ -140,9 +140,9 @@ class MappedFile(mmap.mmap):
                 self.evict()
                 error = file_pages.populate(self.rows, rows, self)
         if error:
-            contract = "the disk must have room for the rows that are about to be written"
+            requirement = "the disk must have room for the rows that are about to be written"
             remedy = "Nothing has changed: free some space, then continue"
-            raise OSError(error, sentence(contract, os.strerror(error), remedy), self.path)
+            raise OSError(error, message(requirement, os.strerror(error), remedy), self.path)
 
     def evict(self) -> None:
         """Unmap all pages, and drop clean ones from the page cache; see ``file_pages.evict``."""
@@ -354,10 +354,10 @@ def _replaced(path: str, wanted: Header) -> int:
 
 def _lock(path: str, descriptor: int) -> None:
     if not file_lock.acquire(descriptor):
-        contract = f"{path} can be written by one process, and by processes forked from it"
+        requirement = f"{path} can be written by one process, and by processes forked from it"
         got = f"a file that {file_lock.holder(descriptor)} writes"
         remedy = "Nothing has changed: wait for that process to end, or choose another path"
-        raise InputError(sentence(contract, got, remedy))
+        raise InputError(message(requirement, got, remedy))
 
 
 def _alive() -> Iterator[MappedFile]:

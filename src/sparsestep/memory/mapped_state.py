@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import SlowWarning, sentence, warn_once
+from sparsestep.errors import SlowWarning, message, warn_once
 from sparsestep.memory import file_pages
 from sparsestep.memory.file_header import HEADER_BYTES
 from sparsestep.memory.mapped_file import MappedFile, file_of, open_file
@@ -65,18 +65,18 @@ def _has_room(file: MappedFile, name: str, kind: Kind) -> bool:
     """Whether state is to lie in the rows of a file."""
     if file.record.state.get(name) != kind:
         if file.record.state:
-            contract = f"{file.path}: state must fit the room that the rows have for it"
+            requirement = f"{file.path}: state must fit the room that the rows have for it"
             room = ", ".join(file.record.state)
             got = f"{name!r} as {kind.dtype}, where there is room for {room}"
             remedy = "It is in a file of its own: create the table for the optimizer that trains it"
-            warn_once(SlowWarning, sentence(contract, got, remedy))
+            warn_once(SlowWarning, message(requirement, got, remedy))
         return False
     if file.is_in_use(name):
         gc.collect()  # an optimizer that nobody has any more may not be gone yet
     if file.is_in_use(name):
-        contract = f"{file.path}: the rows have room for the state of one optimizer"
+        requirement = f"{file.path}: the rows have room for the state of one optimizer"
         remedy = "The second one's is in files of its own: delete the first, or keep both as it is"
-        warn_once(SlowWarning, sentence(contract, "two that are in use", remedy))
+        warn_once(SlowWarning, message(requirement, "two that are in use", remedy))
         return False
     return True
 

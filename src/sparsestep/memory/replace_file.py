@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 
 from sparsestep._process import uninterrupted
-from sparsestep.errors import sentence
+from sparsestep.errors import message
 from sparsestep.memory import file_pages as mapping
 from sparsestep.memory.file_pages import extents
 from sparsestep.memory.mapped_file import MappedFile, open_file, temporary_path
@@ -127,10 +127,10 @@ def reserve(file: int, begin: int, size: int) -> None:
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
             return
-        contract = "the disk must have room for the copy"
+        requirement = "the disk must have room for the copy"
         reason = os.strerror(error.errno or errno.EIO)
         raise OSError(
-            error.errno, sentence(contract, reason, "Free some space, then try again")
+            error.errno, message(requirement, reason, "Free some space, then try again")
         ) from None
 
 
@@ -181,8 +181,8 @@ class Replacements:
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
         if not mapping.CAN_REMAP:
-            contract = "load: the system must be able to replace a file that is in use"
-            raise OSError(errno.EOPNOTSUPP, sentence(contract, "one that cannot"))
+            requirement = "load: the system must be able to replace a file that is in use"
+            raise OSError(errno.EOPNOTSUPP, message(requirement, "one that cannot"))
         file.lock()
         path = temporary_path(file.path, role)
         self._stack.callback(_remove, path)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sparsestep._torch import without_torch_function
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -61,24 +61,24 @@ def local_gradient(param: DTensor, grad: Any, *, by_row: bool) -> Any:
         by_row: whether the rule keeps state per row, and so has to see whole rows.
     """
     if any(placement.is_partial() for placement in param.placements):
-        contract = "a DTensor parameter must be sharded or replicated"
-        raise InputError(sentence(contract, f"placements {param.placements}"))
+        requirement = "a DTensor parameter must be sharded or replicated"
+        raise InputError(message(requirement, f"placements {param.placements}"))
     cut = [p for p in param.placements if p.is_shard() and p.dim != 0]  # type: ignore[attr-defined]
     if by_row and cut:
-        contract = "rules that keep state per row need whole rows: shard along dim 0"
-        raise InputError(sentence(contract, f"placements {param.placements}"))
+        requirement = "rules that keep state per row need whole rows: shard along dim 0"
+        raise InputError(message(requirement, f"placements {param.placements}"))
     if not is_distributed(grad):
         # Torch makes no sparse DTensors: a sparse gradient is passed as it is, for the local part.
         if not isinstance(grad, Tensor) or grad.layout is not torch.strided:
             return grad
-        contract = "a dense gradient of a DTensor must be a DTensor"
-        raise InputError(sentence(contract, f"a {type(grad).__name__}"))
+        requirement = "a dense gradient of a DTensor must be a DTensor"
+        raise InputError(message(requirement, f"a {type(grad).__name__}"))
     if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
-        contract = (
+        requirement = (
             f"the gradient of a DTensor must have the parameter's placements, {param.placements}"
         )
         remedy = "Call redistribute() on it"
-        raise InputError(sentence(contract, grad.placements, remedy))
+        raise InputError(message(requirement, grad.placements, remedy))
     return memory_of(grad)
 
 
@@ -115,22 +115,22 @@ def check_writable(name: str, tensor: Tensor) -> None:
         every element of the parameter must have memory of its own
     """
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        contract = f"outside torch.inference_mode(), {name} must not be an inference tensor"
-        raise InputError(sentence(contract, "an inference tensor", "Use a clone of it"))
+        requirement = f"outside torch.inference_mode(), {name} must not be an inference tensor"
+        raise InputError(message(requirement, "an inference tensor", "Use a clone of it"))
     if tensor.layout is not torch.strided:
-        raise InputError(sentence(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
+        raise InputError(message(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
     if tensor.is_meta:
         return  # where there are no numbers, none are written
     if tensor.is_conj() or tensor.is_neg():
-        contract = f"{name} must be a plain tensor, not a conjugate or negative view"
-        raise InputError(sentence(contract, "such a view", "Use a clone of it"))
+        requirement = f"{name} must be a plain tensor, not a conjugate or negative view"
+        raise InputError(message(requirement, "such a view", "Use a clone of it"))
     if tensor.numel() and not _has_memory(tensor):
-        contract = f"{name} must own memory for all of its elements"
+        requirement = f"{name} must own memory for all of its elements"
         got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))
     if not tensor.is_contiguous() and has_internal_overlap(tensor):
         raise InputError(
-            sentence(
+            message(
                 f"every element of {name} must have memory of its own",
                 f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
                 "Make it contiguous",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.nn.bag import EmbeddingBag, Mode
 from sparsestep.nn.fuse import make_ours, why_not
 from sparsestep.nn.interop import is_for_torch, outside_graphs
@@ -164,8 +164,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         if isinstance(inputs, Tensor) and not inputs.is_nested:
             begins = [None] * len(self.tables)
             if offsets is not None:
-                contract = "ids in one tensor are bags of equal length: offsets must be None"
-                raise self._refusal(contract, "offsets")
+                requirement = "ids in one tensor are bags of equal length: offsets must be None"
+                raise self._refusal(requirement, "offsets")
             ids = self._columns("inputs", inputs)
             weights = begins if factors is None else self._columns("per_sample_weights", factors)
         else:
@@ -182,8 +182,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         count = len(self.tables)
         if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3) or tensor.shape[1] != count:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            contract = f"{name} in one tensor must be [batch, {count}] or [batch, {count}, k]"
-            raise self._refusal(contract, got)
+            requirement = f"{name} in one tensor must be [batch, {count}] or [batch, {count}, k]"
+            raise self._refusal(requirement, got)
         if tensor.dim() == 2:
             tensor = tensor.unsqueeze(2)
         return list(tensor.movedim(1, 0).contiguous())
@@ -210,17 +210,17 @@ class EmbeddingBagCollection(torch.nn.Module):
         return list(given)
 
     @staticmethod
-    def _refusal(contract: str, got: object) -> InputError:
-        return InputError(f"EmbeddingBagCollection: {sentence(contract, got)}")
+    def _refusal(requirement: str, got: object) -> InputError:
+        return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")
 
 
 def _checked_name(name: object) -> str:
     taken = isinstance(name, str) and hasattr(torch.nn.ModuleDict, name)
     if not isinstance(name, str) or not name or "." in name or taken:
-        contract = (
+        requirement = (
             "a table's name must be a string without dots that is not an attribute of nn.ModuleDict"
         )
-        raise InputError(f"EmbeddingBagCollection: {sentence(contract, repr(name))}")
+        raise InputError(f"EmbeddingBagCollection: {message(requirement, repr(name))}")
     return name
 
 
@@ -230,10 +230,10 @@ def _table(place: str | int, given: Any, options: dict[str, Any]) -> EmbeddingBa
         table = EmbeddingBag(*given, **options)
     reason = why_not(table) if isinstance(table, torch.nn.EmbeddingBag) else None
     if reason is not None or not isinstance(table, torch.nn.EmbeddingBag):
-        contract = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
+        requirement = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
         got = given if isinstance(given, Sequence) else f"a {type(given).__name__}"
         raise InputError(
-            f"EmbeddingBagCollection: {sentence(contract, f'{got}: {reason}' if reason else got)}"
+            f"EmbeddingBagCollection: {message(requirement, f'{got}: {reason}' if reason else got)}"
         )
     if not isinstance(table, EmbeddingBag):
         make_ours(table, str(place))

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from sparsestep._torch import own_parameters
-from sparsestep.errors import InputError, sentence, usable, warn
+from sparsestep.errors import InputError, message, usable, warn
 from sparsestep.memory.tensors import is_distributed
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
@@ -69,8 +69,8 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     """
     given: Any = model
     if not isinstance(given, torch.nn.Module):
-        contract = "fuse: the first argument must be a model, an nn.Module"
-        raise InputError(sentence(contract, type(given).__name__))
+        requirement = "fuse: the first argument must be a model, an nn.Module"
+        raise InputError(message(requirement, type(given).__name__))
     found = _tables(model)
     selected = _select(model, found, only)
     reasons = {name: why_not(table) for name, table in selected.items()}
@@ -111,10 +111,10 @@ def _check_not_wrapped(tables: dict[str, Any]) -> None:
         module = getattr(found, "module", None)  # there is none if it could not be made
         for param in module.parameters() if module is not None else ():
             if id(param) in dense:
-                contract = "a model must be fused before DistributedDataParallel wraps it"
+                requirement = "a model must be fused before DistributedDataParallel wraps it"
                 remedy = "Call fuse(model) first; a model that was fused before stays as it is"
                 got = f"{dense[id(param)] or 'a table'!r}, which is wrapped"
-                raise InputError(f"fuse: {sentence(contract, got, remedy)}")
+                raise InputError(f"fuse: {message(requirement, got, remedy)}")
 
 
 def _tables(model: torch.nn.Module) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
     known = {name for name, _ in everything}
     for name in names:
         if name not in known:
-            contract = "only must contain names of modules, as in model.named_modules()"
-            raise InputError(f"fuse: {sentence(contract, repr(name))}")
+            requirement = "only must contain names of modules, as in model.named_modules()"
+            raise InputError(f"fuse: {message(requirement, repr(name))}")
     wanted = {
         id(module)
         for path, module in everything
@@ -267,12 +267,12 @@ def optimizer_for(
     """
     given: Any = model
     if not isinstance(given, torch.nn.Module):
-        contract = "optimizer_for: the first argument must be a model, an nn.Module"
-        raise InputError(sentence(contract, type(given).__name__))
+        requirement = "optimizer_for: the first argument must be a model, an nn.Module"
+        raise InputError(message(requirement, type(given).__name__))
     make: Any = optimizer
     if not _is_ours(make):
-        contract = "optimizer_for: the second argument must be an optimizer class of sparsestep"
-        raise InputError(sentence(contract, repr(make)))
+        requirement = "optimizer_for: the second argument must be an optimizer class of sparsestep"
+        raise InputError(message(requirement, repr(make)))
     made: Made = make(model.parameters(), *args, **{"semantics": "dense", **options})
     fuse(model)
     if made.semantics == "dense":

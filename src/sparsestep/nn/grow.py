@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import own_parameters, without_torch_function
-from sparsestep.errors import InputError, memory_errors, sentence, usable
+from sparsestep.errors import InputError, memory_errors, message, usable
 from sparsestep.grads.exchange import source_of
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import file_of
@@ -35,16 +35,16 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
         is_part: it is known to be the part of a sharded table that is here.
     """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
-        contract = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
+        requirement = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
         remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
-        raise InputError(sentence(contract, f"a {type(table).__name__}", remedy))
+        raise InputError(message(requirement, f"a {type(table).__name__}", remedy))
     weight = own_parameters(table).get("weight")
     if weight is None:
-        contract = f"{who}: the weight of a table must be a parameter of its own"
-        raise InputError(sentence(contract, "one that is computed from others"))
+        requirement = f"{who}: the weight of a table must be a parameter of its own"
+        raise InputError(message(requirement, "one that is computed from others"))
     if parameters.is_distributed(weight) or (source_of(weight) is not None and not is_part):
-        contract = f"{who}: a table must not be sharded over processes"
-        raise InputError(sentence(contract, "a sharded one", "Do this before sharding it"))
+        requirement = f"{who}: a table must not be sharded over processes"
+        raise InputError(message(requirement, "a sharded one", "Do this before sharding it"))
     found: nn.Parameter = weight
     return found
 
@@ -56,12 +56,14 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
         if isinstance(optimizer, FunctionalOptimizer):
             optimizer = optimizer._optimizer
         if not isinstance(optimizer, RuleOptimizer):
-            contract = f"{who}: optimizers must be sparsestep's"
+            requirement = f"{who}: optimizers must be sparsestep's"
             got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            raise InputError(sentence(contract, got))
+            raise InputError(message(requirement, got))
         if not any(weight is each for each in optimizer._all_params()):
-            contract = f"{who}: an optimizer must have the weight of the table among its parameters"
-            raise InputError(sentence(contract, f"{type(optimizer).__name__} without it"))
+            requirement = (
+                f"{who}: an optimizer must have the weight of the table among its parameters"
+            )
+            raise InputError(message(requirement, f"{type(optimizer).__name__} without it"))
         found.append(optimizer)
     return found
 
@@ -200,22 +202,24 @@ def prepare_growth(
     known = ours("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
-        contract = f"grow: rows must be a whole number, at least the {have} that there are"
-        raise InputError(sentence(contract, repr(rows)))
+        requirement = f"grow: rows must be a whole number, at least the {have} that there are"
+        raise InputError(message(requirement, repr(rows)))
     given: Any = init
     if given is not None and not callable(given):
-        contract = "grow: init must be a function that fills a tensor of rows in place"
-        raise InputError(sentence(contract, f"a {type(given).__name__}"))
+        requirement = "grow: init must be a function that fills a tensor of rows in place"
+        raise InputError(message(requirement, f"a {type(given).__name__}"))
     if weight.grad is not None:
-        contract = "grow: a table that grows must have no gradient, which is for fewer rows"
-        raise InputError(sentence(contract, "one", "Call zero_grad() first"))
+        requirement = "grow: a table that grows must have no gradient, which is for fewer rows"
+        raise InputError(message(requirement, "one", "Call zero_grad() first"))
     if file_of(weight) is not None:
-        contract = "grow: a table that grows must not lie in a file, which has the size it was made"
+        requirement = (
+            "grow: a table that grows must not lie in a file, which has the size it was made"
+        )
         remedy = "Make a file for all rows that there may be: those that nobody uses take no room"
-        raise InputError(sentence(contract, "one that does", remedy))
+        raise InputError(message(requirement, "one that does", remedy))
     if weight.is_cpu and weight.is_shared():
-        contract = "grow: a table that grows must not be in shared memory"
-        raise InputError(sentence(contract, "one that other processes may have"))
+        requirement = "grow: a table that grows must not be in shared memory"
+        raise InputError(message(requirement, "one that other processes may have"))
     parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:

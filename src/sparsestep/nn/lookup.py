@@ -24,7 +24,7 @@ from sparsestep._torch import (
     uses,
     uses_of_memory,
 )
-from sparsestep.errors import InputError, RangeError, sentence
+from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.indexed import Touched
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -33,7 +33,7 @@ _FEW = 256
 
 def refusal(
     table: nn.Module,
-    contract: str,
+    requirement: str,
     got: object,
     remedy: str = "",
     kind: type[InputError] = InputError,
@@ -46,7 +46,7 @@ def refusal(
     who = (
         f"{type(table).__name__} {name!r} ({size})" if name else f"{type(table).__name__} ({size})"
     )
-    return kind(f"{who}: {sentence(contract, got, remedy)}")
+    return kind(f"{who}: {message(requirement, got, remedy)}")
 
 
 def check_ids(table: nn.Module, weight: Tensor, ids: Any) -> None:
@@ -77,9 +77,9 @@ def _bad_id(table: nn.Module, rows: int, ids: Tensor) -> InputError:
 def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> None:
     """Refuse offsets that do not cut the ids into bags."""
     if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS or offsets.dim() != 1:
-        contract = "1-D ids need offsets, a 1-D int64 or int32 tensor of where each bag begins"
+        requirement = "1-D ids need offsets, a 1-D int64 or int32 tensor of where each bag begins"
         remedy = "Pass 2-D ids for bags of equal length" if offsets is None else ""
-        raise refusal(table, contract, _kind(offsets), remedy)
+        raise refusal(table, requirement, _kind(offsets), remedy)
     if offsets.device != ids.device:
         raise refusal(table, f"offsets must be on the ids' device, {ids.device}", offsets.device)
     id_count, count = ids.numel(), offsets.numel()
@@ -106,26 +106,26 @@ def _bad_offset(table: nn.Module, id_count: int, offsets: list[int]) -> InputErr
             return refusal(table, "offsets must not decrease", got)
     for position, value in enumerate(offsets):
         if value > id_count:
-            contract = f"offsets must be at most the number of ids, {id_count}"
-            return refusal(table, contract, f"{value} at position {position}")
-    contract = f"with include_last_offset the last offset must be the number of ids, {id_count}"
-    return refusal(table, contract, f"{offsets[-1]} at position {len(offsets) - 1}")
+            requirement = f"offsets must be at most the number of ids, {id_count}"
+            return refusal(table, requirement, f"{value} at position {position}")
+    requirement = f"with include_last_offset the last offset must be the number of ids, {id_count}"
+    return refusal(table, requirement, f"{offsets[-1]} at position {len(offsets) - 1}")
 
 
 def check_weights(table: nn.Module, weight: Tensor, ids: Tensor, weights: Any, mode: str) -> None:
     """Refuse per_sample_weights that are not one for each id."""
     if mode != "sum":
-        contract = "per_sample_weights are for mode='sum'"
-        raise refusal(table, contract, f"mode={mode!r}")
+        requirement = "per_sample_weights are for mode='sum'"
+        raise refusal(table, requirement, f"mode={mode!r}")
     if not isinstance(weights, Tensor) or weights.dtype != weight.dtype:
-        contract = f"per_sample_weights must be a tensor of the table's dtype, {weight.dtype}"
-        raise refusal(table, contract, _kind(weights))
+        requirement = f"per_sample_weights must be a tensor of the table's dtype, {weight.dtype}"
+        raise refusal(table, requirement, _kind(weights))
     if weights.shape != ids.shape:
-        contract = f"per_sample_weights must have the shape of the ids, {tuple(ids.shape)}"
-        raise refusal(table, contract, tuple(weights.shape))
+        requirement = f"per_sample_weights must have the shape of the ids, {tuple(ids.shape)}"
+        raise refusal(table, requirement, tuple(weights.shape))
     if weights.device != weight.device:
-        contract = f"per_sample_weights must be on the table's device, {weight.device}"
-        raise refusal(table, contract, weights.device)
+        requirement = f"per_sample_weights must be on the table's device, {weight.device}"
+        raise refusal(table, requirement, weights.device)
 
 
 def _kind(thing: object) -> str:

@@ -89,8 +89,8 @@ class Bags:
         if ids.dim() != 2:
             raise refusal(table, "ids must be 1-D or 2-D", f"shape {tuple(ids.shape)}")
         if offsets is not None:
-            contract = "2-D ids are bags of equal length: offsets must be None"
-            raise refusal(table, contract, "offsets", "Flatten the ids to use offsets")
+            requirement = "2-D ids are bags of equal length: offsets must be None"
+            raise refusal(table, requirement, "offsets", "Flatten the ids to use offsets")
         count, length = ids.shape
         if starts is None:
             starts = equal_starts(ids)
@@ -110,8 +110,8 @@ def _flat(table: torch.nn.EmbeddingBag, ids: Tensor, factors: Tensor | None) -> 
     """A nested tensor, whose rows are bags, as torch takes it: ids, offsets, factors, ends."""
     if factors is not None:
         if not factors.is_nested:
-            contract = "with nested ids, per_sample_weights must be nested, too"
-            raise refusal(table, contract, "an ordinary tensor")
+            requirement = "with nested ids, per_sample_weights must be nested, too"
+            raise refusal(table, requirement, "an ordinary tensor")
         factors = factors.values().reshape(-1)
     return ids.values().reshape(-1), ids.offsets(), factors, True  # type: ignore[attr-defined]
 
@@ -124,8 +124,8 @@ def _check_mode(table: torch.nn.EmbeddingBag) -> None:
     if table.mode not in MODES:
         raise refusal(table, "mode has to be one of sum, mean or max", repr(table.mode))
     if _is_refused(table):
-        contract = "max mode does not support scaling the gradient by the frequency"
-        raise refusal(table, contract, "scale_grad_by_freq=True")
+        requirement = "max mode does not support scaling the gradient by the frequency"
+        raise refusal(table, requirement, "scale_grad_by_freq=True")
 
 
 class Asked(NamedTuple):

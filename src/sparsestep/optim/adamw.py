@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim.adam import RULES, Family, FunctionalAdam
 from sparsestep.optim.functional import apply_, takes
@@ -94,8 +94,8 @@ class AdamW(Family, Optimizer):
         rounding_seed: int | None = None,
     ) -> None:
         if decoupled_weight_decay is not True:
-            contract = "AdamW: decoupled_weight_decay must be True"
-            raise InputError(sentence(contract, checks.shown(decoupled_weight_decay), "Use Adam"))
+            requirement = "AdamW: decoupled_weight_decay must be True"
+            raise InputError(message(requirement, checks.shown(decoupled_weight_decay), "Use Adam"))
         super().__init__(
             params,
             lr,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.optim.optimizer import RuleOptimizer
 
 
@@ -21,9 +21,9 @@ def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
         save: the model must be an nn.Module. Got str.
     """
     if not isinstance(model, nn.Module):
-        contract = f"{who}: the model must be an nn.Module"
-        raise InputError(sentence(contract, type(model).__name__))
+        requirement = f"{who}: the model must be an nn.Module"
+        raise InputError(message(requirement, type(model).__name__))
     if not isinstance(optimizer, RuleOptimizer):
-        contract = f"{who}: the optimizer must be one of sparsestep"
+        requirement = f"{who}: the optimizer must be one of sparsestep"
         kind = type(optimizer)
-        raise InputError(sentence(contract, f"{kind.__module__}.{kind.__qualname__}"))
+        raise InputError(message(requirement, f"{kind.__module__}.{kind.__qualname__}"))

@@ -11,7 +11,7 @@ from torch.optim.optimizer import StateDict
 from sparsestep._process import uninterrupted
 from sparsestep.deferred.rows import rows_of
 from sparsestep.deferred.tracking import Tracking
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory import tensors as parameters
 from sparsestep.optim.declaration import speaking
 from sparsestep.optim.records import StateKeeper
@@ -50,10 +50,10 @@ class CatchesUp(StateKeeper):
         known = list(self._all_params())
         if param is not None:
             if not any(param is each for each in known):
-                contract = "catch_up needs a parameter of this optimizer"
+                requirement = "catch_up needs a parameter of this optimizer"
                 shape = getattr(param, "shape", None)
                 got = type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"
-                raise InputError(f"{type(self).__name__}: {sentence(contract, got)}")
+                raise InputError(f"{type(self).__name__}: {message(requirement, got)}")
             known = [param]
         for each in known:
             clock = self._clocks.get(id(each))
@@ -149,11 +149,11 @@ def row_numbers(name: str, rows: Tensor, count: int) -> Tensor:
     """
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(sentence("rows must be an integer tensor", got))
+        raise InputError(message("rows must be an integer tensor", got))
     rows = rows.reshape(-1).long()
     if rows.numel():
         low, high = rows.aminmax()
         if int(low) < 0 or int(high) >= count:
             outside = int(low) if int(low) < 0 else int(high)
-            raise InputError(sentence(f"{name} must be in [0, {count})", outside))
+            raise InputError(message(f"{name} must be in [0, {count})", outside))
     return rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import DEFAULTS, Engine, Mask, Semantics, common
 from sparsestep.rules.rule import Rule, State
@@ -67,10 +67,10 @@ class UserOptimizer(RuleOptimizer):
         known = {**self.defaults, **param_group}
         missing = [name for name in self._required if name not in known]
         if missing:
-            contract = f"{self._rule.name} needs {', '.join(missing)}"
+            requirement = f"{self._rule.name} needs {', '.join(missing)}"
             got = ", ".join(name for name in self._options if name in known) or "no options"
             remedy = "Pass it by name, or give every param group its own"
-            raise InputError(sentence(contract, got, remedy))
+            raise InputError(message(requirement, got, remedy))
         return super().add_param_group(param_group)
 
     @classmethod
@@ -158,17 +158,17 @@ _RESERVED = frozenset(
 
 
 def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
-    contract = f"{argument} must map names to initial values, as in {argument}={{'sum': 0.0}}"
+    requirement = f"{argument} must map names to initial values, as in {argument}={{'sum': 0.0}}"
     if not isinstance(given, Mapping | None):
-        raise InputError(sentence(contract, repr(given)))
+        raise InputError(message(requirement, repr(given)))
     specs = []
     for name, first in (given or {}).items():
         if not isinstance(name, str) or not isinstance(first, int | float):
-            raise InputError(sentence(contract, repr(given)))
+            raise InputError(message(requirement, repr(given)))
         if name == "step":
-            contract = f"{argument} must not use the name of the step count"
+            requirement = f"{argument} must not use the name of the step count"
             remedy = "To get the count, take step as a keyword-only argument"
-            raise InputError(sentence(contract, repr(name), remedy))
+            raise InputError(message(requirement, repr(name), remedy))
         specs.append(State(name, float(first), per_row=per_row))
     return specs
 
@@ -177,25 +177,25 @@ def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.S
     """The function must take what it will be called with."""
     if not callable(function) or not hasattr(function, "__name__"):
         remedy = "Name its state in state= or row_state="
-        raise InputError(sentence("rule must get a function", repr(function), remedy))
+        raise InputError(message("rule must get a function", repr(function), remedy))
     name = function.__name__
     try:
         signature = inspect.signature(function)
     except ValueError:
         got = "a function that does not reveal its arguments"
-        raise InputError(sentence(f"rule {name!r} must have a signature", got)) from None
+        raise InputError(message(f"rule {name!r} must have a signature", got)) from None
     arguments = signature.parameters.values()
     places = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     others = [a for a in arguments if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
     wanted = ["param", "grad", *(spec.name for spec in specs)]
     if len(places) != len(wanted) or places[2:] != wanted[2:] or others:
         remedy = "Its state is named in state= or row_state=; its options come after a *"
-        contract = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
-        raise InputError(sentence(contract, signature, remedy))
+        requirement = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
+        raise InputError(message(requirement, signature, remedy))
     taken = sorted(_RESERVED & _options(signature).keys())
     if taken:
-        contract = f"rule {name!r} must not redefine what every optimizer has"
-        raise InputError(sentence(contract, ", ".join(taken), "Rename it"))
+        requirement = f"rule {name!r} must not redefine what every optimizer has"
+        raise InputError(message(requirement, ", ".join(taken), "Rename it"))
     return signature
 
 
@@ -224,16 +224,16 @@ def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> F
     copying.__code__ = copying.__code__.replace(co_name=name)
     called = copying
     if not isinstance(compile, bool | Mapping):
-        contract = "compile must be True, False or a mapping of torch.compile's options"
-        raise InputError(sentence(contract, repr(compile)))
+        requirement = "compile must be True, False or a mapping of torch.compile's options"
+        raise InputError(message(requirement, repr(compile)))
     if compile is not False:
         called = torch.compile(copying, **({} if compile is True else compile))
 
     def update(*values: Tensor, **options: Any) -> list[Any]:
         new = called(*values, **options)
         if not isinstance(new, Tensor | tuple | list):
-            contract = f"rule {name!r} must return a tensor or a tuple of tensors"
-            raise InputError(sentence(contract, type(new).__name__))
+            requirement = f"rule {name!r} must return a tensor or a tuple of tensors"
+            raise InputError(message(requirement, type(new).__name__))
         results = [new] if isinstance(new, Tensor) else new
         return [_writable(name, result, values[0]) for result in results]
 
@@ -246,9 +246,9 @@ def _writable(name: str, value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
-        contract = f"rule {name!r} must return real strided tensors on {like.device}"
+        requirement = f"rule {name!r} must return real strided tensors on {like.device}"
         got = f"{value.layout} of {value.dtype} on {value.device}"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))
     return value.to(like.dtype)
 
 

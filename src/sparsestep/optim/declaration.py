@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from sparsestep.engines.torch_fused import Batch
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.rules import options
 from sparsestep.rules import options as checks
 from sparsestep.rules.int8 import stored_as_int8
@@ -61,7 +61,7 @@ class Declaration(_Base):
         missing = self._required_options - group.keys()
         if missing:
             got = f"no {', '.join(sorted(missing))}"
-            raise InputError(sentence("it must have every option", got))
+            raise InputError(message("it must have every option", got))
         self._check_values(group)
 
     @classmethod

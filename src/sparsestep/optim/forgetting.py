@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsestep._process import uninterrupted
 from sparsestep.deferred.rows import rows_of
-from sparsestep.errors import InputError, memory_errors, sentence
+from sparsestep.errors import InputError, memory_errors, message
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files
 from sparsestep.optim import state as states
@@ -70,8 +70,8 @@ class Forgets(CatchesUp):
         group = self._group_of(param)
         memory = parameters.memory_of(param)
         if parameters.is_distributed(param):
-            contract = "forget does not support parameters that are sharded across processes"
-            raise InputError(sentence(contract, "a DTensor"))
+            requirement = "forget does not support parameters that are sharded across processes"
+            raise InputError(message(requirement, "a DTensor"))
         rows = row_numbers("rows to forget", rows, memory.shape[0] if memory.dim() else 1)
         record, rule = self.state.get(param), self._stored_rule_for(group)
         tensors: list[Tensor] = []
@@ -100,7 +100,7 @@ class Forgets(CatchesUp):
             if any(param is each for each in group["params"]):
                 found: dict[str, Any] = group
                 return found
-        contract = "the parameter must be one of this optimizer's"
+        requirement = "the parameter must be one of this optimizer's"
         shape = getattr(param, "shape", None)
         got = type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))

@@ -23,7 +23,7 @@ from sparsestep import engines
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import ParamUpdate, Settings
-from sparsestep.errors import InputError, counted, sentence
+from sparsestep.errors import InputError, counted, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX, FLOATS, Touched
 from sparsestep.grads.layouts import Gradient, touched
@@ -226,13 +226,13 @@ def apply_(
 
 
 def _checked_step(step: int | Tensor) -> int:
-    contract = "step must be the number of this update, counted from 1"
+    requirement = "step must be the number of this update, counted from 1"
     if isinstance(step, Tensor) and step.numel() != 1:
-        raise InputError(sentence(contract, f"a tensor of shape {tuple(step.shape)}"))
+        raise InputError(message(requirement, f"a tensor of shape {tuple(step.shape)}"))
     checks.number("step", step)
     value = options.to_number(step)
     if not 1 <= value < _TOO_MANY or value % 1:
-        raise InputError(sentence(contract, value))
+        raise InputError(message(requirement, value))
     return int(value)
 
 
@@ -240,7 +240,7 @@ def _checked_seed(seed: Any) -> int:
     try:
         return index(seed) & 0xFFFFFFFFFFFFFFFF  # both engines look at 64 bits
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(sentence("seed must be an integer or None", checks.shown(seed))) from None
+        raise InputError(message("seed must be an integer or None", checks.shown(seed))) from None
 
 
 _TOO_MANY = 1 << 63  # steps for the core to count
@@ -248,18 +248,18 @@ _TOO_MANY = 1 << 63  # steps for the core to count
 
 def _check_param(param: Tensor) -> None:
     if not isinstance(param, Tensor):
-        raise InputError(sentence("the parameter must be a tensor", type(param).__name__))
+        raise InputError(message("the parameter must be a tensor", type(param).__name__))
     if param.layout is not torch.strided:
-        raise InputError(sentence("the parameter must be a strided tensor", param.layout))
+        raise InputError(message("the parameter must be a strided tensor", param.layout))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-        raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
+        raise InputError(message("a parameter must have a real float dtype", param.dtype))
 
 
 def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
     names = [spec.name for spec in rule.state]
     if len(state) != len(names):
-        contract = f"these options need the state {', '.join(names)}"
-        raise InputError(sentence(contract, f"{len(state)} tensors"))
+        requirement = f"these options need the state {', '.join(names)}"
+        raise InputError(message(requirement, f"{len(state)} tensors"))
     tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
     for spec, tensor in zip(rule.state, tensors, strict=True):
         check_writable(f"the state {spec.name!r}", tensor)
@@ -313,8 +313,10 @@ class FunctionalOptimizer:
         for key, usual in self.only_in_torch.items():
             value = options.pop(key, usual)
             if value != usual:
-                contract = f"{name}: {key} is an option of torch's class only and must be {usual}"
-                raise InputError(sentence(contract, value, "Leave it out"))
+                requirement = (
+                    f"{name}: {key} is an option of torch's class only and must be {usual}"
+                )
+                raise InputError(message(requirement, value, "Leave it out"))
         may_be_empty = options.pop("_allow_empty_param_list", False)
         params = list(params)
         if not params and not may_be_empty:
@@ -441,10 +443,10 @@ class FunctionalOptimizer:
     def _check_new(self, param: Any, group: dict[str, Any]) -> None:
         try:
             if not isinstance(param, Tensor):
-                raise InputError(sentence("a parameter must be a tensor", type(param).__name__))
+                raise InputError(message("a parameter must be a tensor", type(param).__name__))
             if group.get("mask") is not None:
-                contract = "with a mask, all parameters must be known from the start"
-                raise InputError(sentence(contract, "a new one", "Pass it to the constructor"))
+                requirement = "with a mask, all parameters must be known from the start"
+                raise InputError(message(requirement, "a new one", "Pass it to the constructor"))
             self._optimizer._check_params(0, {**group, "params": [param]})
         except InputError as error:
             raise InputError(f"{type(self).__name__}: {error}") from None

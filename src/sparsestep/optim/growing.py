@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.memory import lazy as pages
 from sparsestep.memory import tensors as parameters
@@ -35,9 +35,11 @@ def prepare_to_grow(
     if group.get("mask") is not None:
         listed = masks.listed(group["mask"], group["params"])
         if any(m is not None and p is param for m, p in zip(listed, group["params"], strict=True)):
-            contract = "a parameter with a mask cannot grow: the mask does not cover the new rows"
+            requirement = (
+                "a parameter with a mask cannot grow: the mask does not cover the new rows"
+            )
             remedy = "Remove it from the param group, and set a larger one afterwards"
-            raise InputError(sentence(contract, "a mask", remedy))
+            raise InputError(message(requirement, "a mask", remedy))
     record, rule = optimizer.state.get(param), optimizer._stored_rule_for(group)
     if record and all(record.get(spec.name) is not None for spec in rule.state):
         states.checked(rule, parameters.memory_of(param), record)
@@ -57,8 +59,8 @@ def prepare_to_grow(
 def _grown(name: str, tensor: Tensor, old: int, rows: int, value: float) -> Tensor:
     """A state tensor with more rows, those that are new as in the beginning."""
     if tensor.is_cpu and tensor.is_shared():
-        contract = f"the state {name!r} of a parameter that grows must not be in shared memory"
-        raise InputError(sentence(contract, "one that other processes may have"))
+        requirement = f"the state {name!r} of a parameter that grows must not be in shared memory"
+        raise InputError(message(requirement, "one that other processes may have"))
     shape, dtype = torch.Size([rows, *tensor.shape[1:]]), tensor.dtype
     new = pages.full(shape, states.in_dtype(dtype, value), dtype, tensor.device)
     new[:old] = tensor.detach()[:old]

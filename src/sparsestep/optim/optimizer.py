@@ -25,7 +25,7 @@ from sparsestep.deferred.rows import RowClock
 from sparsestep.deferred.tracking import warn_of_another
 from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before, step_again
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradExchange, Source, elsewhere, sources_of
 from sparsestep.memory.huge_pages import HugePages
@@ -70,8 +70,8 @@ class RuleOptimizer(Explains):
         with speaking(type(self).__name__):
             engines.check_engine(engine)
             if semantics not in ("masked", "dense"):
-                contract = "semantics must be one of masked, dense"
-                raise InputError(sentence(contract, repr(semantics)))
+                requirement = "semantics must be one of masked, dense"
+                raise InputError(message(requirement, repr(semantics)))
             self._check_values({**defaults, **extras})
         defaults = {**defaults, **options.given(extras)}
         self._option_names = tuple(defaults)
@@ -106,8 +106,8 @@ class RuleOptimizer(Explains):
         with speaking(f"{type(self).__name__}: param group {group_index}"):
             if isinstance(param_group, dict):
                 if "params" not in param_group:
-                    contract = "a param group must have the key 'params'"
-                    raise InputError(sentence(contract, ", ".join(map(str, param_group)) or "{}"))
+                    requirement = "a param group must have the key 'params'"
+                    raise InputError(message(requirement, ", ".join(map(str, param_group)) or "{}"))
                 options.check_keys(param_group, [*self._option_names, *self._extras], self._neutral)
                 checks.check(param_group, self._own_options)
                 options.seed_of(param_group)
@@ -134,15 +134,17 @@ class RuleOptimizer(Explains):
         name, params = type(self).__name__, options["params"]
         sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
         if sparse:
-            contract = f"{name} requires dense parameter tensors"
-            raise InputError(f"Sparse params at indices {sparse}: {contract}")
+            requirement = f"{name} requires dense parameter tensors"
+            raise InputError(f"Sparse params at indices {sparse}: {requirement}")
         imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
         if imaginary and not self._supports_complex:
-            contract = f"{name} does not support complex parameters"
-            raise InputError(f"Complex params at indices {imaginary}: {contract}")
+            requirement = f"{name} does not support complex parameters"
+            raise InputError(f"Complex params at indices {imaginary}: {requirement}")
         if imaginary and options.get("state_dtype") is not None:
-            contract = "the state of complex parameters has their dtype: state_dtype must be None"
-            raise InputError(sentence(contract, options["state_dtype"]))
+            requirement = (
+                "the state of complex parameters has their dtype: state_dtype must be None"
+            )
+            raise InputError(message(requirement, options["state_dtype"]))
 
     def __repr__(self) -> str:
         who, rest = super().__repr__().split(" (", 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.optim.declaration import Declaration
 from sparsestep.rules import options
@@ -183,26 +183,26 @@ def name_of(who: str, group: Group, group_index: int, index: int) -> str:
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
     """Refuse what dense semantics has no closed form for."""
     if rule.motion is None and options.read(group, "bias_correction") == "per_row":
-        contract = (
+        requirement = (
             "with semantics='dense' every row takes every step: bias_correction must be global"
         )
-        raise InputError(sentence(contract, "'per_row'"))
+        raise InputError(message(requirement, "'per_row'"))
     if rule.motion is None and rule.is_native:
         raise InputError(refusal(rule.name))
     if coupled:
-        contract = (
+        requirement = (
             "semantics='dense' has no closed form for coupled weight decay, whose gradient is "
             "never zero"
         )
         got = f"weight_decay={group['weight_decay']}"
-        raise InputError(sentence(contract, got, "Use decoupled_weight_decay=True, or AdamW"))
+        raise InputError(message(requirement, got, "Use decoupled_weight_decay=True, or AdamW"))
     if not left > 0:
-        contract = "with semantics='dense', lr * weight_decay must be less than 1"
-        raise InputError(sentence(contract, 1 - left))
+        requirement = "with semantics='dense', lr * weight_decay must be less than 1"
+        raise InputError(message(requirement, 1 - left))
     if options.read(group, "state_dtype") is torch.int8:
-        contract = "semantics='dense' does not support int8 state"
-        raise InputError(sentence(contract, "state_dtype=torch.int8"))
+        requirement = "semantics='dense' does not support int8 state"
+        raise InputError(message(requirement, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):
         if group.get(name):
-            contract = f"semantics='dense' does not support {name}"
-            raise InputError(sentence(contract, f"{name}=True"))
+            requirement = f"semantics='dense' does not support {name}"
+            raise InputError(message(requirement, f"{name}=True"))

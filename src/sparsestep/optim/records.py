@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from sparsestep._torch import scalar_dtype
 from sparsestep.deferred.rows import RowClock
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import Touched
 from sparsestep.memory import tensors as parameters
@@ -188,19 +188,21 @@ class StateKeeper(Declaration):
         """
         with speaking(type(self).__name__):
             if self.semantics == "dense":
-                contract = "share_memory needs semantics='masked': processes cannot catch up rows"
-                raise InputError(sentence(contract, "semantics='dense'"))
+                requirement = (
+                    "share_memory needs semantics='masked': processes cannot catch up rows"
+                )
+                raise InputError(message(requirement, "semantics='dense'"))
             self.materialize_state()
             for group in self.param_groups:
                 if any(map(is_lazy, group["params"])):
-                    contract = "a lazy parameter must be initialized before its state is shared"
+                    requirement = "a lazy parameter must be initialized before its state is shared"
                     remedy = "Call the model once first"
-                    raise InputError(sentence(contract, "an uninitialized one", remedy))
+                    raise InputError(message(requirement, "an uninitialized one", remedy))
                 if self._stored_rule_for(group).state and not all(
                     map(self.state.get, group["params"])
                 ):
-                    contract = "share_memory: with dampening, the state must already exist"
-                    raise InputError(sentence(contract, "no state yet", "Call step() first"))
+                    requirement = "share_memory: with dampening, the state must already exist"
+                    raise InputError(message(requirement, "no state yet", "Call step() first"))
         tensors = (value for record in self.state.values() for value in record.values())
         for tensor in tensors:
             if (

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from sparsestep.engines.torch_fused import Batch
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
@@ -302,8 +302,8 @@ def rmsprop_(
         with speaking("rmsprop_"):
             checks.check({"momentum": momentum})
     if momentum_buffer is None and momentum:
-        contract = "rmsprop_: momentum needs a momentum_buffer"
-        raise InputError(sentence(contract, "None", "Pass a tensor of zeros"))
+        requirement = "rmsprop_: momentum needs a momentum_buffer"
+        raise InputError(message(requirement, "None", "Pass a tensor of zeros"))
     apply_(
         *("rmsprop_", rule, param, grad, state, step, hyper),
         weight_decay=weight_decay,

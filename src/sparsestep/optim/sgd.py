@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
 from sparsestep.engines.torch_fused import Batch
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
@@ -250,8 +250,8 @@ def sgd_(
     if nesterov and (momentum <= 0 or dampening != 0):
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None and momentum:
-        contract = "sgd_: momentum needs a momentum_buffer"
-        raise InputError(sentence(contract, "None", "Pass a tensor of zeros, and step=1"))
+        requirement = "sgd_: momentum needs a momentum_buffer"
+        raise InputError(message(requirement, "None", "Pass a tensor of zeros, and step=1"))
     state: list[Tensor] = []
     rule, hyper = RULE, {"lr": lr}
     if momentum_buffer is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim.declaration import speaking
@@ -185,7 +185,7 @@ def sparse_adam_(
         [0.0, -0.5, 0.0]
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
-        raise InputError(sentence("sparse_adam_: the parameter must be real", param.dtype))
+        raise InputError(message("sparse_adam_: the parameter must be real", param.dtype))
     with speaking("sparse_adam_"):
         checks.positive("eps", eps)
     hyper = {"lr": lr, "betas": betas, "eps": eps}

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import COMPLEX, FLOATS
 from sparsestep.memory import lazy as pages
 from sparsestep.memory import mapped_state as beside
@@ -122,14 +122,14 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
     for spec in rule.state:
         tensor = state.get(spec.name)
         if not isinstance(tensor, Tensor):
-            contract = f"the state must have a tensor {spec.name!r}"
-            raise InputError(sentence(contract, ", ".join(map(str, state))))
+            requirement = f"the state must have a tensor {spec.name!r}"
+            raise InputError(message(requirement, ", ".join(map(str, state))))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
         wanted = shape[:1] if spec.per_row else shape
         if tensor.shape != wanted or not same_device:
             raise InputError(
-                sentence(
+                message(
                     f"the state {spec.name!r} must have shape {tuple(wanted)} and be on "
                     f"{param.device}, like the parameter",
                     f"{tuple(tensor.shape)} on {tensor.device}",
@@ -139,17 +139,17 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
         if param.is_complex() and tensor.is_complex() == spec.per_row:
             # Real state would be half as large as what is written.
             wanted_dtype = dtype_for(spec, param)
-            contract = (
+            requirement = (
                 f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted_dtype}"
             )
-            raise InputError(sentence(contract, tensor.dtype))
+            raise InputError(message(requirement, tensor.dtype))
         coded = tensor.dtype is torch.int8 or spec.dtype is torch.int8
         if tensor.dtype != spec.dtype if coded else not _is_float(tensor, param):
-            contract = f"the state {spec.name!r} must have {_kind(spec)}"
-            raise InputError(sentence(contract, tensor.dtype))
+            requirement = f"the state {spec.name!r} must have {_kind(spec)}"
+            raise InputError(message(requirement, tensor.dtype))
         if tensor.layout is not torch.strided:
-            contract = f"the state {spec.name!r} must be a strided tensor"
-            raise InputError(sentence(contract, tensor.layout, "Load it with load_state_dict"))
+            requirement = f"the state {spec.name!r} must be a strided tensor"
+            raise InputError(message(requirement, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
 
@@ -168,15 +168,15 @@ def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
     if isinstance(count, int | float) or (count is None and not rule.counts):
         return
     if not isinstance(count, Tensor):
-        contract = "the state must have 'step', the number of steps taken"
+        requirement = "the state must have 'step', the number of steps taken"
         got = ", ".join(map(str, state)) if count is None else f"a {type(count).__name__}"
-        raise InputError(sentence(contract, got, "To start over, clear the parameter's state"))
+        raise InputError(message(requirement, got, "To start over, clear the parameter's state"))
     if count.numel() != 1 or count.layout is not torch.strided or count.dtype not in _COUNTS:
-        contract = "the state 'step' must be a number or a one-element tensor"
-        raise InputError(sentence(contract, f"{count.dtype} of shape {tuple(count.shape)}"))
+        requirement = "the state 'step' must be a number or a one-element tensor"
+        raise InputError(message(requirement, f"{count.dtype} of shape {tuple(count.shape)}"))
     if count.is_inference() and not torch.is_inference_mode_enabled():
-        contract = "outside torch.inference_mode(), 'step' must not be an inference tensor"
-        raise InputError(sentence(contract, "an inference tensor", "Use a clone of it"))
+        requirement = "outside torch.inference_mode(), 'step' must not be an inference tensor"
+        raise InputError(message(requirement, "an inference tensor", "Use a clone of it"))
 
 
 def loaded(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX, FLOATS
 from sparsestep.memory.lazy import strided
@@ -79,25 +79,25 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
 
 
 def _check_form(saved: Any) -> None:
-    contract = "a checkpoint must be a dict with the keys 'state' and 'param_groups'"
+    requirement = "a checkpoint must be a dict with the keys 'state' and 'param_groups'"
     if not isinstance(saved, Mapping):
-        raise InputError(sentence(contract, f"a {type(saved).__name__}"))
+        raise InputError(message(requirement, f"a {type(saved).__name__}"))
     if not {"state", "param_groups"} <= saved.keys():
         got = f"the keys {', '.join(map(repr, saved))}" if saved else "an empty dict"
         remedy = "Pass what state_dict() of the optimizer returned"
-        raise InputError(sentence(contract, got, remedy))
+        raise InputError(message(requirement, got, remedy))
     if not isinstance(saved["state"], Mapping):
-        contract = "'state' of a checkpoint must be a dict"
-        raise InputError(sentence(contract, f"a {type(saved['state']).__name__}"))
+        requirement = "'state' of a checkpoint must be a dict"
+        raise InputError(message(requirement, f"a {type(saved['state']).__name__}"))
     groups = saved["param_groups"]
     if not isinstance(groups, list | tuple):
-        contract = "'param_groups' of a checkpoint must be a list"
-        raise InputError(sentence(contract, f"a {type(groups).__name__}"))
+        requirement = "'param_groups' of a checkpoint must be a list"
+        raise InputError(message(requirement, f"a {type(groups).__name__}"))
     for index, group in enumerate(groups):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            contract = f"group {index} of the checkpoint must be a dict with a list 'params'"
+            requirement = f"group {index} of the checkpoint must be a dict with a list 'params'"
             keys = f"the keys {', '.join(map(repr, group))}" if isinstance(group, Mapping) else ""
-            raise InputError(sentence(contract, keys or f"a {type(group).__name__}"))
+            raise InputError(message(requirement, keys or f"a {type(group).__name__}"))
 
 
 def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
@@ -110,9 +110,9 @@ def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
     foreign = [name for name in optimizer._neutral if name in saved and name not in known]
     missing = [name for name in rule.hyperparameters if name not in saved]
     if foreign and missing:
-        contract = f"its options must be those of {type(optimizer).__name__}, with "
+        requirement = f"its options must be those of {type(optimizer).__name__}, with "
         remedy = "Load it into the optimizer class that saved it"
-        raise InputError(sentence(contract + ", ".join(missing), ", ".join(foreign), remedy))
+        raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
 def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
@@ -134,7 +134,7 @@ def _state_of(
     replaced: Mapping[str, Any],
 ) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
-        raise InputError(sentence("its state must be a dict", type(saved).__name__))
+        raise InputError(message("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}
     given, saved = saved, recoded(rule, _strided(param, saved))
@@ -161,26 +161,26 @@ def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
 def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
     if not isinstance(value, Tensor):
         held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
-        raise InputError(sentence(f"its state must have a tensor {spec.name!r}", held))
+        raise InputError(message(f"its state must have a tensor {spec.name!r}", held))
     wanted = states.shape_for(spec, param)
     if value.shape != wanted:
-        contract = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
-        raise InputError(sentence(contract, tuple(value.shape)))
+        requirement = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
+        raise InputError(message(requirement, tuple(value.shape)))
     real = value.dtype in FLOATS or value.dtype == spec.dtype
     if not real and not (param.is_complex() and value.dtype in COMPLEX):
         kind = "float" if not param.is_complex() else "float or complex"
-        raise InputError(sentence(f"its state {spec.name!r} must be {kind}", value.dtype))
+        raise InputError(message(f"its state {spec.name!r} must be {kind}", value.dtype))
 
 
 def _check_count(saved: Mapping[str, Any]) -> None:
     count = saved.get("step")
-    contract = "its state must have 'step', the number of steps taken"
+    requirement = "its state must have 'step', the number of steps taken"
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.is_complex():
-            raise InputError(sentence(contract, f"a tensor of shape {tuple(count.shape)}"))
+            raise InputError(message(requirement, f"a tensor of shape {tuple(count.shape)}"))
         count = count.item()
     if isinstance(count, bool) or not isinstance(count, int | float):
         got = f"{count!r}" if "step" in saved else f"one with {', '.join(map(str, saved))}"
-        raise InputError(sentence(contract, got))
+        raise InputError(message(requirement, got))
     if not 0 <= count < float("inf"):
-        raise InputError(sentence(contract, count))
+        raise InputError(message(requirement, count))

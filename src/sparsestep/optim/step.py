@@ -19,7 +19,7 @@ from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.finishing import finish
 from sparsestep.engines.native import Recorded
 from sparsestep.engines.torch_fused import TorchKernels
-from sparsestep.errors import InputError, SlowWarning, sentence, usable, warn_once
+from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.compact import Compact
 from sparsestep.grads.exchange import source_of
@@ -180,13 +180,13 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     settings, param = update.settings, update.param
     rule = settings.rule
     if selection is not None and parameters.is_distributed(update.owner):
-        contract = "a DTensor parameter cannot have a mask"
-        raise InputError(sentence(contract, "a mask", "Put it into a group without one"))
+        requirement = "a DTensor parameter cannot have a mask"
+        raise InputError(message(requirement, "a mask", "Put it into a group without one"))
     if param.dtype not in FLOATS and param.dtype not in COMPLEX:
-        raise InputError(sentence("a parameter must have a real float dtype", param.dtype))
+        raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
-        contract = "differentiable=True needs dense gradients under torch's own formulas"
-        raise InputError(sentence(contract, _kind(update.grad)))
+        requirement = "differentiable=True needs dense gradients under torch's own formulas"
+        raise InputError(message(requirement, _kind(update.grad)))
     if update.state is None:
         dtype = settings.state_dtype
         update.state = states.new(rule, param, update.group, dtype)
@@ -545,7 +545,7 @@ class StepInBackward:
         self, optimizer: StateKeeper, params: Iterable[Tensor] | None, backwards: int
     ) -> None:
         if not isinstance(backwards, int) or backwards < 1:
-            raise InputError(sentence("backwards must be an integer, at least 1", backwards))
+            raise InputError(message("backwards must be an integer, at least 1", backwards))
         places = {
             id(param): (group_index, index)
             for group_index, group in enumerate(optimizer.param_groups)
@@ -557,20 +557,20 @@ class StepInBackward:
             wanted = list(params if params is not None else everything)
         for param in wanted:
             if id(param) not in places:
-                contract = "step_in_backward needs parameters of this optimizer"
+                requirement = "step_in_backward needs parameters of this optimizer"
                 got = f"a {type(param).__name__}"
                 if isinstance(param, Tensor):
                     got = f"another, of shape {tuple(param.shape)}"
-                raise InputError(sentence(contract, got))
+                raise InputError(message(requirement, got))
             if source_of(param) is not None:
-                contract = "step_in_backward needs gradients that are complete after backward"
+                requirement = "step_in_backward needs gradients that are complete after backward"
                 remedy = "Leave it to step()"
-                raise InputError(sentence(contract, "the weight of a sharded table", remedy))
+                raise InputError(message(requirement, "the weight of a sharded table", remedy))
             if param.grad is not None:
-                contract = (
+                requirement = (
                     "step_in_backward must start without gradients, or backward would add to them"
                 )
-                raise InputError(sentence(contract, "a gradient", "Call zero_grad() first"))
+                raise InputError(message(requirement, "a gradient", "Call zero_grad() first"))
         self._optimizer = optimizer
         self._backwards = backwards
         self._places = places
@@ -606,7 +606,7 @@ class StepInBackward:
 
     def _one_too_many(self) -> str:
         one = "a second" if self._backwards == 1 else f"one after {self._backwards}"
-        return sentence(
+        return message(
             f"{type(self._optimizer).__name__}: step_in_backward frees a gradient as soon as it "
             "is used, so gradients of several backward calls cannot be accumulated",
             f"{one} before step() or zero_grad()",

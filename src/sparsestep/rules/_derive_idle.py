@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.rules.idle import Geometric, Motion, Quotient, SignDrift, Still
 from sparsestep.rules.rule import Rule
 from sparsestep.rules.trace import OPERATIONS, Number, Program, RecordError, Value, record
@@ -560,10 +560,10 @@ def motion_of(rule: Rule, step: int, hyper: Hyper) -> Motion:
 def refusal(name: str, why: str = "") -> str:
     """Phrase that a rule has no motion."""
     if not why:
-        contract = (
+        requirement = (
             "semantics='dense' needs a rule that defines its update for rows without a gradient"
         )
-        return sentence(contract, f"rule {name!r}", "Use semantics='masked'")
+        return message(requirement, f"rule {name!r}", "Use semantics='masked'")
     return (
         f"semantics='dense' cannot defer updates of rule {name!r}: {why}. Without a gradient, "
         "each state must decay, and the parameter must decay or move along one state. "

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.rules.rule import Rule, State
 
 # Of a float32 number: where its exponent begins, and how many bits a code does without.
@@ -54,9 +54,9 @@ def stored_as_int8(rule: Rule) -> Rule:
             rows.append(replace(spec, dtype=spec.dtype or torch.float32))
             continue
         if spec.int8 is None:
-            contract = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
+            requirement = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
             remedy = "Use torch.bfloat16, or None"
-            raise InputError(sentence(contract, f"{spec.name!r} of {rule.name!r}", remedy))
+            raise InputError(message(requirement, f"{spec.name!r} of {rule.name!r}", remedy))
         starts = spec.int8 == "unsigned"
         coded.append(replace(spec, dtype=torch.int8, first=_first_code if starts else None))
         scales.append(

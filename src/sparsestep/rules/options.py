@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import FLOATS
 from sparsestep.grads.masks import Masks
 
@@ -77,7 +77,7 @@ def number(name: str, value: Any) -> float:
             raise InputError(f"Tensor {name} must be 1-element. Got shape {tuple(value.shape)}.")
         value = _element(value)
     if not isinstance(value, int | float | Real):
-        raise InputError(sentence(f"{name} must be a number", shown(value), _number_for(value)))
+        raise InputError(message(f"{name} must be a number", shown(value), _number_for(value)))
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
@@ -160,7 +160,7 @@ def _betas(name: str, value: Any) -> None:
     """Refuse averages that would never forget, or grow."""
     found = pair(value)
     if found is None:
-        raise InputError(sentence(f"{name} must be a pair of numbers", shown(value)))
+        raise InputError(message(f"{name} must be a pair of numbers", shown(value)))
     for index, beta in enumerate(found):
         if not 0.0 <= number(f"{name}[{index}]", beta) < 1.0:
             raise InputError(
@@ -190,13 +190,13 @@ def _switch(name: str, value: Any) -> None:
     """Refuse what is neither true nor false; 0, 1 and one-element tensors will do."""
     found = _element(value) if hasattr(value, "item") else value
     if not isinstance(found, int) or found not in (0, 1):
-        raise InputError(sentence(f"{name} must be True or False", shown(value)))
+        raise InputError(message(f"{name} must be True or False", shown(value)))
 
 
 def _flag(name: str, value: Any) -> None:
     """Refuse anything but a bool."""
     if not isinstance(value, bool):
-        raise InputError(sentence(f"{name} must be True or False", shown(value)))
+        raise InputError(message(f"{name} must be True or False", shown(value)))
 
 
 def _switch_or_none(name: str, value: Any) -> None:
@@ -204,14 +204,14 @@ def _switch_or_none(name: str, value: Any) -> None:
         try:
             _switch(name, value)
         except InputError:
-            contract = f"{name} must be True, False or None"
-            raise InputError(sentence(contract, shown(value))) from None
+            requirement = f"{name} must be True, False or None"
+            raise InputError(message(requirement, shown(value))) from None
 
 
 def _bias_correction(name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in BIAS_CORRECTIONS:
-        contract = f"{name} must be one of {', '.join(BIAS_CORRECTIONS)}"
-        raise InputError(sentence(contract, shown(value)))
+        requirement = f"{name} must be one of {', '.join(BIAS_CORRECTIONS)}"
+        raise InputError(message(requirement, shown(value)))
 
 
 def _state_dtype(name: str, value: Any) -> None:
@@ -219,8 +219,8 @@ def _state_dtype(name: str, value: Any) -> None:
         return
     meant = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     known = isinstance(meant, torch.dtype) and _can_hold_state(meant)
-    contract = f"{name} must be a real float dtype, torch.int8 or None"
-    raise InputError(sentence(contract, shown(value), f"Pass {meant}" if known else ""))
+    requirement = f"{name} must be a real float dtype, torch.int8 or None"
+    raise InputError(message(requirement, shown(value), f"Pass {meant}" if known else ""))
 
 
 def _can_hold_state(dtype: torch.dtype) -> bool:
@@ -229,7 +229,7 @@ def _can_hold_state(dtype: torch.dtype) -> bool:
 
 def _seed(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(sentence(f"{name} must be an integer or None", shown(value)))
+        raise InputError(message(f"{name} must be an integer or None", shown(value)))
 
 
 # Every option of every optimizer but the mask, which depends on the parameters.
@@ -398,15 +398,15 @@ Choose another name for a key of your own.
     unknown = [name for name in neutral if name in group and name not in names]
     alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
     if alien:
-        contract = f"it may only set {', '.join(dict.fromkeys(known))}"
-        raise InputError(sentence(contract, ", ".join(alien)))
+        requirement = f"it may only set {', '.join(dict.fromkeys(known))}"
+        raise InputError(message(requirement, ", ".join(alien)))
     for key in group:
         if not isinstance(key, str) or key in names or key in _NO_OPTIONS or key in neutral:
             continue
         if key in WHOLE:
-            contract = f"{key} is an option of the whole optimizer, not of a param group"
+            requirement = f"{key} is an option of the whole optimizer, not of a param group"
             remedy = f"Pass {key} to the constructor"
-            raise InputError(sentence(contract, f"{key}={group[key]!r}", remedy))
+            raise InputError(message(requirement, f"{key}={group[key]!r}", remedy))
         nearest = _nearest(key, names.union(neutral, WHOLE))
         if nearest is not None:
             raise InputError(

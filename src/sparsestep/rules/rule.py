@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.rules.idle import Motion
 
 
@@ -136,13 +136,15 @@ class Rule:
         names = ["param", *(spec.name for spec in self.state)]
         if len(given) != len(old):
             wanted = ", ".join(names[: len(old)])
-            contract = f"rule {self.name!r} must return {len(old)} values: {wanted}"
-            raise InputError(sentence(contract, len(given)))
+            requirement = f"rule {self.name!r} must return {len(old)} values: {wanted}"
+            raise InputError(message(requirement, len(given)))
         for name, value, was in zip(names, given, old, strict=False):
             if not isinstance(value, Tensor) or value.shape != was.shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                contract = f"rule {self.name!r} must return {name} in its shape, {tuple(was.shape)}"
-                raise InputError(sentence(contract, got))
+                requirement = (
+                    f"rule {self.name!r} must return {name} in its shape, {tuple(was.shape)}"
+                )
+                raise InputError(message(requirement, got))
         return given
 
     @cached_property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
-from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, sentence
+from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, message
 from sparsestep.memory import lazy as pages
 from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
 from sparsestep.memory.mapped_state import copy_rows, to_be_replaced
@@ -192,8 +192,8 @@ class Contents:
                 kind = layout.room[key]
                 there[name] = [layout.shape[0], *kind["shape"]], kind["dtype"]
         if own != there:
-            contract = "load: model and optimizer must have the same tables in files as they had"
-            raise InputError(sentence(contract, f"{own} instead of {there}"))
+            requirement = "load: model and optimizer must have the same tables in files as they had"
+            raise InputError(message(requirement, f"{own} instead of {there}"))
 
     def check_rest(self, rest: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model."""
@@ -203,8 +203,10 @@ class Contents:
             if _form(own[name]) != _form(there[name]):
                 other.add(name)
         if other:
-            contract = "load: the model must have the checkpoint's parameters, buffers and shapes"
-            raise InputError(sentence(contract, f"differences in {', '.join(sorted(other))}"))
+            requirement = (
+                "load: the model must have the checkpoint's parameters, buffers and shapes"
+            )
+            raise InputError(message(requirement, f"differences in {', '.join(sorted(other))}"))
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
         """Prepare to load everything but the content of the tables.
@@ -230,8 +232,8 @@ class Contents:
             except RuntimeError as error:
                 if isinstance(error, InputError) or is_out_of_memory(error):
                     raise
-                contract = "load: the model must accept the checkpoint"
-                raise InputError(sentence(contract, f"an error: {error}")) from error
+                requirement = "load: the model must accept the checkpoint"
+                raise InputError(message(requirement, f"an error: {error}")) from error
 
         return load
 
@@ -347,8 +349,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     with memory_errors(), Replacements() as replacements:
         manifest = manifests.read(folder)
         if manifest is None:
-            contract = f"{folder} must be a folder with a checkpoint of save()"
-            raise InputError(sentence(contract, "a folder without one"))
+            requirement = f"{folder} must be a folder with a checkpoint of save()"
+            raise InputError(message(requirement, "a folder without one"))
         manifests.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
         with to_be_replaced(optimizer._all_params()):
@@ -502,5 +504,5 @@ def _check_extra(extra: Any) -> None:
         first = first_error(error, handled)
         if is_out_of_memory(first):
             raise first from None
-        contract = "extra must hold only numbers, strings, tensors, and lists and dicts of these"
-        raise InputError(sentence(contract, type(extra).__name__)) from None
+        requirement = "extra must hold only numbers, strings, tensors, and lists and dicts of these"
+        raise InputError(message(requirement, type(extra).__name__)) from None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._process import uninterrupted
-from sparsestep.errors import InputError, first_error, is_out_of_memory, sentence
+from sparsestep.errors import InputError, first_error, is_out_of_memory, message
 from sparsestep.memory import file_header
 from sparsestep.memory.file_header import check_version
 from sparsestep.memory.mapped_file import MappedFile, words_of
@@ -287,7 +287,7 @@ def _checked_rest(path: Path, found: Any) -> dict[str, Any]:
         and all(isinstance(each, dict) for each in found["optimizer"]["state"].values())
     )
     if not is_valid:
-        contract = f"{path} must hold the state dicts of a model and of an optimizer"
-        raise InputError(sentence(contract, "something else"))
+        requirement = f"{path} must hold the state dicts of a model and of an optimizer"
+        raise InputError(message(requirement, "something else"))
     result: dict[str, Any] = found
     return result

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from sparsestep._process import uninterrupted
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory import formats as schema
 from sparsestep.memory import row_layout as record
 from sparsestep.memory.file_header import Header, check_version
@@ -173,8 +173,8 @@ def read(folder: Path) -> Manifest | None:
     except InputError:
         raise
     except ValueError as error:
-        contract = f"{path} must be a manifest that save() has written"
-        raise InputError(sentence(contract, f"one in which {error}", _REMEDY)) from None
+        requirement = f"{path} must be a manifest that save() has written"
+        raise InputError(message(requirement, f"one in which {error}", _REMEDY)) from None
 
 
 def _parsed(path: Path, text: bytes) -> Manifest:
@@ -244,8 +244,8 @@ def _file(found: Any, kind: str) -> File:
     found = schema.fields("a file", found, ("file", "bytes", "crc"))
     name = found["file"]
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.startswith(kind):
-        contract = f"a file must be called {kind}- and a number, and lie in the folder"
-        raise ValueError(f"{contract}, got {str(name)[:200]!r}")
+        requirement = f"a file must be called {kind}- and a number, and lie in the folder"
+        raise ValueError(f"{requirement}, got {str(name)[:200]!r}")
     size = schema.integer("the size of a file", found["bytes"])
     return File(name, size, schema.integer("the checksum of a file", found["crc"], 0, 2**32 - 1))
 
@@ -264,19 +264,19 @@ def _check_unique(what: str, values: list[Any]) -> None:
 def open_file(folder: Path, name: str) -> io.FileIO:
     """Open a file of a checkpoint for reading; refuses links and anything but a regular file."""
     path = folder / name
-    contract = f"{path} must be a regular file"
+    requirement = f"{path} must be a regular file"
     try:
         # An interrupt in the opener would leave the descriptor open.
         file = uninterrupted(lambda: io.FileIO(path, "r", opener=_open_itself))
     except FileNotFoundError:
-        raise InputError(sentence(contract, "no such file", _REMEDY)) from None
+        raise InputError(message(requirement, "no such file", _REMEDY)) from None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
-        raise InputError(sentence(contract, "a link, folder or device")) from None
+        raise InputError(message(requirement, "a link, folder or device")) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise InputError(sentence(contract, "something else"))
+        raise InputError(message(requirement, "something else"))
     return file
 
 
@@ -312,8 +312,8 @@ def has_all_files(folder: Path, manifest: Manifest) -> bool:
 
 def changed(folder: Path, file: File, got: str) -> InputError:
     """Return the error for a file that is not as it was written."""
-    contract = f"{folder / file.file} must be unchanged since the checkpoint was written"
-    return InputError(sentence(contract, got, _REMEDY))
+    requirement = f"{folder / file.file} must be unchanged since the checkpoint was written"
+    return InputError(message(requirement, got, _REMEDY))
 
 
 def create(folder: Path, name: str) -> io.FileIO:

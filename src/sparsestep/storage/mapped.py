@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import file_of, open_file
 from sparsestep.memory.row_layout import Kind
 from sparsestep.optim import state as states
@@ -127,11 +127,11 @@ def mapped(
         (['items'], torch.Size([1000, 64]), (192, 1))
     """
     if not isinstance(dtype, torch.dtype):
-        raise InputError(sentence("dtype must be a torch.dtype", repr(dtype)))
+        raise InputError(message("dtype must be a torch.dtype", repr(dtype)))
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-        contract = "shape must be integers, all at least 1: a file cannot be empty"
-        raise InputError(sentence(contract, tuple(sizes)))
+        requirement = "shape must be integers, all at least 1: a file cannot be empty"
+        raise InputError(message(requirement, tuple(sizes)))
     state = None if optimizer is None else _state_of(optimizer, torch.Size(sizes), dtype)
     tensor = open_file(path, torch.Size(sizes), dtype, state=state).tensor()
     tensor.prefetch = _Prefetch(tensor)  # type: ignore[attr-defined]
@@ -143,16 +143,18 @@ def _state_of(
 ) -> dict[str, Kind]:
     """The state that an optimizer keeps for each row of such a table."""
     if not (dtype.is_floating_point or dtype.is_complex):
-        contract = "the dtype of a table that an optimizer trains must be real or complex"
-        raise InputError(sentence(contract, dtype))
+        requirement = "the dtype of a table that an optimizer trains must be real or complex"
+        raise InputError(message(requirement, dtype))
     param = torch.nn.Parameter(torch.zeros(1, *shape[1:], dtype=dtype))
     given: Any = optimizer
     made = given([param]) if callable(given) else None
     if not isinstance(made, RuleOptimizer):
-        contract = "optimizer must be a class of sparsestep, or a function that makes one of these"
+        requirement = (
+            "optimizer must be a class of sparsestep, or a function that makes one of these"
+        )
         got = type(given).__name__ if made is None else f"one that makes a {type(made).__name__}"
         remedy = "Pass sparsestep.Adam, or lambda params: sparsestep.Adam(params, amsgrad=True)"
-        raise InputError(sentence(contract, got, remedy))
+        raise InputError(message(requirement, got, remedy))
     (group,) = made.param_groups
     specs = made._stored_rule_for(group).state
     return {

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import MappedFile, file_of
 
 Batch = TypeVar("Batch")
@@ -86,13 +86,13 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
     check_table("prefetch", table)
     if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(sentence("rows to prefetch must be an integer tensor", got))
+        raise InputError(message("rows to prefetch must be an integer tensor", got))
     rows = rows.detach().reshape(-1)
     if rows.numel():
         low, high = (int(bound) for bound in rows.aminmax())
         if low < 0 or high >= len(table):
-            contract = f"rows to prefetch must be in [0, {len(table)})"
-            raise InputError(sentence(contract, low if low < 0 else high))
+            requirement = f"rows to prefetch must be in [0, {len(table)})"
+            raise InputError(message(requirement, low if low < 0 else high))
     file = file_of(table)
     if file is not None:
         _reader.ask(file, rows.to("cpu", torch.int64).contiguous())
@@ -101,9 +101,9 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
 def check_table(who: str, table: Any) -> None:
     """Refuse what has no rows."""
     if not isinstance(table, Tensor) or not table.dim():
-        contract = f"{who}: the table must be a tensor with rows"
+        requirement = f"{who}: the table must be a tensor with rows"
         kind = "one without dims" if isinstance(table, Tensor) else f"a {type(table).__name__}"
-        raise InputError(sentence(contract, kind))
+        raise InputError(message(requirement, kind))
 
 
 class Prefetching(Generic[Batch]):
@@ -121,7 +121,7 @@ class Prefetching(Generic[Batch]):
         ahead: int,
     ) -> None:
         if not isinstance(ahead, int) or ahead < 1:
-            raise InputError(sentence("ahead must be an integer, at least 1", ahead))
+            raise InputError(message("ahead must be an integer, at least 1", ahead))
         self._batches = batches
         self._rows = dict(rows)
         self._ahead = ahead

@@ -20,7 +20,7 @@ from sparsestep.distributed.checkpoint._manifest import METADATA, PART, Chunk, E
 from sparsestep.distributed.checkpoint._reshard import Move, Restoring, Stored, alone
 from sparsestep.distributed.checkpoint._state import About, Contents, parted, targets
 from sparsestep.distributed.collectives import Wire, new_group_like
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory.replace_file import sync_folder
 from sparsestep.nn.vocabulary.id_table import Options
 from sparsestep.optim.arguments import check_model_and_optimizer
@@ -44,9 +44,9 @@ def folder_of(who: str, path: StrPath) -> Path:
     """
     given: Any = path
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InputError(sentence(f"{who}: path must be a str or os.PathLike", repr(given)))
+        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
     if "\0" in os.fspath(given):
-        raise InputError(sentence(f"{who}: path must not contain null characters", repr(given)))
+        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
     return Path(given)
 
 
@@ -107,7 +107,7 @@ def _check_that_disk_is_shared(
     folder: Path, save_id: str, peers: Peers, sums: list[dict[str, Sum]]
 ) -> None:
     """Every rank must see what rank 0 has written, and rank 0 what every rank has written."""
-    contract = f"save: {str(folder)!r} must be on a disk that all ranks share"
+    requirement = f"save: {str(folder)!r} must be on a disk that all ranks share"
     for rank, files in enumerate(sums):
         for name, each in files.items():
             if peers.rank == 0 or name == manifest.pending_name(save_id):
@@ -117,7 +117,7 @@ def _check_that_disk_is_shared(
                     is_seen = False
                 if not is_seen:
                     got = f"a path where rank {peers.rank} does not see {name!r} of rank {rank}"
-                    raise InputError(sentence(contract, got, "The checkpoint was not saved"))
+                    raise InputError(message(requirement, got, "The checkpoint was not saved"))
 
 
 class _Publication:
@@ -235,8 +235,8 @@ class Checkpoint(NamedTuple):
         ids = peers.gather(found.id)
         with peers.agreeing():
             if len(set(ids)) > 1:
-                contract = f"load: {str(folder)!r} must be the same checkpoint for all ranks"
-                raise InputError(sentence(contract, f"{len(set(ids))} different ones"))
+                requirement = f"load: {str(folder)!r} must be the same checkpoint for all ranks"
+                raise InputError(message(requirement, f"{len(set(ids))} different ones"))
             # Each checksum is compared by one of the ranks.
             manifest.verify(folder, found, sorted(found.files)[peers.rank :: peers.world])
         return Checkpoint(folder, found, peers)
@@ -274,8 +274,8 @@ class Checkpoint(NamedTuple):
             return manifest.damaged(Path(error.filename), "no such file")
         if isinstance(error, InputError | MemoryError | OSError | KeyboardInterrupt):
             return error
-        contract = f"load: {str(self.folder)!r} must be what sparsestep.distributed.save wrote"
-        return InputError(sentence(contract, f"{type(error).__name__}: {error}"))
+        requirement = f"load: {str(self.folder)!r} must be what sparsestep.distributed.save wrote"
+        return InputError(message(requirement, f"{type(error).__name__}: {error}"))
 
 
 @contextmanager

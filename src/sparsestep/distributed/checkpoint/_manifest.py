@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 
 class Writer(FileSystemWriter):
@@ -238,16 +238,18 @@ def read(folder: Path) -> Manifest:
     try:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        contract = f"load: {str(folder)!r} must be a folder that sparsestep.distributed.save wrote"
-        raise InputError(sentence(contract, f"no file {NAME}")) from None
+        requirement = (
+            f"load: {str(folder)!r} must be a folder that sparsestep.distributed.save wrote"
+        )
+        raise InputError(message(requirement, f"no file {NAME}")) from None
     try:
         document = json.loads(raw)
         version = document["version"]
         if type(version) is int and version > VERSION:
-            contract = f"load: {str(path)!r} must have a format that this release reads"
+            requirement = f"load: {str(path)!r} must have a format that this release reads"
             got = f"one written by a newer sparsestep (format {version})"
             remedy = f"This one reads up to {VERSION}: upgrade sparsestep"
-            raise InputError(sentence(contract, got, remedy))
+            raise InputError(message(requirement, got, remedy))
         # A changed byte that leaves the meaning as it is, such as the case of an escape, counts.
         if version != VERSION or raw != _sealed(version, document["body"]):
             raise ValueError("wrong checksum")
@@ -260,9 +262,9 @@ def read(folder: Path) -> Manifest:
 
 def damaged(path: Path, got: str) -> InputError:
     """The error for a file that has changed since it was written."""
-    contract = f"load: {str(path)!r} must be unchanged since the checkpoint was saved"
+    requirement = f"load: {str(path)!r} must be unchanged since the checkpoint was saved"
     remedy = "Nothing has been loaded. Use another checkpoint"
-    return InputError(sentence(contract, got, remedy))
+    return InputError(message(requirement, got, remedy))
 
 
 def verify(folder: Path, manifest: Manifest, names: list[str]) -> None:
@@ -385,11 +387,11 @@ def pack(value: Any) -> Any:
     if isinstance(value, Tensor) and not value.is_complex():
         flat = value.detach().reshape(-1).tolist()
         return {"tensor": [_name_of(value.dtype), list(value.shape), flat]}
-    contract = (
+    requirement = (
         "save: options of param groups must be numbers, strings, dtypes, tensors or None, "
         "or lists, tuples and dicts of these"
     )
-    raise InputError(sentence(contract, type(value).__name__))
+    raise InputError(message(requirement, type(value).__name__))
 
 
 def unpack(value: Any) -> Any:

@@ -14,7 +14,7 @@ from sparsestep.distributed._packing import owner_of
 from sparsestep.distributed._table import Table
 from sparsestep.distributed.collectives import Wire, joined
 from sparsestep.distributed.vocabulary import SEED_BITS, Vocabulary
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import Init, drawn
 from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
@@ -326,9 +326,11 @@ def _kept(entries: Tensor, layout: Layout, options: Options) -> Tensor:
     if len(entries) <= room:
         return entries
     if options.evict is None:
-        contract = f"load: a rank must have a row for each of the {len(entries)} ids that it owns"
+        requirement = (
+            f"load: a rank must have a row for each of the {len(entries)} ids that it owns"
+        )
         remedy = f"Use evict='lru', or load with {layout.lanes} ranks and call grow() first"
-        raise InputError(sentence(contract, f"{room} rows and evict=None", remedy))
+        raise InputError(message(requirement, f"{room} rows and evict=None", remedy))
     order = entries[:, 2].argsort(stable=True)
     if options.evict == "lfu":
         order = order[entries[order, 1].argsort(stable=True)]
@@ -494,9 +496,11 @@ class Held:
         ours = (self.rows, options.shared, options.admit > 1)
         if ours != (layout.rows, layout.shared, layout.admit > 1):
             there = f"rows={layout.rows}, shared={layout.shared}, admit={layout.admit}"
-            contract = f"load: the vocabulary {self.name!r} must be that of the checkpoint, {there}"
+            requirement = (
+                f"load: the vocabulary {self.name!r} must be that of the checkpoint, {there}"
+            )
             got = f"rows={self.rows}, shared={options.shared}, admit={options.admit}"
-            raise InputError(sentence(contract, got))
+            raise InputError(message(requirement, got))
 
 
 def held_by(model: nn.Module) -> dict[str, Held]:

@@ -26,7 +26,7 @@ from sparsestep.distributed.checkpoint._reshard import (
     wanted,
 )
 from sparsestep.distributed.shard import table_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, written
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.state import initial
@@ -107,8 +107,10 @@ class Contents:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in names:
-                    contract = "the parameters of the optimizer must be those of the model"
-                    raise InputError(sentence(contract, f"another, of shape {tuple(param.shape)}"))
+                    requirement = "the parameters of the optimizer must be those of the model"
+                    raise InputError(
+                        message(requirement, f"another, of shape {tuple(param.shape)}")
+                    )
                 self.params[names[id(param)]] = param
         self._names = names
 
@@ -171,18 +173,18 @@ class Contents:
         found = []
         for name, held in self.vocabularies.items():
             if name not in layouts:
-                contract = "load: the checkpoint must have all vocabularies of the model"
-                raise InputError(sentence(contract, f"none for {name!r}"))
+                requirement = "load: the checkpoint must have all vocabularies of the model"
+                raise InputError(message(requirement, f"none for {name!r}"))
             layout = layouts[name]
             held.check(layout)
             options = held.local._options
             each = Restoring(name, held.wire, options, layout, stored, held.agree)
             known = self._tables_of(held)
             if each.is_moved and any(id(a.table.weight) not in self._names for a in held.attached):
-                contract = (
+                requirement = (
                     f"load: the tables of {name!r} must be in the model, since their rows move"
                 )
-                raise InputError(sentence(contract, f"only {', '.join(known) or 'none'}"))
+                raise InputError(message(requirement, f"only {', '.join(known) or 'none'}"))
             found.append(each)
         return found
 
@@ -235,20 +237,22 @@ class Contents:
         for name, tensor in own.items():
             each, table = stored.get(f"model.{name}"), self.tables.get(name)
             if each is None:
-                contract = "load: the checkpoint must have all parameters and buffers of the model"
-                raise InputError(sentence(contract, f"none for {name!r}"))
+                requirement = (
+                    "load: the checkpoint must have all parameters and buffers of the model"
+                )
+                raise InputError(message(requirement, f"none for {name!r}"))
             shape = tuple(tensor.shape) if table is None else (table.rows, table.dim)
             there = (each.rows, *each.shape[2:]) if each.is_dealt else tuple(each.shape)
             if shape != there:
-                contract = f"load: {name!r} must have the shape of the checkpoint, {there}"
-                raise InputError(sentence(contract, shape))
+                requirement = f"load: {name!r} must have the shape of the checkpoint, {there}"
+                raise InputError(message(requirement, shape))
 
     def loaded_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved param groups, as the optimizer numbers its parameters."""
         mine, theirs = ([group["params"] for group in each] for each in (self.groups(), saved))
         if mine != theirs:
-            contract = "load: the optimizer must have the groups of the checkpoint"
-            raise InputError(sentence(contract, f"{mine} instead of {theirs}"))
+            requirement = "load: the optimizer must have the groups of the checkpoint"
+            raise InputError(message(requirement, f"{mine} instead of {theirs}"))
         indices = {name: index for index, name in enumerate(self.params)}
         return [{**group, "params": [indices[n] for n in group["params"]]} for group in saved]
 

@@ -1,6 +1,6 @@
 """The Triton engine: on a GPU, kernels that are printed from the formula.
 
-The formula is recorded (``contract/stand_in.py``) and printed as a kernel (``triton_source.py``).
+The formula is recorded (``rules/trace.py``) and printed as a kernel (``codegen.py``).
 A step sorts the positions, stably, and launches: a kernel that sums long runs in blocks, where
 there can be any, and one that sums each run in order and lets the rule update the row. Nothing is
 added atomically, so the bits are the same in every run. The host waits once, for whether all
@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.triton.codegen import Form, form_of, kernel_of
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import Touched, bad_index
 from sparsestep.rules.trace import record
 
@@ -38,9 +38,9 @@ _RUN = 64  # as in triton_kernels
 def check_available() -> None:
     """Refuse the engine where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
-        contract = "engine='triton' needs Triton"
+        requirement = "engine='triton' needs Triton"
         remedy = "pip install 'sparsestep[triton]', or use engine='auto'"
-        raise InputError(sentence(contract, "an installation without it", remedy))
+        raise InputError(message(requirement, "an installation without it", remedy))
 
 
 def is_interpreted() -> bool:
@@ -153,9 +153,9 @@ class Triton:
         try:
             program = record(settings.rule, update.step, settings.hyper, may_widen=True)
         except Exception as error:  # whatever a formula does that stand-ins cannot
-            contract = "engine='triton' needs a formula that can be recorded"
+            requirement = "engine='triton' needs a formula that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"
-            raise update.refuse(sentence(contract, got, "Use engine='auto'")) from None
+            raise update.refuse(message(requirement, got, "Use engine='auto'")) from None
         if touched.positions is None and not settings.rule.by_row:
             size = touched.values.numel()
             touched = touched._replace(values=touched.values.reshape(-1), slots=size, block=1)
@@ -169,8 +169,8 @@ class Triton:
             width=1 << max(0, touched.block - 1).bit_length(),
         )
         if form.by_row and form.width > _ROW:
-            contract = f"rules with state per row support rows of up to {_ROW} elements here"
-            raise update.refuse(sentence(contract, touched.block, "Use engine='auto'"))
+            requirement = f"rules with state per row support rows of up to {_ROW} elements here"
+            raise update.refuse(message(requirement, touched.block, "Use engine='auto'"))
         entries = touched.slots if touched.positions is None else touched.positions.numel()
         if entries and touched.block:
             self._launches.append(Launch(update, program.numbers, form, touched, entries))
@@ -223,16 +223,16 @@ def _why_not(update: ParamUpdate) -> str | None:
     tensors = update.written
     param = tensors[0]
     if param.is_cpu and not is_interpreted():
-        contract = "engine='triton' needs parameters on a GPU"
+        requirement = "engine='triton' needs parameters on a GPU"
         remedy = "Use engine='auto', or set TRITON_INTERPRET=1 to run kernels on the CPU"
-        return sentence(contract, "one on the CPU", remedy)
+        return message(requirement, "one on the CPU", remedy)
     if any(tensor.dtype is torch.int8 for tensor in tensors):
-        contract = "engine='triton' needs state of a float dtype"
-        return sentence(contract, "torch.int8", "Use engine='auto', or another state_dtype")
+        requirement = "engine='triton' needs state of a float dtype"
+        return message(requirement, "torch.int8", "Use engine='auto', or another state_dtype")
     if not all(tensor.is_contiguous() for tensor in tensors):
-        contract = "engine='triton' needs contiguous parameters and state"
+        requirement = "engine='triton' needs contiguous parameters and state"
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
-        return sentence(contract, got, "Make the parameter contiguous, or use engine='auto'")
+        return message(requirement, got, "Make the parameter contiguous, or use engine='auto'")
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from sparsestep.errors import InputError, sentence, usable
+from sparsestep.errors import InputError, message, usable
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
 from sparsestep.nn.grow import Init, Table, do_nothing, drawn, ours, weight_of
@@ -58,12 +58,12 @@ class Attached:
         """
         have, padding = self.table.num_embeddings, self.table.padding_idx
         if have < rows:
-            contract = f"Vocabulary.attach: a table must have a row for each of {rows}"
-            raise InputError(sentence(contract, f"{have} rows"))
+            requirement = f"Vocabulary.attach: a table must have a row for each of {rows}"
+            raise InputError(message(requirement, f"{have} rows"))
         if padding is not None and shared <= padding < rows:
-            contract = f"Vocabulary.attach: padding_idx must be one of the {shared} shared rows"
+            requirement = f"Vocabulary.attach: padding_idx must be one of the {shared} shared rows"
             remedy = "Use padding_idx=0, and ids without a row of their own count as padding"
-            raise InputError(sentence(contract, padding, remedy))
+            raise InputError(message(requirement, padding, remedy))
 
     def progress(self) -> list[tuple[int, int]]:
         """Changes with every step of every optimizer."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import cat
-from sparsestep.errors import InputError, sentence
+from sparsestep.errors import InputError, message
 
 Evict: TypeAlias = Literal["lru", "lfu"] | None
 
@@ -144,8 +144,8 @@ class Ids(Protocol):
 def check_is_pending(is_pending: bool) -> None:
     """Refuse to commit a claim if the vocabulary was used after it was made."""
     if not is_pending:
-        contract = "Vocabulary: init must not use the vocabulary whose rows it initializes"
-        raise InputError(sentence(contract, "a call from init"))
+        requirement = "Vocabulary: init must not use the vocabulary whose rows it initializes"
+        raise InputError(message(requirement, "a call from init"))
 
 
 @dataclass
@@ -486,24 +486,24 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[Saved, int, int]:
             got = type(tensor).__name__
             if isinstance(tensor, Tensor):
                 got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            contract = f"{name} must be torch.int64 of shape {tuple(shape)}"
-            raise InputError(sentence(contract, got, "Make it with the same rows and admit"))
+            requirement = f"{name} must be torch.int64 of shape {tuple(shape)}"
+            raise InputError(message(requirement, got, "Make it with the same rows and admit"))
     used, candidates, sightings, now, handed_over = found["numbers"].tolist()
     ids, counts, seen, few, times = (found[name].to("cpu").contiguous() for name in _TENSORS)
     saved = Saved(ids, counts, seen, few, times, used, candidates, sightings)
-    contract = "it must be what state_dict() has written"
+    requirement = "it must be what state_dict() has written"
     if not (
         options.shared <= used <= options.rows
         and 0 <= candidates <= options.candidates
         and 0 <= now < 2**32
         and min(sightings, handed_over) >= 0
     ):
-        raise InputError(sentence(contract, f"numbers {found['numbers'].tolist()}"))
+        raise InputError(message(requirement, f"numbers {found['numbers'].tolist()}"))
     if any(bool(((each < 0) | (each >= 2**32)).any()) for each in (counts, seen, times)):
-        raise InputError(sentence(contract, "counts that are none"))
+        raise InputError(message(requirement, "counts that are none"))
     known = cat([ids[options.shared : used], few[:candidates]])
     if known.unique().numel() != known.numel():
-        raise InputError(sentence(contract, "an id that comes twice"))
+        raise InputError(message(requirement, "an id that comes twice"))
     return saved, now, handed_over
 
 
@@ -538,8 +538,8 @@ def merged(saved: Saved, theirs: Saved, options: Options, now: int) -> tuple[Sav
         rows = order[places] + first
     new = int((~is_known).sum())
     if new > options.rows - saved.used:
-        contract = f"Vocabulary.merge: there must be {new} free rows"
-        raise InputError(sentence(contract, options.rows - saved.used, "Call grow() first"))
+        requirement = f"Vocabulary.merge: there must be {new} free rows"
+        raise InputError(message(requirement, options.rows - saved.used, "Call grow() first"))
     rows[~is_known] = torch.arange(saved.used, saved.used + new, device="cpu")
     saved.ids[rows] = ids
     saved.counts[rows] = (saved.counts[rows] + theirs.counts[first : theirs.used]).clamp_(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._process import fork_safe_lock, uninterrupted
-from sparsestep.errors import InputError, memory_errors, sentence
+from sparsestep.errors import InputError, memory_errors, message
 from sparsestep.memory.mapped_file import RowWrites
 from sparsestep.nn.grow import (
     AnyOptimizer,
@@ -51,24 +51,24 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
         >>> sparsestep.nn.hash_strings(["red", "green", "red"])
         tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
     """
-    contract = "hash_strings: strings must be a list of str"
+    requirement = "hash_strings: strings must be a list of str"
     given: Any = strings
     if isinstance(given, str):
-        raise InputError(sentence(contract, f"a single string, {given!r}"))
+        raise InputError(message(requirement, f"a single string, {given!r}"))
     if not isinstance(given, Iterable):
-        raise InputError(sentence(contract, f"{given!r}, a {type(given).__name__}"))
+        raise InputError(message(requirement, f"{given!r}, a {type(given).__name__}"))
     found = []
     for index, each in enumerate(given):
         if not isinstance(each, str):
             got = f"a {type(each).__name__} at index {index}"
-            raise InputError(sentence(contract, got))
+            raise InputError(message(requirement, got))
         try:
             encoded = each.encode()
         except UnicodeEncodeError as error:
             requirement = "hash_strings: strings must have a UTF-8 form"
             got = f"{each!r} at index {index} ({error.reason})"
             remedy = "For bytes decoded with errors='surrogateescape', use errors='replace'"
-            raise InputError(sentence(requirement, got, remedy)) from None
+            raise InputError(message(requirement, got, remedy)) from None
         digest = blake2b(encoded, digest_size=8).digest()
         found.append(int.from_bytes(digest, "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)
@@ -166,8 +166,8 @@ class KnowsIds(nn.Module):
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
         if not isinstance(other, KnowsIds) or other._options.shared != self._options.shared:
-            contract = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
-            raise InputError(sentence(contract, other))
+            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            raise InputError(message(requirement, other))
         with other._lock, memory_errors():
             theirs = other._ids.save()
         with self._lock, memory_errors():
@@ -298,7 +298,7 @@ class Vocabulary(KnowsIds):
         _check_number("shared", shared, 1, rows)
         if evict not in (None, "lru", "lfu"):
             raise InputError(
-                f"Vocabulary: {sentence('evict must be None, lru or lfu', repr(evict))}"
+                f"Vocabulary: {message('evict must be None, lru or lfu', repr(evict))}"
             )
         super().__init__(Options(rows, shared, admit, evict))
 
@@ -489,15 +489,15 @@ def flat_ids(ids: Any) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"
-        contract = "Vocabulary: ids must be integers, in a tensor"
-        raise InputError(sentence(contract, got, remedy))
+        requirement = "Vocabulary: ids must be integers, in a tensor"
+        raise InputError(message(requirement, got, remedy))
     if ids.layout is not torch.strided or ids.is_meta:
         got = "a meta tensor" if ids.is_meta else f"layout {ids.layout}"
-        raise InputError(sentence("Vocabulary: ids must be a strided tensor", got))
+        raise InputError(message("Vocabulary: ids must be a strided tensor", got))
     return ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
 
 
 def _check_number(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        contract = f"Vocabulary: {name} must be a whole number in [{least}, {most}]"
-        raise InputError(sentence(contract, repr(value)))
+        requirement = f"Vocabulary: {name} must be a whole number in [{least}, {most}]"
+        raise InputError(message(requirement, repr(value)))
