@@ -26,7 +26,7 @@ from torch.nn import Parameter
 import sparsestep
 from benchmarks.harness.gradients import SETS
 from benchmarks.harness.turns import Stepping, add_rounds, medians
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from sparsestep.cli.options import int_in_range
 from sparsestep.grads.layouts import Gradient
 
@@ -72,10 +72,10 @@ class ByHand:
         self._optimizer.step([self._grad])
 
 
-def cache_lines(grad: Tensor) -> Touched:
+def cache_lines(grad: Tensor) -> IndexedGrad:
     """The lines of the weight that hold an element of the gradient, with one gradient for all."""
     lines = (grad != 0).view(-1, LINE).any(dim=1).nonzero().squeeze(1)
-    return Touched(lines, torch.ones(1, LINE), source=torch.zeros_like(lines))
+    return IndexedGrad(lines, torch.ones(1, LINE), source=torch.zeros_like(lines))
 
 
 def compare(layout: str, size: int, rounds: int) -> None:

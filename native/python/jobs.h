@@ -52,7 +52,7 @@ bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Codes& to) {
     return job.block <= max_coded_block;
 }
 
-// What a Touched (see touched.py) says, but for what is held in part.
+// What an IndexedGrad (see touched.py) says, but for what is held in part.
 bool read_gradient(nb::tuple touched, Job& job) {
     job.positions = integers(touched[0]);
     job.slots = nb::cast<int64_t>(touched[2]);

@@ -23,7 +23,7 @@ struct Part {
 
     // False for any form but rows of the parameter, as an embedding makes them.
     bool read(nb::handle part, int64_t slots, int64_t block) {
-        if (nb::len(part) != 7) return false;  // no Touched: still with other processes
+        if (nb::len(part) != 7) return false;  // no IndexedGrad: still with other processes
         if (nb::cast<int64_t>(part[2]) != slots || !part[6].is_none()) return false;
         const nb::object from = part[4], factors = part[5], stored = part[1];
         Plain where, what, numbers, scales;

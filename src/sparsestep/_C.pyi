@@ -6,7 +6,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 
 class _Program:
     def __init__(
@@ -51,7 +51,7 @@ class _Jobs:
         self,
         group: _Group,
         step: int,
-        touched: Touched,
+        touched: IndexedGrad,
         param: Tensor,
         states: list[Tensor],
         seed: int | None,
@@ -68,7 +68,7 @@ class _Jobs:
         known: dict[int, tuple[Any, ...]],
         seen: set[int],
         selections: list[tuple[Tensor, int, torch.Size] | None] | None,
-        grads: Sequence[Tensor | Touched | None] | None,
+        grads: Sequence[Tensor | IndexedGrad | None] | None,
         first: int,
     ) -> list[int]: ...
     def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
@@ -166,7 +166,7 @@ class Core(Protocol):
     ) -> bool: ...
     def norms(
         self,
-        parts: tuple[Touched, ...],
+        parts: tuple[IndexedGrad, ...],
         order: int,
         norms: Tensor,
         threads: int,

@@ -6,7 +6,7 @@ from sparsestep import _process as interpreter  # noqa: F401  (first: it refuses
 from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.grads.clip import clip_grad_norm_, clip_grad_value_
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.optim.adagrad import Adagrad, FunctionalAdagrad
 from sparsestep.optim.adam import Adam, FunctionalAdam
 from sparsestep.optim.adamw import AdamW, FunctionalAdamW
@@ -38,6 +38,7 @@ __all__ = [
     "FunctionalRowwiseAdam",
     "FunctionalSGD",
     "FunctionalSparseAdam",
+    "IndexedGrad",
     "InputError",
     "Lion",
     "RAdam",
@@ -47,7 +48,6 @@ __all__ = [
     "SlowWarning",
     "SparseAdam",
     "StaleWarning",
-    "Touched",
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -1,10 +1,10 @@
 """One function per rule: parameter, gradient, state tensors, options. Everything is in place.
 
-The gradient may have any layout: strided, COO, CSR, CSC, BSR, BSC, a ``MaskedTensor`` or a
-``Touched``. State tensors have torch's names and order, and are updated in place; ``step`` is the
-number of the update, counted from 1. Every function checks its arguments before it writes anything,
-and raises an ``InputError`` if one is invalid. Autograd is not involved: you may call the functions
-with or without ``torch.no_grad()``.
+The gradient may have any layout: strided, COO, CSR, CSC, BSR, BSC, a ``MaskedTensor`` or an
+``IndexedGrad``. State tensors have torch's names and order, and are updated in place; ``step`` is
+the number of the update, counted from 1. Every function checks its arguments before it writes
+anything, and raises an ``InputError`` if one is invalid. Autograd is not involved: you may call the
+functions with or without ``torch.no_grad()``.
 """
 
 from sparsestep.optim.adagrad import adagrad_

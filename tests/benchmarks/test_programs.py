@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import training_iterations as programs
 from benchmarks.harness.cases import SUITES, Program, program
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 
 SMALL = {
     "dlrm": program("dlrm", 50, 8, 24, "zipf", 3, length=4),
@@ -37,7 +37,7 @@ def test_all_train_the_same_model(kind: str):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     grads = [p.grad for p in racers[-1].model.parameters() if p.grad.is_sparse]
     assert grads
-    assert all(type(grad) is Compact for grad in grads)
+    assert all(type(grad) is CompactGrad for grad in grads)
 
 
 @pytest.mark.parametrize("scale", [1, 1000])

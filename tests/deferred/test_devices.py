@@ -41,7 +41,7 @@ def trained(variant: Variant, device: torch.device, mask: Tensor | None = None) 
         ids = torch.randint(0, 8, (4,), generator=generator)
         values = torch.randn(4, 3, generator=generator).double()
         opt.catch_up(param, ids if t % 2 else ids.to(device))  # wherever the ids are
-        gradient: Any = sparsestep.Touched(ids.to(device), values.to(device))
+        gradient: Any = sparsestep.IndexedGrad(ids.to(device), values.to(device))
         if t == 6:
             opt.catch_up()  # a dense gradient comes from reading all rows
             gradient = torch.zeros(9, 3).double().index_add_(0, ids, values).to(device)

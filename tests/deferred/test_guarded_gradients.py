@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import lookup
 from tests.table import same_bits
 
@@ -128,7 +128,7 @@ def test_gradients_of_our_modules_stay_compact(kind: str, wrapper: Callable[...,
         optimizer.zero_grad()
         model(IDS).square().sum().backward()
         for table in tables_of(model):
-            assert type(table.grad) is Compact
+            assert type(table.grad) is CompactGrad
         optimizer.step()
 
 

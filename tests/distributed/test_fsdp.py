@@ -182,6 +182,6 @@ def test_a_sparse_gradient_is_that_of_the_local_rows(rank: Rank):
     with torch.no_grad():
         table.to_local().zero_()
     opt = sparsestep.FunctionalSGD([table], lr=1.0)
-    opt.step([sparsestep.Touched(torch.tensor([0, 2, 0]), torch.ones(3, 4))])
+    opt.step([sparsestep.IndexedGrad(torch.tensor([0, 2, 0]), torch.ones(3, 4))])
     moved = [-2.0, 0.0, -1.0, 0.0, -2.0, 0.0, -1.0]
     assert table.full_tensor().tolist() == [[value] * 4 for value in moved]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import _native
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from tests.table import ENGINES, VARIANTS, same_bits
 
 NATIVE = Path(__file__).parents[2] / "native"
@@ -193,7 +193,7 @@ def test_a_bad_call_into_the_core_is_refused():
     one = torch.zeros(1, 1)
     options = (0.1, 0.1, 0.1, 0.1)
     names = ("exp_avg", "exp_avg_sq")
-    whole = Touched(None, one, 1, 1)
+    whole = IndexedGrad(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
         _native.ext.Group(999, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
@@ -209,7 +209,7 @@ def test_a_bad_call_into_the_core_is_refused():
         jobs.add(group, 1, whole, one, [one, one], 0, (0, 2, 1), "who", 0)
     integers = torch.zeros(1, 1, dtype=torch.int64)
     assert not jobs.add(group, 1, whole, integers, [one, one], None, None, "who", 0)
-    elsewhere = Touched(None, one.to("meta"), 1, 1)
+    elsewhere = IndexedGrad(None, one.to("meta"), 1, 1)
     assert not jobs.add(group, 1, elsewhere, one, [one, one], None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
 
@@ -274,6 +274,6 @@ def test_slots_that_are_chosen_to_collide_are_summed_in_order_all_the_same():
     values = torch.sin(torch.arange(12_500.0))[:, None]
     found, expected = torch.zeros(slots, 1), torch.zeros(slots, 1)
     for param, engine in ((found, "native"), (expected, "reference")):
-        sparsestep.functional.sgd_(param, Touched(positions, values), lr=1.0, engine=engine)
+        sparsestep.functional.sgd_(param, IndexedGrad(positions, values), lr=1.0, engine=engine)
     assert same_bits(found, expected)
     assert int((found != 0).sum()) == len(order.unique())

@@ -15,7 +15,7 @@ import sparsestep
 from sparsestep import engines
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.lowering import CODES, lowered
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.rules.rule import Rule, State
 from sparsestep.rules.trace import RecordError, record
 from tests.engines import emulator
@@ -38,7 +38,7 @@ def run(
     param, grad, *state = (value.clone() for value in values)
     asked = {"sign": 1.0, "l2": 0.0, "shrink": 1.0, "seed": None, "stochastic": False, **settings}
     said = Settings(rule, hyper or {}, state_dtype=None, who=str, **asked)
-    gradient = Touched(positions, grad, len(param), param.shape[1])
+    gradient = IndexedGrad(positions, grad, len(param), param.shape[1])
     update = ParamUpdate(said, {}, 0, param, param, grad, gradient, state=state)
     update.written, update.step = [param, *state], step
     engines.run([update], "native")

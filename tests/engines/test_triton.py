@@ -166,7 +166,7 @@ def test_long_runs_are_summed_in_blocks(entries: int):
     rows[: entries // 2] = 1
     values = torch.randn(entries, 4, generator=draw) * 10 ** torch.randn(entries, 1, generator=draw)
     param = torch.zeros(3, 4)
-    grad = sparsestep.Touched(rows, values)
+    grad = sparsestep.IndexedGrad(rows, values)
     sparsestep.functional.sgd_(param, grad, lr=1.0, engine="triton")
 
     def in_order(parts: Any) -> Tensor:

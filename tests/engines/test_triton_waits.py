@@ -68,7 +68,7 @@ def trained(optimizer: Any, device: torch.device, **options: Any) -> tuple[list[
     made = optimizer([torch.nn.Parameter(p) for p in params], **options)
     for _ in range(3):
         grads = [
-            sparsestep.Touched(
+            sparsestep.IndexedGrad(
                 torch.randint(0, 9, (70,), generator=draw).to(device),
                 torch.randn(70, 4, generator=draw).to(device),
             )
@@ -125,7 +125,7 @@ def test_a_capturable_step_writes_nothing_if_an_index_is_bad(monkeypatch: pytest
     told: list[bool] = []
     monkeypatch.setattr(engine, "assert_async", lambda ok, words: told.append(bool(ok)))
     params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
-    grads = [sparsestep.Touched(torch.tensor([0, i]), torch.ones(2, 3)) for i in (1, 4)]
+    grads = [sparsestep.IndexedGrad(torch.tensor([0, i]), torch.ones(2, 3)) for i in (1, 4)]
     capturable(params, engine="triton").step(grads)
     assert told == [False]
     assert all(bool((param == 1).all()) for param in params)

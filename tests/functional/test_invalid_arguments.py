@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from tests.functional.cases import (
     BASIC,
     SHAPE,
@@ -80,11 +80,17 @@ BAD_GRADIENTS: dict[str, tuple[Any, str]] = {
     "another shape": (torch.ones(7, 4), r"parameter's shape, \(7, 5\). Got \(7, 4\)"),
     "imaginary": (torch.ones(SHAPE, dtype=torch.complex64), "a compatible dtype"),
     "elsewhere": (torch.ones(SHAPE, device="meta"), "on the parameter's device, cpu. Got meta"),
-    "none": (None, "must be a tensor or a Touched. Got NoneType"),
-    "a list": ([0.0], "must be a tensor or a Touched. Got list"),
-    "by hand, floats as positions": (Touched(torch.ones(1), torch.ones(1, 5)), "positions of a"),
-    "by hand, too few values": (Touched(torch.tensor([1, 2]), torch.ones(1, 5)), "as many rows"),
-    "by hand, bad position": (Touched(torch.tensor([9]), torch.ones(1, 5)), "Got 9"),
+    "none": (None, "must be a tensor or an IndexedGrad. Got NoneType"),
+    "a list": ([0.0], "must be a tensor or an IndexedGrad. Got list"),
+    "by hand, floats as positions": (
+        IndexedGrad(torch.ones(1), torch.ones(1, 5)),
+        "positions of a",
+    ),
+    "by hand, too few values": (
+        IndexedGrad(torch.tensor([1, 2]), torch.ones(1, 5)),
+        "as many rows",
+    ),
+    "by hand, bad position": (IndexedGrad(torch.tensor([9]), torch.ones(1, 5)), "Got 9"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient
 from tests.functional.cases import (
     BASIC,
@@ -61,7 +61,7 @@ def test_every_layout_of_the_same_gradient(function: Function, engine: str):
         "csr": sparse.to_sparse_csr(),
         "csc": sparse.to_sparse_csc(),
         "masked": torch.masked.masked_tensor(values, where),
-        "by hand": Touched(flat, values.reshape(-1)[flat], 35, 1),
+        "by hand": IndexedGrad(flat, values.reshape(-1)[flat], 35, 1),
     }
     results = {}
     with running_on(engine) as name:
@@ -78,7 +78,7 @@ def test_every_layout_of_the_same_gradient(function: Function, engine: str):
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, False, True, True]])])
 def test_one_slot_may_be_written_as_true(mask: torch.Tensor | None):
     param, total = torch.zeros(1, 4), torch.zeros(1, 4)
-    grad = Touched(torch.tensor([0]), torch.ones(1, 4), True, 4)
+    grad = IndexedGrad(torch.tensor([0]), torch.ones(1, 4), True, 4)
     F.adagrad_(param, grad, total, step=1, lr=0.5, mask=mask)
     expected = -0.5 * torch.ones(1, 4) if mask is None else -0.5 * mask.float()
     torch.testing.assert_close(param, expected)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
-from sparsestep import Touched
+from sparsestep import IndexedGrad
 from tests.generate.grads import BY_ROW, can_be_compressed, compressed
 from tests.generate.source import NotApplicableError, Source
 
@@ -75,8 +75,10 @@ def wrong_dtype(chance: Source, param: Tensor) -> Bad:
         return values.to_sparse_coo(), f"a COO gradient of {dtype}", True
     if form == 2:
         rows = param.shape[0] if param.dim() else 1
-        grad = Touched(torch.arange(rows), values.reshape(rows, -1) if param.numel() else values)
-        return grad, f"a Touched of {dtype}", True
+        grad = IndexedGrad(
+            torch.arange(rows), values.reshape(rows, -1) if param.numel() else values
+        )
+        return grad, f"an IndexedGrad of {dtype}", True
     return values, f"a strided gradient of {dtype}", True
 
 
@@ -87,8 +89,8 @@ def elsewhere(chance: Source, param: Tensor) -> Bad:
         return values.to_sparse_coo().to("meta"), "a COO gradient on meta", True
     if form == 2:
         rows = param.shape[0] if param.dim() else 1
-        grad = Touched(torch.arange(rows, device="meta"), values)
-        return grad, "a Touched with positions on meta", True
+        grad = IndexedGrad(torch.arange(rows, device="meta"), values)
+        return grad, "an IndexedGrad with positions on meta", True
     return values.to("meta"), "a strided gradient on meta", True
 
 
@@ -172,7 +174,11 @@ def broken_touched(chance: Source, param: Tensor) -> Bad:
     bad, must = chance.pick(_broken(chance, name, n, rows, block, param))
     fields[name] = bad
     shown = tuple(bad.shape) if isinstance(bad, Tensor) else bad
-    return Touched(**fields), f"a Touched whose {name} is {type(bad).__name__} {shown}", must
+    return (
+        IndexedGrad(**fields),
+        f"an IndexedGrad whose {name} is {type(bad).__name__} {shown}",
+        must,
+    )
 
 
 def _broken(
@@ -208,7 +214,7 @@ def positions_in_the_param(chance: Source, param: Tensor) -> Bad:
     rows = param.shape[0]
     positions = param.detach().view(-1).view(torch.int64)[:rows]
     values = chance.numbers((rows, math.prod(param.shape[1:])), param.dtype)
-    return Touched(positions, values), "positions in the parameter's memory", False
+    return IndexedGrad(positions, values), "positions in the parameter's memory", False
 
 
 GARBAGE: dict[Callable[[Source, Tensor], Bad], int] = {

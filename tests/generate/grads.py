@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.masked import MaskedTensor, masked_tensor
 
 import sparsestep
-from sparsestep import Touched
+from sparsestep import IndexedGrad
 from tests.generate.source import Source
 from tests.table import same_bits
 
@@ -46,7 +46,7 @@ class Drawn:
 
 def _parts(grad: Any) -> list[Tensor]:
     """The tensors that a gradient consists of."""
-    if isinstance(grad, Touched):
+    if isinstance(grad, IndexedGrad):
         return [part for part in grad if isinstance(part, Tensor)]
     if isinstance(grad, MaskedTensor):
         return [*_parts(grad.get_data()), *_parts(grad.get_mask())]
@@ -253,7 +253,7 @@ def _look_up(chance: Source, param: Any, dense: Tensor, held: Tensor) -> str:
     return f" of bags of {length}, ids {ids.tolist()}"
 
 
-# Touched
+# IndexedGrad
 
 
 def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
@@ -261,7 +261,9 @@ def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     if chance.one_in(8):
         values = chance.numbers(shape, dtype)
         held = torch.ones(shape, dtype=torch.bool)
-        return Drawn(Touched(None, values), values.to(wide(dtype)), held, f"Touched whole {dtype}")
+        return Drawn(
+            IndexedGrad(None, values), values.to(wide(dtype)), held, f"IndexedGrad whole {dtype}"
+        )
     rows = shape[0] if shape else 1
     by_rows = chance.one_in(2) or not numel
     block = math.prod(shape[1:]) if by_rows else chance.pick(_divisors(numel))
@@ -280,7 +282,7 @@ def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
         scale = torch.tensor(factors, dtype=dtype.to_real())
         exact = exact * scale.double()[:, None]
     dense, held = summed(shape, slots, positions, exact)
-    text = f"Touched {dtype} {slots} x {block} at {positions.tolist()}"
+    text = f"IndexedGrad {dtype} {slots} x {block} at {positions.tolist()}"
     text += f"{'' if source is None else ' source'}{'' if scale is None else ' scale'}"
     if chance.one_in(3):
         positions = positions.int()
@@ -290,8 +292,10 @@ def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
         values = values.repeat_interleave(2, -1)[..., ::2]
     sizes = () if by_rows and chance.one_in(2) else (slots, block)
     if not sizes:
-        return Drawn(Touched(positions, values, source=source, scale=scale), dense, held, text)
-    return Drawn(Touched(positions, values, *sizes, source, scale), dense, held, text)
+        return Drawn(
+            IndexedGrad(positions, values, value_index=source, scale=scale), dense, held, text
+        )
+    return Drawn(IndexedGrad(positions, values, *sizes, source, scale), dense, held, text)
 
 
 def _divisors(n: int) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.masked import masked_tensor
 
-from sparsestep import Touched
+from sparsestep import IndexedGrad
 from sparsestep.grads.layouts import Gradient as AnyGradient
 from tests.generate.cases import Gradient
 
@@ -92,7 +92,7 @@ class Entries:
             rows, values = self.scattered(self.rows, values)
             unsorted = coalesced(rows[None], values.to(dtype), self.held.shape)
             found["coo rows unsorted"] = (unsorted, None)
-            found["touched rows"] = (Touched(rows.int(), values.to(dtype)), None)
+            found["touched rows"] = (IndexedGrad(rows.int(), values.to(dtype)), None)
         return found
 
     def coo(self, dtype: torch.dtype) -> Tensor:
@@ -160,28 +160,28 @@ class Entries:
             ),
         )
 
-    def _by_hand(self, dtype: torch.dtype) -> Iterator[tuple[str, Touched]]:
+    def _by_hand(self, dtype: torch.dtype) -> Iterator[tuple[str, IndexedGrad]]:
         flat, numel = self.held.reshape(-1), self.held.numel()
         places, values = flat.nonzero().squeeze(1), self.values.reshape(-1)[flat]
-        yield "touched", Touched(places, values.to(dtype), numel, 1)
+        yield "touched", IndexedGrad(places, values.to(dtype), numel, 1)
         several, parts = self.scattered(places, values)
-        yield "touched unsorted", Touched(several, parts.to(dtype), numel, 1)
+        yield "touched unsorted", IndexedGrad(several, parts.to(dtype), numel, 1)
         # The values in another order, and some that nobody asks for between them.
         among = torch.randperm(len(places) + 3, generator=self.generator)[: len(places)]
         pool = torch.full((len(places) + 3, 1), torch.nan, dtype=values.dtype)
         pool[among, 0] = values
-        yield "touched source", Touched(places, pool.to(dtype), numel, 1, among)
+        yield "touched source", IndexedGrad(places, pool.to(dtype), numel, 1, among)
         # Values that have still to be multiplied, by factors for which nothing is rounded.
         factors = torch.tensor([4.0, -0.5])[torch.arange(len(places)) % 2]
         later = pool.clone()
         later[among, 0] /= factors
-        yield "touched scale", Touched(places, later.to(dtype), numel, 1, among, factors)
+        yield "touched scale", IndexedGrad(places, later.to(dtype), numel, 1, among, factors)
         # Runs as wide as the blocks, with strides.
         wide = self.unit[1]
         runs = self.held.reshape(-1, wide)[:, 0].nonzero().squeeze(1)
         blocks = self.values.reshape(-1, wide)[runs].to(dtype)
         blocks = blocks.repeat_interleave(2, 1)[:, ::2]
-        yield "touched runs", Touched(runs.int(), blocks, numel // wide, wide)
+        yield "touched runs", IndexedGrad(runs.int(), blocks, numel // wide, wide)
 
 
 Stored = tuple[AnyGradient, Tensor | None]  # with the mask that goes with it

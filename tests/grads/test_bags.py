@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsestep import InputError, Touched, _native
+from sparsestep import IndexedGrad, InputError, _native
 from sparsestep.engines.reference import summed
 from sparsestep.grads.norms import slot_norms
 from tests.generate.cases import each_case
@@ -18,13 +18,13 @@ from tests.table import ENGINES, EVERY, Variant, dtypes, on_each_engine, running
 
 
 @st.composite
-def bags(draw: st.DrawFn) -> Touched:
+def bags(draw: st.DrawFn) -> IndexedGrad:
     """A gradient of 7 rows, or of thirds of them, whose products have to be rounded."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     entries, rows = draw(st.integers(0, 30)), draw(st.integers(1, 6))
     block = draw(st.sampled_from([1, 5, 16, 40]))
     slots = 7 * draw(st.sampled_from([1, 3]))
-    return Touched(
+    return IndexedGrad(
         torch.randint(slots, (entries,), generator=generator),
         torch.randn(rows, block, generator=generator),
         slots,
@@ -34,11 +34,11 @@ def bags(draw: st.DrawFn) -> Touched:
     )
 
 
-def of_dtype(grad: Touched, dtype: torch.dtype) -> Touched:
+def of_dtype(grad: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
     """The same in another precision; with a row for each entry where there is no source."""
-    assert grad.positions is not None
-    if grad.source is None:
-        rows = torch.arange(grad.positions.numel()) % len(grad.values)
+    assert grad.indices is not None
+    if grad.value_index is None:
+        rows = torch.arange(grad.indices.numel()) % len(grad.values)
         grad = grad._replace(values=grad.values[rows])
     scale = None if grad.scale is None else grad.scale.to(dtype)
     return grad._replace(values=grad.values.to(dtype), scale=scale)
@@ -47,10 +47,10 @@ def of_dtype(grad: Touched, dtype: torch.dtype) -> Touched:
 @on_each_engine(EVERY)
 @each_case(grad=bags(), dtype=dtypes)
 def test_what_is_written_out_gives_the_same_bits(
-    variant: Variant, engine: str, grad: Touched, dtype: torch.dtype
+    variant: Variant, engine: str, grad: IndexedGrad, dtype: torch.dtype
 ):
     grad = of_dtype(grad, dtype)
-    start = torch.linspace(-1, 1, grad.slots * grad.block).reshape(7, -1).to(dtype)
+    start = torch.linspace(-1, 1, grad.num_slots * grad.slot_size).reshape(7, -1).to(dtype)
     with running_on(engine) as name:
         ours, plain = (Run(variant, name, start) for _ in range(2))
         for _ in range(2):
@@ -68,26 +68,28 @@ needs_core = pytest.mark.skipif(_native.ext is None, reason="installed without t
 @pytest.mark.parametrize("engine", NATIVE)
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @given(grad=bags(), dtype=dtypes)
-def test_norms_are_those_of_the_sums(engine: str, order: float, grad: Touched, dtype: torch.dtype):
+def test_norms_are_those_of_the_sums(
+    engine: str, order: float, grad: IndexedGrad, dtype: torch.dtype
+):
     grad = of_dtype(grad, dtype)
-    assert grad.positions is not None
+    assert grad.indices is not None
     slots, total = summed(grad)
     assert slots is not None
     wanted = torch.linalg.vector_norm(total.double(), order, dim=1)
     with running_on(engine):
         found = slot_norms((grad,), order)
     assert found is not None
-    first = [grad.positions.tolist().index(slot) for slot in slots.tolist()]
+    first = [grad.indices.tolist().index(slot) for slot in slots.tolist()]
     torch.testing.assert_close(found[first], wanted, rtol=1e-12, atol=0)
     found[first] = 0
     assert not found.any()
 
 
-def large(slots: int = 3_000) -> Touched:
+def large(slots: int = 3_000) -> IndexedGrad:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(slots, (40_000,), generator=generator)
     positions[::3] = 7  # a chain that would be shared out if columns could be
-    return Touched(positions, torch.randn(40_000, 40, generator=generator), slots, 40)
+    return IndexedGrad(positions, torch.randn(40_000, 40, generator=generator), slots, 40)
 
 
 @needs_core
@@ -107,7 +109,7 @@ def test_the_bits_of_norms_depend_neither_on_threads_nor_on_the_instruction_set(
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
     values = torch.tensor([[math.nan, 1.0], [math.inf, 2.0], [3e38, 3e38]])
-    norms = slot_norms((Touched(torch.tensor([2, 0, 1]), values, 3, 2),), order)
+    norms = slot_norms((IndexedGrad(torch.tensor([2, 0, 1]), values, 3, 2),), order)
     assert norms is not None
     assert norms[0].isnan()
     assert norms[1] == math.inf
@@ -119,13 +121,13 @@ def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
 @needs_core
 def test_norms_at_places_that_are_no_slots_are_refused():
     with pytest.raises(InputError, match=r"must be in \[0, 3\). Got 3"):
-        slot_norms((Touched(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2),), 2.0)
+        slot_norms((IndexedGrad(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2),), 2.0)
 
 
 @needs_core
 def test_what_the_core_declines_is_none_and_not_a_norm():
     """So that whoever asks goes another way; all else above must have an answer."""
-    grad = Touched(torch.tensor([0]), torch.ones(1, 2), 3, 2)
+    grad = IndexedGrad(torch.tensor([0]), torch.ones(1, 2), 3, 2)
     assert slot_norms((grad,), 3.0) is None
     wrong = grad._replace(values=torch.ones(1, 2, dtype=torch.complex64))
     assert slot_norms((wrong,), 2.0) is None

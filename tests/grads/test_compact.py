@@ -14,17 +14,17 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.grads.compact import compact
 from sparsestep.grads.dedup import sums
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from tests.grads.compact_cases import LIKE, SHAPE, dense, parts, several
 from tests.nn.cases import DTYPES, plain, same
 
 
 @given(some=several)
-def test_what_it_stands_for(some: list[Touched]):
+def test_what_it_stands_for(some: list[IndexedGrad]):
     grad = compact(some, SHAPE, LIKE)
     assert torch.allclose(plain(grad).to_dense(), dense(some))
     joined = grad.touched()
-    assert joined.slots * joined.block == 24
+    assert joined.num_slots * joined.slot_size == 24
     assert torch.allclose(dense([joined]), dense(some))
     rows = sum(part.values.numel() for part in some)
     assert joined.values.numel() == rows  # nothing was written out
@@ -32,7 +32,7 @@ def test_what_it_stands_for(some: list[Touched]):
 
 
 @given(first=several, second=several)
-def test_sums(first: list[Touched], second: list[Touched]):
+def test_sums(first: list[IndexedGrad], second: list[IndexedGrad]):
     wanted = dense(first) + dense(second)
     one, two = (compact(some, SHAPE, LIKE) for some in (first, second))
     ordinary = plain(two)
@@ -75,7 +75,7 @@ SCALED: dict[str, tuple[Callable[[Any], Any], float]] = {
 
 @pytest.mark.parametrize("name", SCALED)
 @given(some=several, dtype=st.sampled_from(DTYPES))
-def test_numbers_leave_it_compact(name: str, some: list[Touched], dtype: torch.dtype):
+def test_numbers_leave_it_compact(name: str, some: list[IndexedGrad], dtype: torch.dtype):
     function, factor = SCALED[name]
     grad = compact([_as(part, dtype) for part in some], SHAPE, LIKE.to(dtype))
     wanted = function(plain(grad)) if name == "data" else None
@@ -96,17 +96,17 @@ def test_numbers_leave_it_compact(name: str, some: list[Touched], dtype: torch.d
         assert same(before, now)  # autograd's memory is not written to
 
 
-def _as(part: Touched, dtype: torch.dtype) -> Touched:
+def _as(part: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
     scale = None if part.scale is None else part.scale.to(dtype)
     return part._replace(values=part.values.to(dtype), scale=scale)
 
 
 @given(part=parts(), elements=st.integers(1, 60))
-def test_sums_in_chunks(part: Touched, elements: int):
-    found = torch.zeros(part.slots, part.block, dtype=torch.float64)
+def test_sums_in_chunks(part: IndexedGrad, elements: int):
+    found = torch.zeros(part.num_slots, part.slot_size, dtype=torch.float64)
     last = -1
     for slots, total in sums(part, elements):
-        assert total.numel() <= max(elements, part.block)
+        assert total.numel() <= max(elements, part.slot_size)
         assert int(slots[0]) > last
         assert slots.tolist() == sorted(set(slots.tolist()))
         last = int(slots[-1])
@@ -124,7 +124,7 @@ def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
     )
     values = torch.randn(len(positions), 4, dtype=torch.float64)
     weights = [nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for _ in range(2)]
-    grad = compact([Touched(positions, values, 6, 4)], SHAPE, values)
+    grad = compact([IndexedGrad(positions, values, 6, 4)], SHAPE, values)
     weights[0].grad, weights[1].grad = grad, plain(grad)
     totals = [sparsestep.clip_grad_norm_([weight], 0.5, norm_type) for weight in weights]
     assert torch.allclose(*totals)

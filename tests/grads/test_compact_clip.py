@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import utils
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from tests.nn.cases import same
 
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0)
@@ -57,7 +57,7 @@ def assert_same_gradients(ours: Model, theirs: Model) -> None:
 
 def assert_compact(model: Model) -> None:
     for table in (model.rows, model.means, model.largest):
-        assert isinstance(table.weight.grad, Compact)
+        assert isinstance(table.weight.grad, CompactGrad)
         assert not table.weight.grad.is_materialized
 
 
@@ -155,7 +155,7 @@ def test_lists_that_are_made_anew():
     grads = [model.means.weight.grad, model.out.weight.grad]
     dense = [grad.clone().to_dense() for grad in grads]
     for made in (torch._foreach_mul(grads, 2.0), torch._foreach_clamp_max(grads, 0.1)):
-        assert isinstance(made[0], Compact)
+        assert isinstance(made[0], CompactGrad)
         assert type(made[1]) is Tensor
     assert not grads[0].is_materialized
     assert all(map(same, [grad.to_dense() for grad in grads], dense))

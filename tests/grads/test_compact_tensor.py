@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact, compact
+from sparsestep.grads.compact import CompactGrad, compact
 from tests.grads.compact_cases import SHAPE, example
 from tests.nn.cases import plain, same
 from tests.torch_versions import loads_sparse_tensors
@@ -50,7 +50,7 @@ def test_whoever_asks_for_more_gets_an_ordinary_tensor(name: str):
     grad = example()
     wanted = ASKED[name](plain(grad))
     found = ASKED[name](grad)
-    assert not isinstance(found, Compact)
+    assert not isinstance(found, CompactGrad)
     assert same(found, wanted) if isinstance(found, Tensor) else found == wanted
     assert (
         same(ASKED[name](grad) if name != "of a dense one" else found, found)
@@ -94,7 +94,7 @@ def test_other_changes_in_place():
     assert grad.mul_(torch.full((6, 4), 2.0)) is grad
     assert same(grad.to_dense(), example().to_dense() * 2)
     grad -= example()
-    assert isinstance(grad, Compact)
+    assert isinstance(grad, CompactGrad)
     assert same(grad.to_dense(), example().to_dense())
     grad = example()
     grad.copy_(example() * 2)
@@ -117,14 +117,14 @@ def test_other_changes_in_place():
 def test_what_is_materialized_is_not_the_memory_of_autograd():
     grad = example()
     (part,) = grad._parts
-    held = compact([part._replace(positions=part.positions[:2], source=None, scale=None)],
+    held = compact([part._replace(indices=part.indices[:2], value_index=None, scale=None)],
                    SHAPE, part.values)  # fmt: skip
     before = part.values.clone()
     for each in (grad, held, grad.detach(), held.clone()):
         each._values().zero_()
         each._indices().zero_()
     assert same(part.values, before)
-    assert part.positions.tolist() == [3, 1, 3]
+    assert part.indices.tolist() == [3, 1, 3]
 
 
 @loads_sparse_tensors
@@ -161,7 +161,7 @@ def test_hooks_see_it_and_may_replace_it():
     held = weight.register_hook(lambda grad: seen.append(grad))
     looked_up(weight).backward()
     looked_up(weight).backward()
-    assert all(isinstance(grad, Compact) for grad in seen)
+    assert all(isinstance(grad, CompactGrad) for grad in seen)
     assert same(seen[0].to_dense(), wanted)
     assert torch.allclose(weight.grad.to_dense(), 2 * wanted)
     held.remove()
@@ -191,7 +191,7 @@ def test_autograd_grad_and_assignment():
     weight = nn.Parameter(torch.randn(6, 4))
     loss = looked_up(weight)
     (grad,) = torch.autograd.grad(loss, weight)
-    assert isinstance(grad, Compact)
+    assert isinstance(grad, CompactGrad)
     weight.grad = grad.clone()
     looked_up(weight).backward()
     assert torch.allclose(weight.grad.to_dense(), 2 * grad.coalesce().to_dense())

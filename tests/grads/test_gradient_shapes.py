@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.masked import masked_tensor
 
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from tests.generate.layouts import BLOCKED, Entries, Stored, coalesced, compress
 from tests.grads.layout_runs import FEW, MARKS, Run, each_kind, each_of_a_few, randn
 from tests.table import Variant, each_variant, running_on, same_bits, steps_of
@@ -56,7 +56,7 @@ def test_batches_and_dense_dims(
 @each_kind
 @pytest.mark.parametrize("shape", [(48,), (4, 12), (12, 4), (4, 3, 4), (1, 48), (48, 1)], ids=str)
 def test_slots_of_every_size(variant: Variant, engine: str, shape: tuple[int, ...]):
-    """A Touched may cut a parameter into any equal pieces, whatever its dims are."""
+    """An IndexedGrad may cut a parameter into any equal pieces, whatever its dims are."""
     generator = torch.Generator().manual_seed(0)
     with running_on(engine) as name:
         for slots in (n for n in range(1, 49) if 48 % n == 0):
@@ -70,8 +70,8 @@ def test_slots_of_every_size(variant: Variant, engine: str, shape: tuple[int, ..
             source = torch.arange(len(positions)).flip(0)
             first = Run(variant, name, randn(shape)).step(coo)
             for grad in (
-                Touched(positions, values, slots, block),
-                Touched(positions, values.flip(0), slots, block, source),
+                IndexedGrad(positions, values, slots, block),
+                IndexedGrad(positions, values.flip(0), slots, block, source),
             ):
                 assert Run(variant, name, randn(shape)).step(grad).like(first), slots
 
@@ -81,7 +81,11 @@ def test_a_touched_without_positions_is_a_dense_gradient(engine: str):
     values = randn((4, 6), 1)
     with running_on(engine) as name:
         results = []
-        for grad in (values, Touched(None, values), Touched(None, values.t().contiguous().t())):
+        for grad in (
+            values,
+            IndexedGrad(None, values),
+            IndexedGrad(None, values.t().contiguous().t()),
+        ):
             param, sums = randn((4, 6)), torch.zeros(4, 6)
             functional.adagrad_(param, grad, sums, step=1, engine=name)
             results.append((param, sums))
@@ -92,8 +96,8 @@ def test_a_touched_without_positions_is_a_dense_gradient(engine: str):
 def test_one_number_is_a_parameter_too():
     for grad in (
         torch.tensor(2.0),
-        Touched(torch.tensor([0]), torch.tensor([2.0])),
-        Touched(torch.tensor([0, 0]), torch.tensor([1.5, 0.5]), 1, 1),
+        IndexedGrad(torch.tensor([0]), torch.tensor([2.0])),
+        IndexedGrad(torch.tensor([0, 0]), torch.tensor([1.5, 0.5]), 1, 1),
         masked_tensor(torch.tensor(2.0), torch.tensor(True)),
         torch.sparse_coo_tensor(torch.zeros(0, 2), torch.tensor([1.5, 0.5]), ()),
     ):
@@ -144,10 +148,10 @@ def test_a_parameter_without_elements(variant: Variant, engine: str, shape: tupl
             zeros.to_sparse_bsc((1, 4)),
             masked_tensor(zeros, zeros > 0),
             masked_tensor(zeros.to_sparse_coo(), (zeros > 0).to_sparse_coo()),
-            Touched(nothing, torch.zeros(0, shape[1])),
-            Touched(nothing, torch.zeros(0), 0, 1),
-            Touched(nothing, torch.zeros(0, 3), 3, 0, nothing),
-            Touched(None, zeros),
+            IndexedGrad(nothing, torch.zeros(0, shape[1])),
+            IndexedGrad(nothing, torch.zeros(0), 0, 1),
+            IndexedGrad(nothing, torch.zeros(0, 3), 3, 0, nothing),
+            IndexedGrad(None, zeros),
         ):
             run = Run(variant, name, zeros).step(grad)
             assert run.param.shape == shape

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 
 import sparsestep
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from sparsestep.errors import InputError
 from sparsestep.grads.layouts import touched
 from tests.grads.layout_runs import MARKS, each_kind, randn
@@ -32,8 +32,8 @@ def broken(
     )
 
 
-def by_hand_with(*args: Any, **kwargs: Any) -> Callable[[], Touched]:
-    return lambda: Touched(*args, **kwargs)
+def by_hand_with(*args: Any, **kwargs: Any) -> Callable[[], IndexedGrad]:
+    return lambda: IndexedGrad(*args, **kwargs)
 
 
 def ids(*numbers: int) -> Tensor:
@@ -77,7 +77,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "scale of integers": (
         by_hand_with(ids(0, 1), ONES, scale=ids(1, 1)),
-        "the scale of a Touched must be of a float dtype. Got torch.int64",
+        "the scale of an IndexedGrad must be of a float dtype. Got torch.int64",
     ),
     "scale without positions": (
         by_hand_with(None, torch.ones(4, 6), scale=torch.ones(4)),
@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "scale that is no tensor": (
         by_hand_with(ids(0, 1), ONES, scale=2.0),
-        "the scale of a Touched must be a strided tensor. Got float",
+        "the scale of an IndexedGrad must be a strided tensor. Got float",
     ),
     "more positions than values": (
         by_hand_with(ids(0, 1, 2), ONES),
@@ -116,27 +116,27 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "slots that are no whole number": (by_hand_with(ids(0), ONES, 4.0, 6), "Got 4.0 x 6"),
     "float positions": (
         by_hand_with(torch.tensor([0.0, 1.0]), ONES),
-        "positions of a Touched must be int64 or int32. Got torch.float32",
+        "positions of an IndexedGrad must be int64 or int32. Got torch.float32",
     ),
     "bool positions": (
         by_hand_with(torch.tensor([True, False]), ONES),
-        "positions of a Touched must be int64 or int32. Got torch.bool",
+        "positions of an IndexedGrad must be int64 or int32. Got torch.bool",
     ),
     "float source": (
         by_hand_with(ids(0, 1), ONES, 4, 6, torch.tensor([0.0, 1.0])),
-        "source of a Touched must be int64 or int32. Got torch.float32",
+        "source of an IndexedGrad must be int64 or int32. Got torch.float32",
     ),
     "list of positions": (
         by_hand_with([0, 1], ONES),
-        "positions of a Touched must be a strided tensor. Got list",
+        "positions of an IndexedGrad must be a strided tensor. Got list",
     ),
     "sparse values": (
         by_hand_with(ids(0, 1), ONES.to_sparse_coo()),
-        "values of a Touched must be a strided tensor. Got layout torch.sparse_coo",
+        "values of an IndexedGrad must be a strided tensor. Got layout torch.sparse_coo",
     ),
     "no values": (
         by_hand_with(ids(0, 1), None),
-        "values of a Touched must be a strided tensor. Got NoneType",
+        "values of an IndexedGrad must be a strided tensor. Got NoneType",
     ),
     "integer values": (by_hand_with(ids(0, 1), ONES.long()), "compatible dtype. Got torch.int64"),
     "complex values": (by_hand_with(ids(0, 1), ONES * 1j), "compatible dtype. Got torch.complex64"),
@@ -231,7 +231,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a layout that nobody knows": (
         lambda: torch.ones(4, 6).to_mkldnn(),
-        "must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a Touched",
+        "must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or an IndexedGrad",
     ),
 }
 
@@ -271,4 +271,4 @@ def test_what_is_broken_is_refused_in_one_sentence_and_changes_nothing(bad: str,
 def test_a_parameter_of_another_kind_refuses_values_of_this_one():
     for dtype, values in ((torch.complex64, ONES), (torch.float32, ONES * 1j)):
         with pytest.raises(InputError, match="must have a compatible dtype"):
-            touched(torch.zeros(4, 6, dtype=dtype), Touched(ids(0, 1), values))
+            touched(torch.zeros(4, 6, dtype=dtype), IndexedGrad(ids(0, 1), values))

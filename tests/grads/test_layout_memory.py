@@ -10,7 +10,7 @@ import pytest
 LARGE = """
 import sys, warnings
 import torch, sparsestep
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from sparsestep.memory import lazy as pages
 
 warnings.simplefilter("ignore")
@@ -42,7 +42,7 @@ grads = {
         starts, columns // 2, values[:, None, None].repeat(1, 1, 2), SHAPE
     ),
     "masked": torch.masked.masked_tensor(csr, csr_mask),
-    "touched": Touched(rows * 2**14 + columns, values, 2**31, 1),
+    "touched": IndexedGrad(rows * 2**14 + columns, values, 2**31, 1),
 }
 sums = torch.zeros(2**17)
 before = resident()

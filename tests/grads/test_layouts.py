@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.masked import MaskedTensor, masked_tensor
 
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from sparsestep.grads.layouts import Gradient as AnyGradient
 from tests.generate.layouts import BY_ROW, Entries, coalesced, compress
 from tests.grads.layout_runs import FEW, MARKS, Run, each_kind, each_of_a_few, randn
@@ -123,7 +123,7 @@ def test_complex_numbers_are_pairs_in_every_layout(variant: Variant, engine: str
         # Torch may keep for later that a tensor is to be conjugated.
         places = same.held.reshape(-1).nonzero().squeeze(1)
         later = numbers[same.held].conj_physical().conj()
-        stored["conjugated"] = (Touched(places, later, 48, 1), None)
+        stored["conjugated"] = (IndexedGrad(places, later, 48, 1), None)
         for layout, (grad, mask) in stored.items():
             run = Run(variant, name, start).step(grad, mask)
             run.param = torch.view_as_real(run.param)
@@ -143,7 +143,7 @@ def test_signs_that_torch_keeps_for_later(layout: str, engine: str):
     grad, mask = {
         "coo": (coalesced(held.nonzero().t(), values[held], held.shape), None),
         "csr": (torch.sparse_csr_tensor(starts, columns, values[held], held.shape), None),
-        "touched": (Touched(torch.arange(24), values, 24, 1), held),
+        "touched": (IndexedGrad(torch.arange(24), values, 24, 1), held),
         "masked": (masked_tensor(values, held), None),
         "strided": (values, held),
     }[layout]
@@ -169,8 +169,8 @@ def test_values_may_be_one_number_that_stands_for_many(variant: Variant, engine:
         for grad in (
             coalesced(entries.held.nonzero().t(), many, entries.held.shape),
             torch.sparse_csr_tensor(starts, columns, many, entries.held.shape),
-            Touched(places, many, 24, 1),
-            Touched(places, many[:1], 24, 1, torch.zeros(count, dtype=torch.int64)),
+            IndexedGrad(places, many, 24, 1),
+            IndexedGrad(places, many[:1], 24, 1, torch.zeros(count, dtype=torch.int64)),
         ):
             assert Run(variant, name, randn((4, 6))).step(grad).like(first)
 
@@ -200,7 +200,7 @@ def test_a_gradient_is_never_written(variant: Variant, engine: str):
 
 
 def parts(grad: AnyGradient) -> list[Tensor]:
-    if isinstance(grad, Touched):
+    if isinstance(grad, IndexedGrad):
         return [part for part in grad if isinstance(part, Tensor)]
     if isinstance(grad, MaskedTensor):
         return [*parts(grad.get_data()), *parts(grad.get_mask())]

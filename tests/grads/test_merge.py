@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsestep.grads.dedup import _reduced, summed, sums
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
 from tests.table import same_bits
 
@@ -36,11 +36,11 @@ def test_sums_are_in_order_of_appearance(slots: list[int], seed: int, elements: 
     )
     positions = torch.tensor(slots)
     wanted = in_order(positions, values)
-    chunks = list(sums(Touched(positions, values, 9, 3), elements))
+    chunks = list(sums(IndexedGrad(positions, values, 9, 3), elements))
     assert torch.equal(torch.cat([some for some, _ in chunks]), wanted[0])
     assert same_bits(torch.cat([total for _, total in chunks]), wanted[1])
     with elsewhere():
-        there = Touched(positions.to(DEVICE), values.to(DEVICE), 9, 3)
+        there = IndexedGrad(positions.to(DEVICE), values.to(DEVICE), 9, 3)
         found, total = summed(there)
     assert isinstance(found, Elsewhere)
     assert isinstance(total, Elsewhere)
@@ -61,10 +61,10 @@ def test_where_a_device_has_no_such_sums(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_first_value_is_kept_as_it_is():
     values = torch.tensor([[-0.0], [-0.0], [1.0]])
-    grad = Touched(torch.tensor([2, 2, 0]), values, 3, 1)
+    grad = IndexedGrad(torch.tensor([2, 2, 0]), values, 3, 1)
     assert summed(grad)[1].signbit().tolist() == [[False], [True]]
     with elsewhere():
-        there = grad._replace(positions=grad.positions.to(DEVICE), values=values.to(DEVICE))  # type: ignore[union-attr]
+        there = grad._replace(indices=grad.indices.to(DEVICE), values=values.to(DEVICE))  # type: ignore[union-attr]
         total = summed(there)[1]
     assert isinstance(total, Elsewhere)
     assert total.inner.signbit().tolist() == [[False], [True]]

@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep._native import ext
 from sparsestep.grads import compact as compact_module
 from sparsestep.grads.compact import compact
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.norms import slot_norms
 from tests.torch_versions import needs_tensors_that_the_core_reads
 
@@ -30,7 +30,7 @@ RULES = {
 }
 
 
-def part(seed: int, entries: int, form: str, dtype: torch.dtype) -> Touched:
+def part(seed: int, entries: int, form: str, dtype: torch.dtype) -> IndexedGrad:
     """What one lookup leaves: a row for each id, or one for each bag, with factors or without."""
     chance = torch.Generator().manual_seed(seed)
     positions = torch.randint(ROWS, (entries,), generator=chance)
@@ -38,7 +38,7 @@ def part(seed: int, entries: int, form: str, dtype: torch.dtype) -> Touched:
     values = torch.randn(bags, DIM, generator=chance).to(dtype)
     source = None if form == "rows" else torch.randint(bags, (entries,), generator=chance)
     scale = torch.rand(entries, generator=chance) if form == "weighted bags" else None
-    return Touched(positions, values, ROWS, DIM, source, scale)
+    return IndexedGrad(positions, values, ROWS, DIM, source, scale)
 
 
 several_parts = st.lists(
@@ -52,7 +52,7 @@ several_parts = st.lists(
 )
 
 
-def never(parts: Any) -> Touched:
+def never(parts: Any) -> IndexedGrad:
     raise AssertionError("values were copied")
 
 
@@ -118,8 +118,8 @@ def test_values_that_the_step_writes_are_read_before():
             others = torch.ones(3, DIM)
             param.grad = compact(
                 [
-                    Touched(torch.tensor([0, 2, 2]), others, ROWS, DIM),
-                    Touched(torch.tensor([1, 2, 6]), own, ROWS, DIM, torch.tensor([1, 0, 1])),
+                    IndexedGrad(torch.tensor([0, 2, 2]), others, ROWS, DIM),
+                    IndexedGrad(torch.tensor([1, 2, 6]), own, ROWS, DIM, torch.tensor([1, 0, 1])),
                 ],
                 shape,
                 others,
@@ -138,7 +138,7 @@ def test_a_bad_id_in_any_part_changes_nothing(where: int):
     optimizer.step()
     optimizer.step()
     before = param.detach().clone()
-    positions = parts[where].positions
+    positions = parts[where].indices
     assert positions is not None
     positions[7] = ROWS
     param.grad = compact(parts, param.shape, param)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 
 import sparsestep
-from sparsestep import Touched, functional
+from sparsestep import IndexedGrad, functional
 from sparsestep.errors import InputError
 from tests.table import same_bits
 
@@ -49,7 +49,7 @@ def quantized() -> Tensor:
 
 NO_TENSORS = [
     *({}, 3, 2.5, "x", b"x", [1.0], (1, 2), torch.Size(SHAPE), torch.float32, object(), True),
-    *(np.ones(SHAPE), torch.nn.Identity(), range(3), Tensor, Touched, lambda: 1),
+    *(np.ones(SHAPE), torch.nn.Identity(), range(3), Tensor, IndexedGrad, lambda: 1),
 ]
 UNUSABLE = {
     "nested": nested,
@@ -65,7 +65,7 @@ NO_PART = {
     "csr": ONES.to_sparse_csr,
     "bsr": lambda: ONES.to_sparse_bsr((2, 2)),
     "masked": lambda: masked_tensor(ONES, ONES > 0),
-    "touched": lambda: Touched(None, ONES),
+    "touched": lambda: IndexedGrad(None, ONES),
 }
 
 
@@ -109,7 +109,7 @@ def assert_refused(
 
 @pytest.mark.parametrize("grad", NO_TENSORS, ids=lambda g: type(g).__name__)
 def test_no_tensor(grad: Any):
-    assert_refused(grad, match="the gradient must be a tensor or a Touched. Got ")
+    assert_refused(grad, match="the gradient must be a tensor or an IndexedGrad. Got ")
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
@@ -121,20 +121,20 @@ def test_tensors_that_cannot_be_read(kind: str):
 def test_what_cannot_be_part_of_a_touched(kind: str):
     part = {**UNUSABLE, **NO_PART}[kind]()
     rows = torch.arange(4)
-    for grad in (Touched(rows, part), Touched(None, part), Touched(part, ROW)):
+    for grad in (IndexedGrad(rows, part), IndexedGrad(None, part), IndexedGrad(part, ROW)):
         assert_refused(grad)
     for name in ("source", "scale", "held"):
-        assert_refused(Touched(ROWS, ROW, **{name: part}))
+        assert_refused(IndexedGrad(ROWS, ROW, **{name: part}))
 
 
 @pytest.mark.parametrize("part", NO_TENSORS[:6], ids=lambda g: type(g).__name__)
 def test_parts_of_a_touched_that_are_no_tensors(part: Any):
-    assert_refused(Touched(ROWS, part))
-    assert_refused(Touched(part, ROW))
+    assert_refused(IndexedGrad(ROWS, part))
+    assert_refused(IndexedGrad(part, ROW))
     for name in ("source", "scale", "held"):
-        assert_refused(Touched(ROWS, ROW, **{name: part}))
+        assert_refused(IndexedGrad(ROWS, ROW, **{name: part}))
     if part != 3:
-        assert_refused(Touched(ROWS, ROW, part, 6))
+        assert_refused(IndexedGrad(ROWS, ROW, part, 6))
 
 
 @pytest.mark.parametrize("param", [torch.float32, torch.complex64], ids=str)
@@ -147,8 +147,8 @@ def test_every_dtype_is_used_or_refused(dtype: torch.dtype, param: torch.dtype):
         lambda: torch.zeros(SHAPE, dtype=dtype),
         lambda: torch.sparse_coo_tensor(ROWS[None], torch.zeros(1, 6, dtype=dtype), SHAPE),
         lambda: torch.sparse_csr_tensor(starts, ROWS, torch.zeros(1, dtype=dtype), SHAPE),
-        lambda: Touched(ROWS, torch.zeros(1, 6, dtype=dtype)),
-        lambda: Touched(None, torch.zeros(SHAPE, dtype=dtype)),
+        lambda: IndexedGrad(ROWS, torch.zeros(1, 6, dtype=dtype)),
+        lambda: IndexedGrad(None, torch.zeros(SHAPE, dtype=dtype)),
     ):
         try:
             grad = make()
@@ -167,8 +167,8 @@ def test_conjugated_gradients_are_used():
         values.conj(),
         values.conj().to_sparse(1),
         values.to_sparse(1).conj(),
-        Touched(None, values.conj()),
-        Touched(torch.arange(4), values.conj()),
+        IndexedGrad(None, values.conj()),
+        IndexedGrad(torch.arange(4), values.conj()),
     ):
         got, wanted = torch.zeros(2, *SHAPE, dtype=torch.complex64)
         plain = torch.conj_physical(values)

@@ -113,7 +113,7 @@ def test_no_update_of_overlapping_views_is_lost(kinds: tuple[str, str]):
         odd = kind == "reference"
         params.append(view.transpose(1, 2) if odd else view)
         dense = torch.ones(2, 2, 2)
-        sparse = sparsestep.Touched(torch.tensor([0, 1]), dense)
+        sparse = sparsestep.IndexedGrad(torch.tensor([0, 1]), dense)
         grads.append(dense if kind == "torch" else sparse)
     sparsestep.FunctionalSGD(params, lr=1.0).step(grads)
     assert line.tolist() == [-1.0] * 4 + [-2.0] * 4 + [-1.0] * 4
@@ -139,7 +139,7 @@ def test_positions_in_the_memory_of_the_parameter(engine: str):
     """They are overwritten by the step that reads them."""
     positions = torch.zeros(40, dtype=torch.int64)
     param = positions.view(torch.float64)
-    grad = sparsestep.Touched(positions, torch.ones(40, dtype=torch.float64))
+    grad = sparsestep.IndexedGrad(positions, torch.ones(40, dtype=torch.float64))
     sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
     assert param.tolist() == [-20.0] + [0.0] * 39
 
@@ -154,7 +154,7 @@ def test_values_in_the_memory_of_the_parameter(engine: str, sparse: bool):
         expected[order] -= 0.5 * param
     else:
         expected -= 0.5 * param
-    grad = sparsestep.Touched(order, param) if sparse else param
+    grad = sparsestep.IndexedGrad(order, param) if sparse else param
     sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
     assert same_bits(param, expected)
 

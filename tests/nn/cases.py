@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OPTIMIZERS: dict[str, Any] = {
@@ -110,7 +110,7 @@ def row_calls(draw: st.DrawFn, freq: bool = True, single: bool = True) -> Call:
 
 def plain(grad: Tensor) -> Tensor:
     """The ordinary gradient that a compact one stands for."""
-    assert type(grad) is Compact
+    assert type(grad) is CompactGrad
     assert not grad.is_materialized
     return grad.clone().materialize_()
 

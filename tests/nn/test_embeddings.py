@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from tests.nn.cases import DTYPES, OPTIMIZERS, Call, bag_calls, plain, row_calls, same, same_run
 from tests.table import each_engine, running_on
 
@@ -122,8 +122,8 @@ def test_no_part_has_more_rows_than_there_are_bags(call: Call):
     ours, _ = pair(call)
     bags = len(call.backward(ours))
     touched = ours.weight.grad.touched()
-    elements = 1 if touched.block == call.dim else call.dim
-    assert touched.values.numel() // touched.block <= bags * elements
+    elements = 1 if touched.slot_size == call.dim else call.dim
+    assert touched.values.numel() // touched.slot_size <= bags * elements
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -138,7 +138,7 @@ def test_updates_are_those_of_torchs_module_to_the_bit(name: str, call: Call):
             optimizer.zero_grad()
             call.backward(table)
             optimizer.step()
-        assert isinstance(tables[0].weight.grad, Compact)
+        assert isinstance(tables[0].weight.grad, CompactGrad)
     assert not tables[0].weight.grad.is_materialized
     assert same_run(ours, theirs)
 

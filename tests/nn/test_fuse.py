@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
 from tests.nn.cases import plain, same
 
@@ -94,8 +94,8 @@ def test_subclasses_that_inherit_forward():
     zeros.reset_parameters()
     assert zeros.weight[0].tolist() == [3.0] * 3
     (zeros(IDS).sum() + mean(IDS).sum()).backward()
-    assert isinstance(zeros.weight.grad, Compact)
-    assert isinstance(mean.weight.grad, Compact)
+    assert isinstance(zeros.weight.grad, CompactGrad)
+    assert isinstance(mean.weight.grad, CompactGrad)
     assert type(zeros) is type(fuse(Zeros(4, 2)))
 
 
@@ -227,7 +227,7 @@ def test_tables_of_a_collection():
     model = EmbeddingBagCollection([Mean(10, 3)])
     assert isinstance(model.tables[0], Mean)
     model([IDS])[0].sum().backward()
-    assert isinstance(model.tables[0].weight.grad, Compact)
+    assert isinstance(model.tables[0].weight.grad, CompactGrad)
     with pytest.raises(sparsestep.InputError, match="Got a Own: Own has a forward of its own"):
         EmbeddingBagCollection([Own(10, 3)])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from tests.nn.cases import OPTIMIZERS, each_optimizer, plain, same_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,7 +190,7 @@ def test_the_bits_of_what_is_written_out(name: str, loop: Loop, dtype: torch.dty
     def written_out(model: nn.Module, optimizer: Any, step: int) -> None:
         loop(model, _Nothing(optimizer), step)
         for param in model.parameters():
-            if isinstance(param.grad, Compact):
+            if isinstance(param.grad, CompactGrad):
                 param.grad = plain(param.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -207,7 +207,7 @@ def test_the_gradient_stays_compact(loop: Loop):
     run(model, "Adam", loop)
     for name, param in model.named_parameters():
         if not name.startswith("out"):
-            assert isinstance(param.grad, Compact)
+            assert isinstance(param.grad, CompactGrad)
             assert not param.grad.is_materialized
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import sparsestep
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import Embedding, EmbeddingBag
 from tests.nn.cases import plain, same
 from tests.torch_versions import uses_torchscript
@@ -271,7 +271,7 @@ def test_torch_compile_leaves_it_out(ours: Any, theirs: Any):
     compiled = torch.compile(model, backend="eager")
     assert same(compiled(IDS), model(IDS))
     compiled(IDS).sum().backward()
-    assert isinstance(model[0].weight.grad, Compact)
+    assert isinstance(model[0].weight.grad, CompactGrad)
 
 
 def test_torch_compile_leaves_a_collection_out():
@@ -279,4 +279,4 @@ def test_torch_compile_leaves_a_collection_out():
     found = torch.compile(model, backend="eager")([IDS, IDS])
     assert all(map(same, found, model([IDS, IDS])))
     sum(rows.sum() for rows in found).backward()
-    assert all(isinstance(param.grad, Compact) for param in model.parameters())
+    assert all(isinstance(param.grad, CompactGrad) for param in model.parameters())

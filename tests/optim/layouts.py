@@ -83,7 +83,7 @@ def strided(seed: int) -> Given:
 
 def by_hand(seed: int) -> Given:
     same = some_rows(seed)
-    grad = sparsestep.Touched(same.grad._indices()[0], same.grad._values())
+    grad = sparsestep.IndexedGrad(same.grad._indices()[0], same.grad._values())
     return Given(grad, same.total, same.held)
 
 
@@ -96,7 +96,7 @@ LAYOUTS: dict[str, Callable[[int], Given]] = {
     "BSC": in_blocks(Tensor.to_sparse_bsc),
     "MaskedTensor": masked,
     "strided": strided,
-    "Touched": by_hand,
+    "IndexedGrad": by_hand,
 }
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)

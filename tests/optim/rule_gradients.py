@@ -8,7 +8,7 @@ import torch
 ROWS, COLUMNS = 7, 5
 STEPS = 8
 Table = np.ndarray
-Touched = dict[int, Table]  # the sum of its entries for each row that the gradient holds
+IndexedGrad = dict[int, Table]  # the sum of its entries for each row that the gradient holds
 
 
 class Gradients:
@@ -29,8 +29,8 @@ class Gradients:
             return stacked
         return torch.sparse_coo_tensor(torch.tensor([rows]), stacked, (ROWS, COLUMNS))
 
-    def summed(self, step: int) -> Touched:
-        sums: Touched = {}
+    def summed(self, step: int) -> IndexedGrad:
+        sums: IndexedGrad = {}
         for row, values in self.entries[step]:
             sums[row] = sums.get(row, 0.0) + values
         return sums

@@ -70,7 +70,7 @@ def test_every_layout_is_taken(cls: type[FunctionalOptimizer]):
         coo.to_sparse_csr(),
         coo.to_sparse_csc(),
         torch.masked.masked_tensor(values, where),
-        sparsestep.Touched(flat, values.reshape(-1)[flat], 24, 1),
+        sparsestep.IndexedGrad(flat, values.reshape(-1)[flat], 24, 1),
     ]
     results = []
     for grad in layouts:

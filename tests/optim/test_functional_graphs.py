@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsestep
-from sparsestep import InputError, Touched, functional
+from sparsestep import IndexedGrad, InputError, functional
 from sparsestep.optim import functional as graphs
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.rule import Rule, State
@@ -55,7 +55,7 @@ def trained(
     ) -> Tensor:
         gradient, loss = gradient_of(param[ids], target)
         with torch.no_grad():
-            update(param, Touched(ids, gradient), *state, step=step, lr=lr, **options)
+            update(param, IndexedGrad(ids, gradient), *state, step=step, lr=lr, **options)
         return loss
 
     update, state = FUNCTIONS[cls], state_of(rule_of(cls))
@@ -103,9 +103,9 @@ def arguments(rule: Rule, *, dense: bool) -> tuple[Any, ...]:
     """What the operation is called with."""
     hyper = {key: (0.5, 0.75) if key == "betas" else 0.25 for key in rule.hyperparameters}
     param, positions = torch.randn(ROWS, DIM), torch.tensor([3, 1, 3])
-    gradient = Touched(positions, torch.ones(3, DIM))
+    gradient = IndexedGrad(positions, torch.ones(3, DIM))
     if dense:
-        gradient = Touched(None, torch.ones(ROWS, DIM))
+        gradient = IndexedGrad(None, torch.ones(ROWS, DIM))
     return (
         *("who", rule.key, param, state_of(rule), *gradient),
         *(1, None, *graphs._flat(hyper), False, 0.0, False, None, "auto", None),
@@ -125,7 +125,7 @@ def test_a_bad_index_is_refused_and_nothing_written():
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def update(param: Tensor, ids: Tensor, values: Tensor) -> None:
-        functional.sgd_(param, Touched(ids, values), lr=1.0)
+        functional.sgd_(param, IndexedGrad(ids, values), lr=1.0)
 
     param = torch.zeros(3, 1)
     with pytest.raises(InputError, match=r"sgd_: .* must be in \[0, 3\)\. Got 3"):
@@ -149,7 +149,7 @@ def test_rules_of_the_same_name_are_told_apart():
     @torch.compile(backend="eager", fullgraph=True)
     def update(param: Tensor, state: Tensor, ids: Tensor, values: Tensor) -> None:
         for rule in (one, ten):
-            grad = Touched(ids, values)
+            grad = IndexedGrad(ids, values)
             functional.apply_("mine", rule, param, grad, [state], 1, {"lr": 0.5})
 
     param, state = torch.zeros(3, 1), torch.zeros(3, 1)
@@ -188,7 +188,7 @@ def test_inductor_does_not_copy_a_table():
     def train(param: Tensor, mean: Tensor, square: Tensor, ids: Tensor) -> Tensor:
         gradient, loss = gradient_of(param[ids], ids.float())
         with torch.no_grad():
-            functional.sparse_adam_(param, Touched(ids, gradient), mean, square, step=1)
+            functional.sparse_adam_(param, IndexedGrad(ids, gradient), mean, square, step=1)
         return loss
 
     tables = [torch.zeros(10_007, DIM) for _ in range(3)]

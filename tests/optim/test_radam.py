@@ -45,7 +45,7 @@ def test_every_instruction_set_has_the_same_bits(step: int, dtype: torch.dtype):
         generator = torch.Generator().manual_seed(0)
         tensors = torch.randn(4, 9, 33, generator=generator).to(dtype)
         param, values, exp_avg, exp_avg_sq = (each.clone() for each in tensors)
-        grad = sparsestep.Touched(torch.tensor([3, 1, 8, 3, 0, 2, 4, 5, 7]), values)
+        grad = sparsestep.IndexedGrad(torch.tensor([3, 1, 8, 3, 0, 2, 4, 5, 7]), values)
         with running_on(engine) as name:
             options: dict[str, Any] = {"lr": 0.1, "engine": name}
             radam_(param, grad, exp_avg, exp_avg_sq.abs_(), step=step, **options)

@@ -13,7 +13,7 @@ def test_coupled_decay_of_what_is_not_held_does_not_feed_the_rows_number(engine:
     """One element of four is held; the others would add (0.5 * 100)^2 each."""
     param, total = torch.full((2, 4), 100.0), torch.zeros(2)
     param[0, 1] = 1.0
-    grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.5]]), 8, 1)
+    grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.tensor([[1.5]]), 8, 1)
     sparsestep.functional.rowwise_adagrad_(
         param, grad, total, step=1, lr=0.1, weight_decay=0.5, engine=engine
     )

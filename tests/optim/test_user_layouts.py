@@ -101,7 +101,7 @@ def test_what_the_function_sees():
     opt = type("Watched", (FunctionalOptimizer,), {"optimizer_class": by_element})(
         [weight], engine="reference"
     )
-    opt.step([sparsestep.Touched(torch.tensor([2, 0, 2]), torch.ones(3, 2))])
+    opt.step([sparsestep.IndexedGrad(torch.tensor([2, 0, 2]), torch.ones(3, 2))])
     opt.step([torch.tensor([[0.0, 3], [0, 0], [4, 0]]).to_sparse_coo()])
     opt.step([torch.ones(3, 2)])
     opt.step([torch.zeros(3, 2).to_sparse_coo()])

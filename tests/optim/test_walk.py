@@ -73,7 +73,7 @@ def test_the_walk_of_dense_semantics():
 
 def test_the_walk_of_a_function():
     weight, buffer = torch.zeros(10, 4), torch.zeros(10, 4)
-    grad = sparsestep.Touched(IDS, torch.ones(4, 4))
+    grad = sparsestep.IndexedGrad(IDS, torch.ones(4, 4))
 
     def step() -> None:
         sparsestep.functional.sgd_(weight, grad, buffer, lr=0.1, momentum=0.9)

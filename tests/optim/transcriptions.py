@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from tests.optim.rule_gradients import COLUMNS, ROWS, Table, Touched, start
+from tests.optim.rule_gradients import COLUMNS, ROWS, IndexedGrad, Table, start
 
 
 def rowwise_adagrad(
-    grads: list[Touched], *, lr, eps, weight_decay=0.0, decoupled=False, initial=0.0
+    grads: list[IndexedGrad], *, lr, eps, weight_decay=0.0, decoupled=False, initial=0.0
 ) -> tuple[Table, dict[str, Table]]:
     """FBGEMM's EXACT_ROWWISE_ADAGRAD."""
     p, s = start(), np.full(ROWS, initial)
@@ -27,7 +27,7 @@ def rowwise_adagrad(
 
 
 def rowwise_adam(
-    grads: list[Touched], *, lr, betas, eps, weight_decay=0.0, decoupled=False, per_row=False
+    grads: list[IndexedGrad], *, lr, betas, eps, weight_decay=0.0, decoupled=False, per_row=False
 ) -> tuple[Table, dict[str, Table]]:
     """FBGEMM's PARTIAL_ROWWISE_ADAM; the count is the table's or the row's own."""
     b1, b2 = betas
@@ -49,7 +49,9 @@ def rowwise_adam(
     return p, {**kept, "row_step": counts} if per_row else kept
 
 
-def lion(grads: list[Touched], *, lr, betas, weight_decay=0.0) -> tuple[Table, dict[str, Table]]:
+def lion(
+    grads: list[IndexedGrad], *, lr, betas, weight_decay=0.0
+) -> tuple[Table, dict[str, Table]]:
     """Chen et al., algorithm 2."""
     b1, b2 = betas
     p, m = start(), np.zeros((ROWS, COLUMNS))
@@ -63,7 +65,9 @@ def lion(grads: list[Touched], *, lr, betas, weight_decay=0.0) -> tuple[Table, d
     return p, {"exp_avg": m}
 
 
-def ftrl(grads: list[Touched], *, lr, beta, l1, l2, initial=0.0) -> tuple[Table, dict[str, Table]]:
+def ftrl(
+    grads: list[IndexedGrad], *, lr, beta, l1, l2, initial=0.0
+) -> tuple[Table, dict[str, Table]]:
     """McMahan et al., algorithm 1: weights are not stored but follow from z and n."""
     z, n = np.zeros((ROWS, COLUMNS)), np.full((ROWS, COLUMNS), initial)
 
@@ -86,7 +90,7 @@ def ftrl(grads: list[Touched], *, lr, beta, l1, l2, initial=0.0) -> tuple[Table,
 
 
 def adagrad(
-    grads: list[Touched], *, lr, lr_decay, eps, weight_decay=0.0, initial=0.0
+    grads: list[IndexedGrad], *, lr, lr_decay, eps, weight_decay=0.0, initial=0.0
 ) -> tuple[Table, dict[str, Table]]:
     """Duchi et al. with torch's decaying rate: the count is the table's."""
     p, s = start(), np.full((ROWS, COLUMNS), initial)
@@ -101,7 +105,7 @@ def adagrad(
 
 
 def momentum(
-    grads: list[Touched], *, lr, mu, tau, nesterov=False
+    grads: list[IndexedGrad], *, lr, mu, tau, nesterov=False
 ) -> tuple[Table, dict[str, Table]]:
     """Torch's SGD: the parameter's first step takes the gradient whole, later ones are damped."""
     p, b = start(), np.zeros((ROWS, COLUMNS))
@@ -112,7 +116,7 @@ def momentum(
     return p, {"momentum_buffer": b}
 
 
-def amsgrad(grads: list[Touched], *, lr, betas, eps) -> tuple[Table, dict[str, Table]]:
+def amsgrad(grads: list[IndexedGrad], *, lr, betas, eps) -> tuple[Table, dict[str, Table]]:
     """Reddi et al. as torch has it: the maximum is of the average as kept, before correction."""
     b1, b2 = betas
     p = start()
@@ -128,7 +132,7 @@ def amsgrad(grads: list[Touched], *, lr, betas, eps) -> tuple[Table, dict[str, T
 
 
 def radam(
-    grads: list[Touched], *, lr, betas, eps, weight_decay=0.0, decoupled=False
+    grads: list[IndexedGrad], *, lr, betas, eps, weight_decay=0.0, decoupled=False
 ) -> tuple[Table, dict[str, Table]]:
     """Liu et al., algorithm 2, as torch has it: with eps, and from a length of 5 on, not 4."""
     b1, b2 = betas

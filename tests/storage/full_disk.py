@@ -121,7 +121,7 @@ class Trial:
             if not self.by_hand:
                 shape = self.rows, DIM
                 self.by_hand = [mapped(self.folder / f"table.{n}", shape) for n in "mv"]
-            gradient = sparsestep.Touched(rows, torch.ones(32, DIM))
+            gradient = sparsestep.IndexedGrad(rows, torch.ones(32, DIM))
             state: Any = self.by_hand
             sparsestep.functional.adam_(self.param.detach(), gradient, *state, step=1)
         else:

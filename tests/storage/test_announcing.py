@@ -15,7 +15,7 @@ from torch.masked import masked_tensor
 
 import sparsestep
 from sparsestep._torch import version_of
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.memory.mapped_file import MappedFile, file_of
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import mapped
@@ -177,7 +177,7 @@ def test_compact_gradients_follow_masks(tmp_path: Path):
     for _ in range(3):
         opt.zero_grad()
         table(torch.tensor([*CHOSEN, 5, 6])).sum().backward()
-        assert isinstance(param.grad, Compact)
+        assert isinstance(param.grad, CompactGrad)
         opt.step()
     check_announced(param, CHOSEN, opt)
 

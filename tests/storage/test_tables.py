@@ -293,7 +293,7 @@ def test_gradients_that_only_python_knows_are_announced_when_they_are_checked(
         gradient = torch.full((ROWS, DIM), 0.25).to_sparse_csr()
         with torch.device("meta"):
             by_hand.step([gradient])
-        touched: Any = sparsestep.Touched(1.5, torch.ones(1, DIM), ROWS, DIM)
+        touched: Any = sparsestep.IndexedGrad(1.5, torch.ones(1, DIM), ROWS, DIM)
         for wrong in (touched, torch.ones(3), "gradient"):
             with pytest.raises(sparsestep.InputError):
                 by_hand.step([wrong])

@@ -71,7 +71,7 @@ def by_hand(weight: Tensor, grad: Tensor) -> None:
     """Gradients that the script has itself."""
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
     functional.adam_(weight, grad, mean, square, step=1, lr=0.1, weight_decay=0.01, maximize=True)
-    held = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+    held = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
     functional.sgd_(weight, held, lr=0.1, engine="auto")
     optimizer = sparsestep.FunctionalAdam([weight], lr=0.1, semantics="dense")
     optimizer.step([held])

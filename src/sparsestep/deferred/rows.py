@@ -526,7 +526,7 @@ class PendingCatchUp:
         self.update = update
         self._selection = selection
         # As they are now: a mask makes the gradient smaller, and a first step makes state.
-        self._positions, self._state = update.touched.positions, update.state
+        self._positions, self._state = update.touched.indices, update.state
         self.clock: RowClock | None = None
         self.calls: tuple[Callable[[], object], ...] = ()
         self._stale = 0

@@ -12,12 +12,12 @@ from sparsestep._torch import embedding_bag
 from sparsestep.distributed._table import Table
 from sparsestep.distributed.requests import Request
 from sparsestep.distributed.sending import Asked
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import part, part_of
 
 # What the gradients of rows are for the weight that they were looked up in.
-Parts: TypeAlias = Callable[[Tensor], Sequence[Touched]]
+Parts: TypeAlias = Callable[[Tensor], Sequence[IndexedGrad]]
 
 
 class Looked(NamedTuple):
@@ -88,10 +88,10 @@ def _found(table: Table, asked: Request | Asked, found: lookup.Found) -> Looked:
     shape, by_frequency = table.weight.shape, table.by_frequency
     rows, dim = shape
 
-    def parts(grad: Tensor) -> list[Touched]:
+    def parts(grad: Tensor) -> list[IndexedGrad]:
         assert positions is not None
         if not by_frequency:
-            return [Touched(positions, grad, rows, dim, source, factors)]
+            return [IndexedGrad(positions, grad, rows, dim, source, factors)]
         return [part_of(shape, positions, grad, source, factors, by_frequency=True)]
 
     return Looked(found.output, parts)
@@ -120,7 +120,7 @@ def _by_torch(table: Table, asked: Request | Asked, *, wants_grad: bool) -> Look
         rows = embedding_bag(weight, ids, starts, False, 0, False, factors, True, padding)[0]
     ids = ids.clone()  # who asked may change its own
 
-    def parts(grad: Tensor) -> list[Touched]:
+    def parts(grad: Tensor) -> list[IndexedGrad]:
         source = None
         if lengths is not None:
             source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
@@ -135,9 +135,9 @@ def _copy(factors: Tensor | None) -> Tensor | None:
     return None if factors is None else factors.detach().clone()
 
 
-def _backward(found: Tensor, weight: Tensor, rows: Tensor) -> Sequence[Touched]:
+def _backward(found: Tensor, weight: Tensor, rows: Tensor) -> Sequence[IndexedGrad]:
     """By the module's own gradient; the graph stays, for as long as more may come."""
     grad: Any
     (grad,) = torch.autograd.grad(found, weight, rows, retain_graph=True)
-    parts: Sequence[Touched] = grad._parts
+    parts: Sequence[IndexedGrad] = grad._parts
     return parts

@@ -21,14 +21,14 @@ from sparsestep.distributed.collectives import joined, shares
 from sparsestep.distributed.ledger import Answer, Ledger, Ticket
 from sparsestep.distributed.sending import NUMBERS
 from sparsestep.grads.compact import (
-    Compact,
+    CompactGrad,
     compact,
     parts_of,
     positions_of,
 )
 from sparsestep.grads.dedup import summed
 from sparsestep.grads.exchange import Pending, read_otherwise, source_of
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 
 
 class _Sent(NamedTuple):
@@ -82,7 +82,7 @@ class Arrival:
 
 
 def _attributes(grad: Tensor | None) -> dict[str, Any]:
-    if not isinstance(grad, Compact):
+    if not isinstance(grad, CompactGrad):
         return {}
     names = ("_parts", "_materialized", "arrived_from", "is_divided")
     return {name: getattr(grad, name) for name in names}
@@ -137,9 +137,9 @@ def _parts(
     ledger: Ledger,
     theirs: Sequence[Sequence[_Said]],
     pieces: Mapping[tuple[int, int], _Piece],
-) -> dict[int, list[Touched]]:
+) -> dict[int, list[IndexedGrad]]:
     """What has come, as parts of the gradients of tables, by their index."""
-    parts: dict[int, list[Touched]] = {}
+    parts: dict[int, list[IndexedGrad]] = {}
     # In the order of the first rank that has any: where all ranks run the same, that of all.
     for index in dict.fromkeys(each.ticket for said in theirs for each in said):
         answer = ledger.answers[index]
@@ -170,11 +170,11 @@ def _collected(tables: Sequence[Table]) -> list[_Sent]:
 
 def _pending_in(grad: Tensor | None) -> list[Pending]:
     """The parts of a gradient that are still to be sent."""
-    parts = grad._parts if isinstance(grad, Compact) else ()
+    parts = grad._parts if isinstance(grad, CompactGrad) else ()
     return [part for part in parts if isinstance(part, Pending)]
 
 
-def _arrived_in(grad: Tensor) -> list[Touched]:
+def _arrived_in(grad: Tensor) -> list[IndexedGrad]:
     """The other parts of a gradient."""
     parts = parts_of(grad) or ()
     return [part for part in parts if not isinstance(part, Pending)]
@@ -187,7 +187,7 @@ def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
     (touched,) = ticket.parts(rows)
     if ticket.table.order == "global":
         touched = touched.expanded()
-        values = touched.values.reshape(-1, touched.block)
+        values = touched.values.reshape(-1, touched.slot_size)
         return _Sent(ticket, values.contiguous(), positions_of(touched).contiguous())
     positions, sums = summed(touched)
     assert positions is not None
@@ -271,7 +271,7 @@ def _exchanged(
     return read
 
 
-def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]:
+def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[IndexedGrad]:
     """What the gradients of the rows that an owner has answered with are for its weight."""
     assert answer.parts is not None
     table = answer.table
@@ -290,17 +290,17 @@ def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[Touched]
     return [_only(part, present, table.dim) for part in parts]
 
 
-def _only(part: Touched, present: Tensor, dim: int) -> Touched:
+def _only(part: IndexedGrad, present: Tensor, dim: int) -> IndexedGrad:
     """The entries of a part that come from some rows of the output's gradient."""
-    positions, source = positions_of(part), part.source
+    positions, source = positions_of(part), part.value_index
     if source is None:
         source = torch.arange(len(positions))
-    inside = present[source * part.block // dim].nonzero().squeeze(1)
+    inside = present[source * part.slot_size // dim].nonzero().squeeze(1)
     scale = None if part.scale is None else part.scale[inside]
-    return part._replace(positions=positions[inside], source=source[inside], scale=scale)
+    return part._replace(indices=positions[inside], value_index=source[inside], scale=scale)
 
 
-def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
+def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[IndexedGrad]:
     """What all ranks have sent of a copy's gradient, in their order."""
     pieces: list[Any] = [piece for piece in arrived if piece is not None]
     values = _reduced(table, [piece.values for piece in pieces])
@@ -308,7 +308,7 @@ def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[Touched]:
     positions = joined([piece.positions for piece in pieces])
     table.bring_up_to_date(positions * block // table.dim)
     slots = table.rows * table.dim // block if block else table.rows
-    return [Touched(positions, values, slots, block)]
+    return [IndexedGrad(positions, values, slots, block)]
 
 
 def _reduced(table: Table, pieces: Sequence[Tensor]) -> Tensor:
@@ -323,13 +323,13 @@ def _reduced(table: Table, pieces: Sequence[Tensor]) -> Tensor:
     return values
 
 
-def _give(table: Table, new: Sequence[Touched]) -> None:
+def _give(table: Table, new: Sequence[IndexedGrad]) -> None:
     """Let a weight have its gradient; a rank that has no row of a table gets none."""
     weight, grad = table.weight, table.weight.grad
     if grad is not None and not grad.is_sparse:
         raise read_otherwise()
     parts = [*([] if grad is None else _arrived_in(grad)), *new]
-    if isinstance(grad, Compact) and not grad.is_materialized:
+    if isinstance(grad, CompactGrad) and not grad.is_materialized:
         grad._parts = tuple(parts)  # whoever holds on to it sees it arrive
     else:
         grad = compact(parts, weight.shape, weight)
@@ -342,7 +342,7 @@ def _give(table: Table, new: Sequence[Touched]) -> None:
 def _settle(weight: Tensor) -> None:
     """Take away what was expected and did not come from anybody."""
     grad = weight.grad
-    if isinstance(grad, Compact) and grad.is_pending:
+    if isinstance(grad, CompactGrad) and grad.is_pending:
         grad._parts = tuple(_arrived_in(grad))
         if not grad._parts and grad.arrived_from is None:
             weight.grad = None

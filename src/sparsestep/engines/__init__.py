@@ -171,6 +171,6 @@ def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:
         return []  # compiled by torch: it was never to run elsewhere
     if _native.ext is None:
         return [_NO_CORE]
-    if update.param.is_cpu and (not rule.is_native or update.touched.positions is not None):
+    if update.param.is_cpu and (not rule.is_native or update.touched.indices is not None):
         return [_why_not_native(update, native)]
     return []  # torch's own kernels are the fast way for this device or a dense gradient

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsestep.engines.rounding import Dealt
 from sparsestep.errors import InputError, message, usable
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient
 from sparsestep.rules.rule import Rule
 
@@ -80,7 +80,7 @@ class ParamUpdate:
     owner: Tensor
     param: Tensor
     grad: Gradient
-    touched: Touched
+    touched: IndexedGrad
     record: dict[str, Any] | None = None
     state: list[Tensor] | None = None
     written: list[Tensor] = field(default_factory=list)

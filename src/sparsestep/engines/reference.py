@@ -129,16 +129,19 @@ def compute(update: ParamUpdate) -> Result:
     grad = grad.to(dtype)
     if settings.sign < 0:
         grad = -grad
-    blocks = [touched.block, *(1 if k.per_row else touched.block for k in settings.rule.state)]
+    blocks = [
+        touched.slot_size,
+        *(1 if k.per_row else touched.slot_size for k in settings.rule.state),
+    ]
     old = [
-        _gather(tensor, slots, touched.slots, block, dtype)
+        _gather(tensor, slots, touched.num_slots, block, dtype)
         for tensor, block in zip(tensors, blocks, strict=True)
     ]
     old = [old[0], *int8.decoded(settings.rule.state, old[1:])]
     param, *state = old
-    held = touched.held
-    if held is not None and touched.source is not None:
-        held = held[touched.source]
+    held = touched.element_mask
+    if held is not None and touched.value_index is not None:
+        held = held[touched.value_index]
     if settings.l2:
         decay = settings.l2 * param
         grad = grad + (decay if held is None else torch.where(held, decay, 0.0))

@@ -1,4 +1,4 @@
-"""Gradients of every layout, and the one form that they become: ``touched.Touched``.
+"""Gradients of every layout, and the one form that they become: ``touched.IndexedGrad``.
 
 ``layouts`` and ``compressed`` turn a gradient into it, ``masks`` makes it smaller, ``merge`` sums
 duplicates. ``compact`` is an embedding's gradient as it comes; the other ``compact_*`` modules are

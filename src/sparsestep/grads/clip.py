@@ -29,7 +29,7 @@ from sparsestep._torch import (
     without_autocast,
 )
 from sparsestep.errors import InputError, message, usable, warn
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.compact_clip import clamped
 from sparsestep.grads.exchange import arrive, norm_of_all, sources_of
 from sparsestep.grads.norms import coo_sums, elements, held_by
@@ -216,8 +216,8 @@ def _is_dense(grad: Tensor) -> bool:
     return not isinstance(grad, MaskedTensor) and not grad.is_sparse
 
 
-def _is_compact(grad: Tensor) -> TypeGuard[Compact]:
-    return isinstance(grad, Compact) and not grad.is_materialized
+def _is_compact(grad: Tensor) -> TypeGuard[CompactGrad]:
+    return isinstance(grad, CompactGrad) and not grad.is_materialized
 
 
 def _check(grad: Tensor) -> None:

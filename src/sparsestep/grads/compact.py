@@ -34,7 +34,7 @@ from sparsestep._torch import (
 )
 from sparsestep.errors import InputError, message
 from sparsestep.grads.exchange import Pending, Source, Unscaled, read_otherwise, summon
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 
 _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
 
@@ -97,8 +97,8 @@ UNCHANGED: frozenset[Any] = frozenset(
 )
 
 
-class Compact(Tensor):
-    """A gradient that was never written out, in parts, each of which is a Touched.
+class CompactGrad(Tensor):
+    """A gradient that was never written out, in parts, each of which is an IndexedGrad.
 
     Asking for its values, or anything else that only an ordinary tensor has, *materializes* it:
     from then on it is that tensor, so that what is done to the values in place is done to the
@@ -115,7 +115,7 @@ class Compact(Tensor):
         torch.Size([3, 16])
     """
 
-    _parts: tuple[Any, ...]  # each is a Touched, or Pending where a table is sharded
+    _parts: tuple[Any, ...]  # each is an IndexedGrad, or Pending where a table is sharded
     _materialized: Tensor | None
     arrived_from: ref[Source] | None = None  # where a sharded table's gradient came from
     is_divided: bool = False  # whether other processes have other rows of it
@@ -142,12 +142,12 @@ class Compact(Tensor):
         """The layout of the ordinary gradient."""
         return torch.sparse_coo if self._materialized is None else self._materialized.layout
 
-    def touched(self) -> Touched:
+    def touched(self) -> IndexedGrad:
         """The gradient in canonical form; no row is written out. Not once it is materialized."""
         parts = self.parts()
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def parts(self) -> tuple[Touched, ...]:
+    def parts(self) -> tuple[IndexedGrad, ...]:
         """The same in parts, at least one: each lookup has left its own."""
         assert self._materialized is None
         if self.is_pending:
@@ -163,7 +163,7 @@ class Compact(Tensor):
 
     def assign_(self, other: Tensor) -> None:
         """Take the values of another gradient."""
-        if isinstance(other, Compact) and not other.is_materialized:
+        if isinstance(other, CompactGrad) and not other.is_materialized:
             self._parts, self._materialized = other._parts, None
         else:
             self._parts, self._materialized = (
@@ -182,9 +182,9 @@ class Compact(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in OF_ALL_VALUES:
-            tree_map_only(Compact, _check_not_recorded, (args, kwargs))
+            tree_map_only(CompactGrad, _check_not_recorded, (args, kwargs))
         elif func not in UNCHANGED and not isinstance(func, OPERATORS):
-            if func == SET_DATA and isinstance(args[0], Compact):
+            if func == SET_DATA and isinstance(args[0], CompactGrad):
                 return args[0].assign_(args[1])
             result = _on_materialized(func, args, kwargs or {})
             if func == VALUES_OF_COO and args[0].arrived_from is not None:
@@ -208,10 +208,10 @@ class Compact(Tensor):
 
 
 if ext is not None:
-    ext.set_compact_class(Compact)
+    ext.set_compact_class(CompactGrad)
 
 
-def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compact:
+def compact(parts: Iterable[IndexedGrad], shape: torch.Size, like: Tensor) -> CompactGrad:
     """The gradient of a parameter that has these parts.
 
     Args:
@@ -220,15 +220,15 @@ def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compac
         like: a tensor of its dtype, on its device.
 
     Example:
-        >>> bag = Touched(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, torch.tensor([0, 0]))
+        >>> bag = IndexedGrad(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, torch.tensor([0, 0]))
         >>> compact([bag], torch.Size([5, 2]), bag.values)
         tensor(indices=tensor([[3, 1]]),
                values=tensor([[1., 1.],
                               [1., 1.]]),
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
-    made: Compact = Tensor._make_wrapper_subclass(
-        Compact, shape, dtype=like.dtype, device=like.device
+    made: CompactGrad = Tensor._make_wrapper_subclass(
+        CompactGrad, shape, dtype=like.dtype, device=like.device
     )
     made._parts = tuple(parts)
     made._materialized = None
@@ -239,7 +239,9 @@ def compact(parts: Iterable[Touched], shape: torch.Size, like: Tensor) -> Compac
 ANSWERS: dict[Any, Callable[..., Any]] = {}
 
 
-def like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = None) -> Compact:
+def like(
+    grad: Tensor, parts: tuple[IndexedGrad, ...], ordinary: Tensor | None = None
+) -> CompactGrad:
     """Another gradient of the same parameter."""
     with without_torch_function():  # shape, dtype and device are torch's business
         made = compact(parts, grad.shape, grad)
@@ -250,37 +252,37 @@ def like(grad: Tensor, parts: tuple[Touched, ...], ordinary: Tensor | None = Non
 # From parts to an ordinary gradient, and back
 
 
-def _joined(parts: Sequence[Touched]) -> Touched:
+def _joined(parts: Sequence[IndexedGrad]) -> IndexedGrad:
     """All parts as one, over the smallest slots that any of them has."""
-    slots = max(part.slots for part in parts)
-    parts = [part if part.slots == slots else part.finer(slots) for part in parts]
-    block = parts[0].block
+    slots = max(part.num_slots for part in parts)
+    parts = [part if part.num_slots == slots else part.finer(slots) for part in parts]
+    block = parts[0].slot_size
     values = [_rows(part) for part in parts]
     positions = cat([positions_of(part) for part in parts])
     source = scale = None
-    if any(part.source is not None for part in parts):
+    if any(part.value_index is not None for part in parts):
         source = cat(_sources(parts, [len(rows) for rows in values]))
     if any(part.scale is not None for part in parts):
         scale = cat([_scale(part) for part in parts])
-    return Touched(positions, cat(values), slots, block, source, scale)
+    return IndexedGrad(positions, cat(values), slots, block, source, scale)
 
 
-def positions_of(part: Touched) -> Tensor:
+def positions_of(part: IndexedGrad) -> Tensor:
     """The slot of each entry, as a vector."""
-    assert part.positions is not None
-    return part.positions.reshape(-1)
+    assert part.indices is not None
+    return part.indices.reshape(-1)
 
 
-def _rows(part: Touched) -> Tensor:
-    values, block = part.values, part.block
+def _rows(part: IndexedGrad) -> Tensor:
+    values, block = part.values, part.slot_size
     return values.reshape(values.numel() // block if block else len(values), block)
 
 
-def _sources(parts: Sequence[Touched], rows: Sequence[int]) -> list[Tensor]:
+def _sources(parts: Sequence[IndexedGrad], rows: Sequence[int]) -> list[Tensor]:
     """The rows that each part's entries take, counted through all parts."""
     first, found = 0, []
     for part, count in zip(parts, rows, strict=True):
-        own = part.source
+        own = part.value_index
         if own is None:
             own = torch.arange(count, device=part.values.device)
         found.append(own + first)
@@ -288,7 +290,7 @@ def _sources(parts: Sequence[Touched], rows: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _scale(part: Touched) -> Tensor:
+def _scale(part: IndexedGrad) -> Tensor:
     if part.scale is not None:
         return part.scale
     ones: Tensor = part.values.new_ones(
@@ -297,26 +299,26 @@ def _scale(part: Touched) -> Tensor:
     return ones
 
 
-def _nothing(grad: Compact) -> Touched:
+def _nothing(grad: CompactGrad) -> IndexedGrad:
     rows, *rest = grad.shape
     block = torch.Size(rest).numel()
     values = torch.empty(0, block, dtype=grad.dtype, device=grad.device)
     positions = torch.empty(0, dtype=torch.int64, device=grad.device)
-    return Touched(positions, values, rows, block)
+    return IndexedGrad(positions, values, rows, block)
 
 
-def _written_out(grad: Compact) -> Tensor:
+def _written_out(grad: CompactGrad) -> Tensor:
     """The COO gradient, with memory of its own: that of the output's gradient is not ours."""
     touched, shape = grad.touched(), grad.shape
     positions = positions_of(touched)
-    if touched.source is None and touched.scale is None:
+    if touched.value_index is None and touched.scale is None:
         values = touched.values.clone(memory_format=torch.contiguous_format)
     else:
         values = touched.expanded().values
-    leading = 1 if touched.slots == shape[0] else grad.dim()
+    leading = 1 if touched.num_slots == shape[0] else grad.dim()
     if leading == 1:
         indices = positions[None].clone()
-    elif touched.slots:
+    elif touched.num_slots:
         indices = stack(torch.unravel_index(positions, shape))
     else:
         indices = positions.new_empty(leading, 0)
@@ -331,11 +333,11 @@ def _written_out(grad: Compact) -> Tensor:
     )
 
 
-def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
+def parts_of(grad: Tensor) -> tuple[IndexedGrad, ...] | None:
     """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
-    if isinstance(grad, Compact):
+    if isinstance(grad, CompactGrad):
         if not grad.is_materialized:
-            parts: tuple[Touched, ...] = grad._parts
+            parts: tuple[IndexedGrad, ...] = grad._parts
             return parts
         grad = grad.materialize_()
     if not grad.is_sparse:
@@ -348,27 +350,27 @@ def parts_of(grad: Tensor) -> tuple[Touched, ...] | None:
     for row, size in zip(indices[1:], shape[1:], strict=False):
         positions.mul_(size).add_(row)
     slots = shape[:leading].numel()
-    return (Touched(positions, values, slots, shape[leading:].numel()),)
+    return (IndexedGrad(positions, values, slots, shape[leading:].numel()),)
 
 
 def materialized(tensor: Any) -> Any:
     """A compact gradient as the ordinary one that it is from now on; anything else as it is."""
-    return tensor.materialize_() if isinstance(tensor, Compact) else tensor
+    return tensor.materialize_() if isinstance(tensor, CompactGrad) else tensor
 
 
 # What is done to an ordinary gradient
 
 
 def _on_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    asked: dict[int, Compact] = {}
+    asked: dict[int, CompactGrad] = {}
 
-    def written_out(grad: Compact) -> Tensor:
+    def written_out(grad: CompactGrad) -> Tensor:
         _check_not_recorded(grad)
         found = grad.materialize_()
         asked[id(found)] = grad
         return found
 
-    args, kwargs = tree_map_only(Compact, written_out, (tuple(args), kwargs))
+    args, kwargs = tree_map_only(CompactGrad, written_out, (tuple(args), kwargs))
     result = func(*args, **kwargs)
     # What changes a tensor returns it: the gradient, not what is inside.
     if is_in_place(func) and id(result) in asked:
@@ -378,12 +380,12 @@ def _on_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _check_not_recorded(grad: Compact) -> None:
+def _check_not_recorded(grad: CompactGrad) -> None:
     if grad.requires_grad and torch.is_grad_enabled():
         raise InputError(_NOT_TWICE)
 
 
-def _for_hooks(result: Any, grad: Compact) -> Any:
+def _for_hooks(result: Any, grad: CompactGrad) -> Any:
     """While backward runs, a sparse gradient stays what autograd has seen, strided.
 
     A hook gets this and may return what it made of it, but not another kind of tensor.
@@ -402,19 +404,19 @@ _NOT_TWICE = message(
 _aten = torch.ops.aten
 
 
-def _detach(grad: Compact) -> Compact:
+def _detach(grad: CompactGrad) -> CompactGrad:
     if grad._materialized is not None:
         return like(grad, (), grad._materialized.detach())
     return like(grad, grad._parts)
 
 
-def _clone(grad: Compact, *, memory_format: object = None) -> Compact:
+def _clone(grad: CompactGrad, *, memory_format: object = None) -> CompactGrad:
     if grad._materialized is not None:
         return like(grad, (), grad._materialized.clone())
     return like(grad, grad._parts)
 
 
-def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> Any:
+def _empty(grad: CompactGrad, size: Sequence[int], *_: object, **options: Any) -> Any:
     """What autograd copies a gradient to that others hold as well."""
     if tuple(size) != tuple(grad.shape) or options.get("dtype") not in (None, grad.dtype):
         return NotImplemented
@@ -422,14 +424,14 @@ def _empty(grad: Compact, size: Sequence[int], *_: object, **options: Any) -> An
 
 
 def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(to, Compact):
+    if isinstance(to, CompactGrad):
         to.assign_(grad)
         return to
     grad = materialized(grad)
     return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
 
 
-def _zero(grad: Compact) -> Compact:
+def _zero(grad: CompactGrad) -> CompactGrad:
     if grad.is_sparse:
         grad._parts, grad._materialized = (), None  # sparse zeros are no entries at all
     else:
@@ -439,7 +441,11 @@ def _zero(grad: Compact) -> Compact:
 
 def _is_number(factor: object) -> bool:
     if isinstance(factor, Tensor):
-        return not isinstance(factor, Compact) and factor.dim() == 0 and not factor.dtype.is_complex
+        return (
+            not isinstance(factor, CompactGrad)
+            and factor.dim() == 0
+            and not factor.dtype.is_complex
+        )
     return isinstance(factor, int | float)
 
 
@@ -447,7 +453,7 @@ def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[...,
     """An operation with a number, which may be done on the rows that the parts take."""
 
     def run(grad: Any, *factors: Any) -> Any:
-        if not isinstance(grad, Compact):  # number * gradient
+        if not isinstance(grad, CompactGrad):  # number * gradient
             if in_place or not _is_number(grad) or operation is not torch.mul:
                 return NotImplemented
             grad, factors = factors[0], (grad,)
@@ -472,7 +478,7 @@ def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
         ours, theirs = parts_of(first), parts_of(second)
         if ours is not None and theirs is not None:
             return like(first, ours + theirs)
-    if any(isinstance(grad, Compact) and grad.is_pending for grad in (first, second)):
+    if any(isinstance(grad, CompactGrad) and grad.is_pending for grad in (first, second)):
         raise read_otherwise()
     first, second = materialized(first), materialized(second)
     return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
@@ -483,12 +489,12 @@ def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
 
 
 def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    if not isinstance(first, Compact):
+    if not isinstance(first, CompactGrad):
         return NotImplemented
     total = _sum(first, second, alpha)
     if total is NotImplemented:
         return NotImplemented
-    if isinstance(total, Compact):
+    if isinstance(total, CompactGrad):
         first._parts, first._materialized = total._parts, None
     else:
         first._parts, first._materialized = (), total

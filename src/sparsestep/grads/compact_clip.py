@@ -16,7 +16,7 @@ from sparsestep._torch import cat, coo_values, foreach_unscale_
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import (
     ANSWERS,
-    Compact,
+    CompactGrad,
     answer_lists,
     in_place,
     like,
@@ -25,14 +25,14 @@ from sparsestep.grads.compact import (
     parts_of,
 )
 from sparsestep.grads.dedup import sums
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.norms import elements
 
 _aten = torch.ops.aten
 
 
 def _norm(
-    grad: Compact,
+    grad: CompactGrad,
     ord: float = 2,  # torch's name
     dim: Sequence[int] | None = None,
     keepdim: bool = False,
@@ -49,7 +49,7 @@ def _norm(
     return found.to(grad.dtype.to_real() if dtype is None else dtype)
 
 
-def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
+def clamped(grad: CompactGrad, low: float | None, high: float | None) -> CompactGrad:
     """The gradient with its sums between bounds, a row of its own for each slot.
 
     Args:
@@ -81,12 +81,12 @@ def clamped(grad: Compact, low: float | None, high: float | None) -> Compact:
         return like(grad, ())
     positions = cat([slots for slots, _ in found])
     values = cat([total for _, total in found])
-    return like(grad, (Touched(positions, values, touched.slots, touched.block),))
+    return like(grad, (IndexedGrad(positions, values, touched.num_slots, touched.slot_size),))
 
 
 def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
     bounds = [bound for bound in (low, high) if bound is not None]
-    if not isinstance(grad, Compact) or not all(isinstance(b, int | float) for b in bounds):
+    if not isinstance(grad, CompactGrad) or not all(isinstance(b, int | float) for b in bounds):
         return NotImplemented
     parts = parts_of(grad)
     return NotImplemented if parts is None else clamped(like(grad, parts), low, high)

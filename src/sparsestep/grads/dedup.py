@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.errors import InputError
-from sparsestep.grads.indexed import Touched, bad_index, check_positions
+from sparsestep.grads.indexed import IndexedGrad, bad_index, check_positions
 
 _ELEMENTS = 1 << 20  # of a chunk: small enough for a cache, large enough for torch's kernels
 
 
-def sums(touched: Touched, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, Tensor]]:
+def sums(touched: IndexedGrad, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, Tensor]]:
     """The unique slots in ascending order, and the sum of the values of each, chunk by chunk.
 
     So the rows need not all be written out.
@@ -29,7 +29,7 @@ def sums(touched: Touched, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, 
 
     Example:
         >>> bag = torch.tensor([0, 0, 1])
-        >>> grad = Touched(torch.tensor([3, 1, 3]), torch.tensor([[1.0], [2.0]]), 5, 1, bag)
+        >>> grad = IndexedGrad(torch.tensor([3, 1, 3]), torch.tensor([[1.0], [2.0]]), 5, 1, bag)
         >>> for slots, total in sums(grad, elements=1):
         ...     print(slots.tolist(), total.tolist())
         [1] [[1.0]]
@@ -38,7 +38,7 @@ def sums(touched: Touched, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, 
     runs = _Runs.of(touched)
     if runs is None:
         return
-    per_chunk = max(1, elements // max(1, touched.block))
+    per_chunk = max(1, elements // max(1, touched.slot_size))
     ends = runs.begins.tolist() if runs.count > per_chunk else [0, len(runs.order)]
     for first in range(0, runs.count, per_chunk):
         last = min(first + per_chunk, runs.count)
@@ -68,10 +68,10 @@ class _Runs:
     begins: Tensor
 
     @classmethod
-    def of(cls, touched: Touched) -> _Runs | None:
+    def of(cls, touched: IndexedGrad) -> _Runs | None:
         """Sort; the host waits once, for how many there are and whether they are slots."""
-        assert touched.positions is not None
-        positions = touched.positions.reshape(-1)
+        assert touched.indices is not None
+        positions = touched.indices.reshape(-1)
         if not positions.numel():
             return None
         positions, order = torch.sort(positions, stable=True)
@@ -80,8 +80,8 @@ class _Runs:
         torch.cumsum(positions[1:] != positions[:-1], 0, out=which[1:])
         ends = stack([positions[0], positions[-1], which[-1]])
         low, high, last = ends.cpu().tolist()
-        if low < 0 or high >= touched.slots:
-            raise InputError(bad_index(0, touched.slots, low if low < 0 else high))
+        if low < 0 or high >= touched.num_slots:
+            raise InputError(bad_index(0, touched.num_slots, low if low < 0 else high))
         if last + 1 == len(order):
             begins = torch.arange(last + 2, device=order.device)
             return cls(order, last + 1, positions, begins)
@@ -89,12 +89,12 @@ class _Runs:
         return cls(order, last + 1, positions[begins[:-1]], begins)
 
 
-def _dtype(touched: Touched) -> torch.dtype:
+def _dtype(touched: IndexedGrad) -> torch.dtype:
     """At least float32."""
     return torch.promote_types(touched.values.dtype, torch.float32)
 
 
-def _totals(touched: Touched, entries: Tensor, begins: Tensor, per_chunk: int) -> Tensor:
+def _totals(touched: IndexedGrad, entries: Tensor, begins: Tensor, per_chunk: int) -> Tensor:
     """The sums of runs of entries, each in its order.
 
     Args:
@@ -109,7 +109,7 @@ def _totals(touched: Touched, entries: Tensor, begins: Tensor, per_chunk: int) -
         return _reduced(_rows(touched, entries).to(dtype), begins)
     which = torch.repeat_interleave(begins.diff(), output_size=len(entries))
     # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
-    total = touched.values.new_zeros(count, touched.block, dtype=dtype).neg_()
+    total = touched.values.new_zeros(count, touched.slot_size, dtype=dtype).neg_()
     for some, where in zip(entries.split(per_chunk), which.split(per_chunk), strict=True):
         total.index_add_(0, where, _rows(touched, some).to(dtype))
     return total
@@ -129,58 +129,58 @@ def _reduced(rows: Tensor, begins: Tensor) -> Tensor:
         return total
 
 
-def _rows(touched: Touched, entries: Tensor) -> Tensor:
+def _rows(touched: IndexedGrad, entries: Tensor) -> Tensor:
     """The rows of some entries, written out."""
-    block = touched.block
+    block = touched.slot_size
     count = touched.values.numel() // block if block else len(touched.values)
     rows: Tensor = touched.values.reshape(count, block)
-    rows = rows[entries if touched.source is None else touched.source[entries]]
+    rows = rows[entries if touched.value_index is None else touched.value_index[entries]]
     return rows if touched.scale is None else rows * touched.scale[entries, None]
 
 
-def summed(touched: Touched) -> tuple[Tensor | None, Tensor]:
+def summed(touched: IndexedGrad) -> tuple[Tensor | None, Tensor]:
     """The unique slots in ascending order, and the sum of the values of each, all at once.
 
     Without positions, every slot comes once: ``None``, and the values.
 
     Example:
         >>> values = torch.tensor([[1.0], [2.0], [4.0]])
-        >>> summed(Touched(torch.tensor([3, 1, 3]), values, 5, 1))
+        >>> summed(IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 1))
         (tensor([1, 3]), tensor([[2.],
                 [5.]]))
     """
-    positions, values = touched.positions, touched.values
+    positions, values = touched.indices, touched.values
     if positions is None:
-        return None, values.reshape(touched.slots, touched.block)
+        return None, values.reshape(touched.num_slots, touched.slot_size)
     positions = positions.reshape(-1)
-    everything = max(1, positions.numel() * touched.block)
-    found = next(sums(touched, everything), None) if touched.block else None
+    everything = max(1, positions.numel() * touched.slot_size)
+    found = next(sums(touched, everything), None) if touched.slot_size else None
     if found is not None:
         return found
-    check_positions(positions, touched.slots)
-    return positions, values.new_zeros(len(positions), touched.block)
+    check_positions(positions, touched.num_slots)
+    return positions, values.new_zeros(len(positions), touched.slot_size)
 
 
-def coarser(touched: Touched, slots: int) -> Touched:
+def coarser(touched: IndexedGrad, slots: int) -> IndexedGrad:
     """The same gradient over larger slots, each of which is held in part.
 
     The cost is that of the larger slots that are touched.
 
     Example:
-        >>> t = coarser(Touched(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1), slots=2)
-        >>> t.positions.tolist(), t.held.tolist()
+        >>> t = coarser(IndexedGrad(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1), slots=2)
+        >>> t.indices.tolist(), t.element_mask.tolist()
         ([0, 1], [[False, True, False], [False, False, True]])
-        >>> t.values[t.held].tolist()
+        >>> t.values[t.element_mask].tolist()
         [1.0, 2.0]
     """
     unique, total = summed(touched)
     assert unique is not None
-    per = touched.slots // slots if slots else 1
+    per = touched.num_slots // slots if slots else 1
     larger, where = torch.unique(unique.div(per, rounding_mode="floor"), return_inverse=True)
     cells = where * per + unique % per
-    values = total.new_zeros(len(larger) * per, touched.block)
+    values = total.new_zeros(len(larger) * per, touched.slot_size)
     values[cells] = total
     held = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
     held[cells] = True
-    shape = (len(larger), per * touched.block)
-    return Touched(larger, values.view(shape), slots, shape[1], held=held.view(shape))
+    shape = (len(larger), per * touched.slot_size)
+    return IndexedGrad(larger, values.view(shape), slots, shape[1], element_mask=held.view(shape))

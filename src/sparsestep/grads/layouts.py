@@ -1,4 +1,4 @@
-"""How each layout of a gradient becomes a Touched, without copying its values.
+"""How each layout of a gradient becomes an IndexedGrad, without copying its values.
 
 Everything that can be checked without reading the positions is checked here. Positions that are
 used as they are, are checked by the engine, which reads them anyway.
@@ -15,9 +15,9 @@ from torch.masked import MaskedTensor
 from sparsestep._native import ext
 from sparsestep._torch import coo_indices, coo_values
 from sparsestep.errors import InputError, message
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.dedup import coarser
-from sparsestep.grads.indexed import FLOATS, Touched, check_index
+from sparsestep.grads.indexed import FLOATS, IndexedGrad, check_index
 from sparsestep.memory.tensors import address
 
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -26,7 +26,7 @@ _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 _INTEGERS = {torch.int64, torch.int32}
 
 
-def from_compressed(grad: Tensor) -> Touched:
+def from_compressed(grad: Tensor) -> IndexedGrad:
     """A slot is an element; of a blocked layout, one row's run of a block's columns.
 
     The layouts may have batch dims in front and dense dims behind. All batches have equally many
@@ -48,7 +48,7 @@ def from_compressed(grad: Tensor) -> Touched:
     if by_row and not batch_dims and ext is not None and starts.is_cpu:
         found = _in_order(starts.contiguous(), others.contiguous(), block_rows, blocks_across)
         if found is not None:
-            return Touched(found[0], values, slots, block_columns * dense, found[1])
+            return IndexedGrad(found[0], values, slots, block_columns * dense, found[1])
     entries = others.shape[-1]
     _check_starts(starts, entries)
     check_index(batch_dims + int(by_row), others, blocks_across if by_row else blocks_down)
@@ -68,7 +68,7 @@ def from_compressed(grad: Tensor) -> Touched:
     if block_rows > 1:
         inside = torch.arange(block_rows, device=starts.device) * blocks_across
         positions = (first[:, None] + inside).reshape(-1)
-    return Touched(positions, values, slots, block_columns * dense)
+    return IndexedGrad(positions, values, slots, block_columns * dense)
 
 
 def _in_order(
@@ -127,27 +127,28 @@ def _check_starts(starts: Tensor, entries: int) -> None:
         raise InputError(message(requirement, starts.tolist() if starts.numel() < 20 else "others"))
 
 
-Gradient = Tensor | Touched
+Gradient = Tensor | IndexedGrad
 
 
-def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
+def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> IndexedGrad:
     """Bring the gradient of ``param`` into canonical form, without copying its values.
 
     Args:
         param: the parameter.
-        grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, Compact, a MaskedTensor or a Touched.
+        grad: its gradient: strided, COO, CSR, CSC, BSR, BSC, CompactGrad, MaskedTensor or
+            IndexedGrad.
         by_row: slots have to be rows, for a rule that keeps state per row.
 
     Example:
         >>> param = torch.zeros(5, 2)
         >>> rows = torch.tensor([[3, 1, 3]])
         >>> t = touched(param, torch.sparse_coo_tensor(rows, torch.ones(3, 2), (5, 2)))
-        >>> t.positions.tolist(), t.slots, t.block
+        >>> t.indices.tolist(), t.num_slots, t.slot_size
         ([[3, 1, 3]], 5, 2)
     """
-    if isinstance(grad, Touched):
+    if isinstance(grad, IndexedGrad):
         found = _by_hand(param, grad)
-    elif isinstance(grad, Compact):
+    elif isinstance(grad, CompactGrad):
         found = _from_compact(param, grad)
     elif isinstance(grad, MaskedTensor):  # before all else: its is_sparse is a method, hence true
         found = _from_masked(param, grad)
@@ -156,7 +157,7 @@ def touched(param: Tensor, grad: Gradient, *, by_row: bool = False) -> Touched:
     return in_rows(param, found) if by_row and param.dim() else found
 
 
-def _from_compact(param: Tensor, grad: Compact) -> Touched:
+def _from_compact(param: Tensor, grad: CompactGrad) -> IndexedGrad:
     if grad.is_materialized:
         return _from_tensor(param, grad.materialize_())
     _check_fits(param, grad)
@@ -175,9 +176,9 @@ def _check_fits(param: Tensor, grad: Tensor) -> None:
         raise InputError(_mismatch(param, grad))
 
 
-def _from_tensor(param: Tensor, grad: object) -> Touched:
+def _from_tensor(param: Tensor, grad: object) -> IndexedGrad:
     if not isinstance(grad, Tensor):
-        requirement = "the gradient must be a tensor or a Touched"
+        requirement = "the gradient must be a tensor or an IndexedGrad"
         raise InputError(message(requirement, type(grad).__name__))
     if grad.is_nested:  # before its shape, which it may not have
         raise InputError(_wrong_layout("a nested tensor"))
@@ -186,7 +187,7 @@ def _from_tensor(param: Tensor, grad: object) -> Touched:
         return _from_coo(param, grad)
     if grad.layout is torch.strided:
         grad = _with_memory(grad)
-        return Touched(None, grad, 1, grad.numel())
+        return IndexedGrad(None, grad, 1, grad.numel())
     if grad.layout in BY_ROW or grad.layout in BY_COLUMN:
         return from_compressed(grad)
     raise InputError(_wrong_layout(f"layout {grad.layout}"))
@@ -195,7 +196,7 @@ def _from_tensor(param: Tensor, grad: object) -> Touched:
 def _wrong_layout(got: str) -> str:
     return message(
         "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or a "
-        "Touched",
+        "IndexedGrad",
         got,
         "Convert it with .to_dense() or .to_sparse_coo()",
     )
@@ -239,22 +240,22 @@ def _mismatch(param: Tensor, grad: Tensor) -> str:
     return message(requirement, grad.device)
 
 
-def in_rows(param: Tensor, found: Touched) -> Touched:
+def in_rows(param: Tensor, found: IndexedGrad) -> IndexedGrad:
     """The same gradient with rows as slots, held in part where it has single elements.
 
     Example:
-        >>> t = in_rows(torch.zeros(3, 2), Touched(torch.tensor([3]), torch.ones(1, 1), 6, 1))
-        >>> t.positions.tolist(), t.held.tolist()
+        >>> t = in_rows(torch.zeros(3, 2), IndexedGrad(torch.tensor([3]), torch.ones(1, 1), 6, 1))
+        >>> t.indices.tolist(), t.element_mask.tolist()
         ([1], [[False, True]])
     """
     rows = param.shape[0]
-    if found.slots == rows:
+    if found.num_slots == rows:
         return found
-    if found.positions is None:
-        return found._replace(slots=rows, block=param.numel() // rows if rows else 0)
+    if found.indices is None:
+        return found._replace(num_slots=rows, slot_size=param.numel() // rows if rows else 0)
     if not param.numel():
-        return Touched(found.positions.reshape(-1)[:0], found.values.reshape(-1)[:0], rows, 0)
-    if found.slots < rows:
+        return IndexedGrad(found.indices.reshape(-1)[:0], found.values.reshape(-1)[:0], rows, 0)
+    if found.num_slots < rows:
         return found.finer(rows)
     return coarser(found, rows)
 
@@ -262,7 +263,7 @@ def in_rows(param: Tensor, found: Touched) -> Touched:
 # COO
 
 
-def _from_coo(param: Tensor, grad: Tensor) -> Touched:
+def _from_coo(param: Tensor, grad: Tensor) -> IndexedGrad:
     shape = param.shape
     indices, values = coo_indices(grad), coo_values(grad)
     sparse_dim, entries = indices.shape
@@ -287,7 +288,7 @@ def _from_coo(param: Tensor, grad: Tensor) -> Touched:
     check_memory("the gradient", values)
     if values.is_neg():
         values = values.resolve_neg()
-    return Touched(positions, values, slots, block)
+    return IndexedGrad(positions, values, slots, block)
 
 
 def _check_indices(indices: Tensor, shape: torch.Size) -> None:
@@ -308,28 +309,28 @@ def _flatten(indices: Tensor, leading: torch.Size) -> Tensor:
 # Masked tensors
 
 
-def _from_masked(param: Tensor, grad: MaskedTensor) -> Touched:
+def _from_masked(param: Tensor, grad: MaskedTensor) -> IndexedGrad:
     """What the mask excludes is not held."""
     data, mask = grad.get_data(), grad.get_mask()
     found = _from_tensor(param, data)
-    if found.positions is None:
+    if found.indices is None:
         selected = mask.reshape(-1).nonzero().squeeze(1)
-        return Touched(selected, found.values, param.numel(), 1, source=selected)
+        return IndexedGrad(selected, found.values, param.numel(), 1, value_index=selected)
     # The mask has the data's sparsity: a value for each element that is stored.
     present = coo_values(mask) if mask.layout is torch.sparse_coo else mask.values()
     if bool(present.all()):
         return found
     elements = found.finer(param.numel())
-    assert elements.positions is not None
+    assert elements.indices is not None
     source = present.reshape(-1).nonzero().squeeze(1)
-    return elements._replace(positions=elements.positions[source], source=source)
+    return elements._replace(indices=elements.indices[source], value_index=source)
 
 
 # By hand
 
 
-def _by_hand(param: Tensor, grad: Touched) -> Touched:
-    """A Touched that a user has made: nothing about it is taken for granted."""
+def _by_hand(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
+    """An IndexedGrad that a user has made: nothing about it is taken for granted."""
     positions, values, slots, block, source, scale, held = grad
     if held is not None:
         raise InputError(message("held is internal and must be None", "a tensor"))
@@ -355,7 +356,7 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
         if values.shape != param.shape:
             requirement = f"without positions the values must have shape {tuple(param.shape)}"
             raise InputError(message(requirement, tuple(values.shape)))
-        return Touched(None, values.resolve_neg().resolve_conj(), 1, param.numel())
+        return IndexedGrad(None, values.resolve_neg().resolve_conj(), 1, param.numel())
     positions = _integers("positions", positions)
     source = None if source is None else _integers("source", source)
     blocks = values.numel() // block if block else math.prod(values.shape[:1])
@@ -369,7 +370,7 @@ def _by_hand(param: Tensor, grad: Touched) -> Touched:
         _check_source(source, blocks, entries)
     if scale is not None:
         scale = _factors(scale, values, entries)
-    found = Touched(positions, values.resolve_neg(), slots, block, source, scale)
+    found = IndexedGrad(positions, values.resolve_neg(), slots, block, source, scale)
     if param.numel() and slots % rows and rows % slots:
         # Neither parts of rows nor made of rows, which is all that others have to reckon with.
         return found.finer(math.lcm(slots, rows))
@@ -380,20 +381,22 @@ def _check_tensor(name: str, tensor: object, param: Tensor, *, optional: bool) -
     if tensor is None and optional:
         return
     if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
-        requirement = f"the {name} of a Touched must be a strided tensor"
+        requirement = f"the {name} of an IndexedGrad must be a strided tensor"
         raise InputError(message(requirement, type(tensor).__name__))
     if tensor.layout is not torch.strided or tensor.is_nested:
-        requirement = f"the {name} of a Touched must be a strided tensor"
+        requirement = f"the {name} of an IndexedGrad must be a strided tensor"
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise InputError(message(requirement, got))
     if tensor.device != param.device:
         raise InputError(message(f"the {name} must be on {param.device}", tensor.device))
-    check_memory(f"the {name} of a Touched", tensor)
+    check_memory(f"the {name} of an IndexedGrad", tensor)
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in _INTEGERS:
-        raise InputError(message(f"the {name} of a Touched must be int64 or int32", tensor.dtype))
+        raise InputError(
+            message(f"the {name} of an IndexedGrad must be int64 or int32", tensor.dtype)
+        )
     return tensor.long().reshape(-1).contiguous()
 
 
@@ -413,5 +416,7 @@ def _factors(scale: Tensor, values: Tensor, entries: int) -> Tensor:
         requirement = f"{entries} positions need as many entries in scale"
         raise InputError(message(requirement, scale.numel()))
     if scale.dtype not in FLOATS:
-        raise InputError(message("the scale of a Touched must be of a float dtype", scale.dtype))
+        raise InputError(
+            message("the scale of an IndexedGrad must be of a float dtype", scale.dtype)
+        )
     return scale.detach().resolve_neg().reshape(-1).to(values.dtype.to_real()).contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import Touched, check_positions
+from sparsestep.grads.indexed import IndexedGrad, check_positions
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -109,7 +109,7 @@ def as_they_were(
     return before
 
 
-def select(touched: Touched, selection: Selection, numel: int) -> Touched:
+def select(touched: IndexedGrad, selection: Selection, numel: int) -> IndexedGrad:
     """The part of a gradient that a mask lets through.
 
     Args:
@@ -119,37 +119,37 @@ def select(touched: Touched, selection: Selection, numel: int) -> Touched:
 
     Example:
         >>> rows = Selection(torch.tensor([True, False, True]), torch.Size([3, 4])).update()
-        >>> t = select(Touched(None, torch.ones(3, 4), 1, 12), rows, 12)
-        >>> t.positions.tolist(), t.source.tolist(), t.slots, t.block
+        >>> t = select(IndexedGrad(None, torch.ones(3, 4), 1, 12), rows, 12)
+        >>> t.indices.tolist(), t.value_index.tolist(), t.num_slots, t.slot_size
         ([0, 2], [0, 2], 3, 4)
     """
     mask = selection.mask.reshape(-1)
     slots = len(mask)
     if not numel:
         nothing = selection.positions[:0]
-        return Touched(nothing, touched.values.reshape(-1)[:0], slots, 0)
+        return IndexedGrad(nothing, touched.values.reshape(-1)[:0], slots, 0)
     block = numel // slots if slots else 0
-    if touched.positions is None:
-        return Touched(selection.positions, touched.values, slots, block, selection.positions)
-    positions = touched.positions.reshape(-1)
-    check_positions(positions, touched.slots)
-    source, scale = touched.source, touched.scale
-    if slots <= touched.slots:  # the mask is as coarse as the gradient, or coarser
-        per = touched.slots // slots if slots else 1
+    if touched.indices is None:
+        return IndexedGrad(selection.positions, touched.values, slots, block, selection.positions)
+    positions = touched.indices.reshape(-1)
+    check_positions(positions, touched.num_slots)
+    source, scale = touched.value_index, touched.scale
+    if slots <= touched.num_slots:  # the mask is as coarse as the gradient, or coarser
+        per = touched.num_slots // slots if slots else 1
         held = mask[positions.div(per, rounding_mode="floor")].nonzero().squeeze(1)
         return touched._replace(
-            positions=positions[held],
-            source=held if source is None else source[held],
+            indices=positions[held],
+            value_index=held if source is None else source[held],
             scale=None if scale is None else scale[held],
         )
-    per = slots // touched.slots
-    entries, columns = mask.view(touched.slots, per)[positions].nonzero(as_tuple=True)
+    per = slots // touched.num_slots
+    entries, columns = mask.view(touched.num_slots, per)[positions].nonzero(as_tuple=True)
     rows = entries if source is None else source[entries]
-    return Touched(
+    return IndexedGrad(
         positions[entries] * per + columns,
         touched.values,
         slots,
         block,
-        source=rows * per + columns,
+        value_index=rows * per + columns,
         scale=None if scale is None else scale[entries],
     )

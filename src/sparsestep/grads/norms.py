@@ -15,9 +15,9 @@ from torch.masked import MaskedTensor
 from sparsestep._native import ext, isa
 from sparsestep._torch import cat, coo_indices, coo_values, stack
 from sparsestep.errors import InputError
-from sparsestep.grads.compact import Compact, positions_of
+from sparsestep.grads.compact import CompactGrad, positions_of
 from sparsestep.grads.dedup import summed, sums
-from sparsestep.grads.indexed import Touched, bad_index
+from sparsestep.grads.indexed import IndexedGrad, bad_index
 
 
 def elements(grad: Tensor, order: float) -> Tensor:
@@ -32,7 +32,7 @@ def elements(grad: Tensor, order: float) -> Tensor:
         values, mask = held_by(grad)
         found = values[mask].to(torch.promote_types(grad.dtype, torch.float32))
         return _with_the_rest(found, found.numel(), grad, order)
-    if isinstance(grad, Compact) and grad.is_materialized:
+    if isinstance(grad, CompactGrad) and grad.is_materialized:
         grad = grad.materialize_()
     if not grad.is_sparse:
         return grad
@@ -40,7 +40,7 @@ def elements(grad: Tensor, order: float) -> Tensor:
     if rows is not None:
         # Some numbers are left out in any case; that there are none at all matters to one order.
         return rows.new_zeros(1) if grad.numel() and not rows.numel() else rows
-    if isinstance(grad, Compact):
+    if isinstance(grad, CompactGrad):
         values, count = _of_chunks(grad, order)
     else:
         _, values = coo_sums(grad)
@@ -75,14 +75,14 @@ def _with_the_rest(values: Tensor, count: int, grad: Tensor, order: float) -> Te
 
 def _row_norms(grad: Tensor, order: float) -> Tensor | None:
     """The norms of the rows, or whatever else a gradient holds; ``None`` without the core."""
-    if isinstance(grad, Compact):
+    if isinstance(grad, CompactGrad):
         parts = grad.parts()
         found = slot_norms(parts, order)
         if found is None and len(parts) > 1:
             found = slot_norms((grad.touched(),), order)
     elif grad.sparse_dim() == 1 and not grad.is_coalesced():
         indices, values = coo_indices(grad).contiguous(), coo_values(grad).resolve_neg()
-        touched = Touched(indices, values, grad.shape[0], math.prod(grad.shape[1:]))
+        touched = IndexedGrad(indices, values, grad.shape[0], math.prod(grad.shape[1:]))
         found = slot_norms((touched,), order)
     else:  # its values are all there is to look at, or have to be looked for
         return None
@@ -92,7 +92,7 @@ def _row_norms(grad: Tensor, order: float) -> Tensor | None:
 _NORMS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/types.h
 
 
-def slot_norms(parts: tuple[Touched, ...], order: float) -> Tensor | None:
+def slot_norms(parts: tuple[IndexedGrad, ...], order: float) -> Tensor | None:
     """The norm of every slot of a gradient, in float64; no sum is written out.
 
     Args:
@@ -105,7 +105,7 @@ def slot_norms(parts: tuple[Touched, ...], order: float) -> Tensor | None:
 
     Example:
         >>> values = torch.tensor([[3.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
-        >>> slot_norms((Touched(torch.tensor([3, 1, 3]), values, 5, 2),), 2.0)
+        >>> slot_norms((IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 2),), 2.0)
         tensor([5., 1., 0.], dtype=torch.float64)
     """
     code = _NORMS.get(order)
@@ -118,11 +118,11 @@ def slot_norms(parts: tuple[Touched, ...], order: float) -> Tensor | None:
     if done is None:
         return None
     if done[0] is not None:
-        raise InputError(bad_index(0, parts[0].slots, done[0]))
+        raise InputError(bad_index(0, parts[0].num_slots, done[0]))
     return found
 
 
-def _of_chunks(grad: Compact, order: float) -> tuple[Tensor, int]:
+def _of_chunks(grad: CompactGrad, order: float) -> tuple[Tensor, int]:
     """What has the norm of all sums: these, or the norm of each chunk; and how many sums."""
     chunks = sums(grad.touched())
     dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -153,9 +153,9 @@ def coo_sums(grad: Tensor) -> tuple[Tensor | None, Tensor]:
     leading, block = grad.shape[: grad.sparse_dim()], math.prod(values.shape[1:])
     positions = _positions(grad, leading)
     if not values.is_complex():
-        return summed(Touched(positions, values, math.prod(leading), block))
+        return summed(IndexedGrad(positions, values, math.prod(leading), block))
     parts = torch.view_as_real(values.resolve_conj())
-    slots, total = summed(Touched(positions, parts, math.prod(leading), 2 * block))
+    slots, total = summed(IndexedGrad(positions, parts, math.prod(leading), 2 * block))
     return slots, torch.view_as_complex(total.reshape(len(total), block, 2))
 
 

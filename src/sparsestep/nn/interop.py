@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._torch import is_exporting, is_tracing, is_transforming
 from sparsestep.deferred.guard import Guarded
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
 
 Arguments = ParamSpec("Arguments")
@@ -89,5 +89,5 @@ def write_out_for_ddp(weight: Tensor) -> None:
 
 def _write_out(weight: Tensor) -> None:
     grad = weight.grad
-    if isinstance(grad, Compact):
+    if isinstance(grad, CompactGrad):
         weight.grad = grad.materialize_()

@@ -25,7 +25,7 @@ from sparsestep._torch import (
     uses_of_memory,
 )
 from sparsestep.errors import InputError, RangeError, message
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 
 _INTEGERS = (torch.int64, torch.int32)
 _FEW = 256
@@ -143,7 +143,7 @@ def part(
     *,
     padding: int = -1,
     by_frequency: bool = False,
-) -> Touched:
+) -> IndexedGrad:
     """The part of a table's gradient that comes from one lookup.
 
     Args:
@@ -175,7 +175,7 @@ def part_of(
     scale: Tensor | None = None,
     *,
     by_frequency: bool = False,
-) -> Touched:
+) -> IndexedGrad:
     """The same from ids without padding that nobody else has, int64."""
     rows, dim = weight
     if scale is not None:  # which may be a parameter that the same step updates
@@ -183,7 +183,7 @@ def part_of(
     if by_frequency:
         shares = _shares(positions, values.dtype)
         scale = shares if scale is None else scale * shares
-    return Touched(positions, values, rows, dim, source, scale)
+    return IndexedGrad(positions, values, rows, dim, source, scale)
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,7 +273,7 @@ class Looked:
     length: int
     ends: bool
 
-    def part(self, saved: Saved, grad: Tensor) -> Touched:
+    def part(self, saved: Saved, grad: Tensor) -> IndexedGrad:
         """The part of the table's gradient that comes from this lookup."""
         if self.mode == "max":
             return _won(self.shape, saved, grad)
@@ -345,7 +345,7 @@ def _inverse(length: int, grad: Tensor) -> Tensor | float:
     return torch.full((1, 1), length, dtype=grad.dtype, device=grad.device).reciprocal()
 
 
-def _won(shape: torch.Size, saved: Saved, grad: Tensor) -> Touched:
+def _won(shape: torch.Size, saved: Saved, grad: Tensor) -> IndexedGrad:
     """Under ``max`` each element of a bag that is not empty is that of one row."""
     assert saved.winners is not None
     assert saved.counted is not None
@@ -354,7 +354,7 @@ def _won(shape: torch.Size, saved: Saved, grad: Tensor) -> Touched:
     bags = saved.counted.nonzero()
     positions = (saved.winners[bags.squeeze(1)].long() * dim + columns).reshape(-1)
     source = (bags * dim + columns).reshape(-1)
-    return Touched(positions, unshared(grad), rows * dim, 1, source)
+    return IndexedGrad(positions, unshared(grad), rows * dim, 1, source)
 
 
 ROWS = 0  # a row for each id

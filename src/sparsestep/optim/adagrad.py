@@ -181,7 +181,7 @@ def adagrad_(
     Example:
         >>> import torch, sparsestep
         >>> weight, total = torch.zeros(2, 2), torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.adagrad_(weight, grad, total, step=1, lr=0.5)
         >>> weight[:, 0].tolist(), total[:, 0].tolist()
         ([0.0, -0.5], [0.0, 1.0])
@@ -209,7 +209,7 @@ class FunctionalAdagrad(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalAdagrad([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

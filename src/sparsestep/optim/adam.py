@@ -291,7 +291,7 @@ class FunctionalAdam(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

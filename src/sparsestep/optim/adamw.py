@@ -157,7 +157,7 @@ def adamw_(
     Example:
         >>> import torch, sparsestep
         >>> weight, mean, square = torch.ones(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.adamw_(weight, grad, mean, square, step=1, lr=0.5)
         >>> weight[:, 0]
         tensor([1.0000, 0.4950])
@@ -187,7 +187,7 @@ class FunctionalAdamW(FunctionalAdam):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalAdamW([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

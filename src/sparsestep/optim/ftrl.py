@@ -183,7 +183,7 @@ def ftrl_(
     Example:
         >>> import torch, sparsestep
         >>> weight, linear, total = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.ftrl_(weight, grad, linear, total, lr=0.5, l1=0.5)
         >>> weight[:, 0].tolist()
         [0.0, -0.125]
@@ -210,7 +210,7 @@ class FunctionalFtrl(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalFtrl([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

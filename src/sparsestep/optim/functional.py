@@ -25,7 +25,7 @@ from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.errors import InputError, counted, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import COMPLEX, FLOATS, Touched
+from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
 from sparsestep.grads.layouts import Gradient, touched
 from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
@@ -58,7 +58,7 @@ KEYWORDS: tuple[str, ...] = (
 
 def can_be_in_graph(grad: Gradient) -> bool:
     """Whether a graph can hold a gradient; no graph holds a sparse tensor."""
-    if isinstance(grad, Touched):
+    if isinstance(grad, IndexedGrad):
         return True
     return type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
 
@@ -74,7 +74,7 @@ def apply_in_graph(
     **keywords: Any,
 ) -> None:
     """``apply_`` as the operation that a graph has; the arguments are the same."""
-    gradient = grad if isinstance(grad, Touched) else Touched(None, grad)
+    gradient = grad if isinstance(grad, IndexedGrad) else IndexedGrad(None, grad)
     is_tensor = isinstance(step, Tensor)
     names, numbers, tensors = _flat(hyper)
     torch.ops.sparsestep.apply_(
@@ -133,7 +133,7 @@ def register(apply: Callable[..., None]) -> None:
     """Make the operation; a function that has the arguments of ``apply_`` does its work."""
 
     def run(who: str, rule: str, param: Tensor, state: list[Tensor], *rest: Any) -> None:
-        gradient, rest = Touched(*rest[:7]), rest[7:]
+        gradient, rest = IndexedGrad(*rest[:7]), rest[7:]
         step, step_tensor, names, numbers, tensors = rest[:5]
         kept = dict(zip(KEYWORDS, rest[5:], strict=True))
         hyper = _whole(names, numbers, tensors)
@@ -288,7 +288,7 @@ class FunctionalOptimizer:
         >>> import torch, sparsestep
         >>> weight = torch.zeros(5, 2)
         >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.5)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([3]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([3]), torch.ones(1, 2))])
         >>> optimizer.step_param(weight, torch.eye(5, 2).to_sparse_coo())
         >>> weight.tolist()
         [[-0.5, 0.0], [0.0, -0.5], [0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]

@@ -140,7 +140,7 @@ def lion_(
     Example:
         >>> import torch, sparsestep
         >>> weight, mean = torch.zeros(2, 2), torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.lion_(weight, grad, mean, lr=0.5)
         >>> weight[:, 0].tolist()
         [0.0, -0.5]
@@ -168,7 +168,7 @@ class FunctionalLion(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalLion([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

@@ -238,7 +238,7 @@ def radam_(
     Example:
         >>> import torch, sparsestep
         >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 4.0]]))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.tensor([[1.0, 4.0]]))
         >>> sparsestep.functional.radam_(weight, grad, mean, square, step=1, lr=0.5)
         >>> weight[1].tolist()
         [-0.5, -2.0]
@@ -267,7 +267,7 @@ class FunctionalRAdam(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalRAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

@@ -14,7 +14,7 @@ from sparsestep._torch import scalar_dtype
 from sparsestep.deferred.rows import RowClock
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import Touched
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.lazy import saved_by_row
@@ -62,7 +62,7 @@ class StateKeeper(Declaration):
         param: Tensor,
         memory: Tensor,
         state: list[Tensor] | None = None,
-        gradient: Touched | None = None,
+        gradient: IndexedGrad | None = None,
     ) -> None:
         """Refuse memory that cannot be written, unless it was looked at before.
 
@@ -84,9 +84,9 @@ class StateKeeper(Declaration):
             parameters.check_writable(name, tensor)
         if gradient is None or any(tensor.is_inference() for tensor in tensors):
             return  # what is an inference tensor may be written at some times only
-        if gradient.positions is not None:  # whoever goes over everything needs no huge pages
+        if gradient.indices is not None:  # whoever goes over everything needs no huge pages
             for tensor in tensors[len(before) :]:
-                self._huge_pages.add(tensor, gradient.positions.numel(), self._rounds)
+                self._huge_pages.add(tensor, gradient.indices.numel(), self._rounds)
         count = sum(len(group["params"]) for group in self.param_groups)
         if known is None and len(self._known) > count:
             self._known.clear()  # parameters were taken out of the groups

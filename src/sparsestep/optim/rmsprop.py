@@ -290,7 +290,7 @@ def rmsprop_(
     Example:
         >>> import torch, sparsestep
         >>> weight, square = torch.zeros(2, 2), torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.rmsprop_(weight, grad, square, lr=0.5)
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -5.0]
@@ -326,7 +326,7 @@ class FunctionalRMSprop(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalRMSprop([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

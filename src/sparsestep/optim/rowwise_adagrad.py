@@ -149,7 +149,7 @@ def rowwise_adagrad_(
     Example:
         >>> import torch, sparsestep
         >>> weight, total = torch.zeros(2, 2), torch.zeros(2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.tensor([[1.0, 7.0]]))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.tensor([[1.0, 7.0]]))
         >>> sparsestep.functional.rowwise_adagrad_(weight, grad, total, lr=0.5)
         >>> weight[1], total
         (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
@@ -177,7 +177,7 @@ class FunctionalRowwiseAdagrad(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalRowwiseAdagrad([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

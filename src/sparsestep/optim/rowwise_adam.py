@@ -179,7 +179,7 @@ def rowwise_adam_(
     Example:
         >>> import torch, sparsestep
         >>> weight, mean, square = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2)
-        >>> grad = sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.rowwise_adam_(weight, grad, mean, square, step=1, lr=0.5)
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -0.5]
@@ -208,7 +208,7 @@ class FunctionalRowwiseAdam(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalRowwiseAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

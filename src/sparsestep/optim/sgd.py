@@ -239,7 +239,7 @@ def sgd_(
     Example:
         >>> import torch, sparsestep
         >>> weight = torch.zeros(2, 2)
-        >>> grad = sparsestep.Touched(torch.tensor([1, 1]), torch.ones(2, 2))
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1, 1]), torch.ones(2, 2))
         >>> sparsestep.functional.sgd_(weight, grad, lr=0.5)
         >>> weight[:, 0].tolist()
         [0.0, -1.0]
@@ -281,7 +281,7 @@ class FunctionalSGD(FunctionalOptimizer):
         >>> import torch, sparsestep
         >>> weight = torch.ones(3, 2)
         >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.Touched(torch.tensor([1]), torch.ones(1, 2))])
+        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
         >>> (weight != 1).any(dim=1).tolist()
         [False, True, False]
     """

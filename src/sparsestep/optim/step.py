@@ -21,9 +21,9 @@ from sparsestep.engines.native import Recorded
 from sparsestep.engines.torch_fused import TorchKernels
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.compact import Compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.grads.indexed import COMPLEX, FLOATS, Touched
+from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
 from sparsestep.grads.layouts import Gradient, in_rows, touched
 from sparsestep.grads.masks import Selection
 from sparsestep.memory import tensors as parameters
@@ -71,16 +71,16 @@ def announce_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str,
     return True
 
 
-def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: Touched) -> None:
+def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """The same for a gradient that was checked, of a parameter whose state is there."""
-    about_to_write(param, state, _as_rows(param, gradient.positions, gradient.slots))
+    about_to_write(param, state, _as_rows(param, gradient.indices, gradient.num_slots))
 
 
 def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list[Tensor | None]:
     """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
-    if isinstance(grad, Compact):
+    if isinstance(grad, CompactGrad):
         if not grad.is_materialized:
-            parts = (_as_rows(param, part.positions, part.slots) for part in grad.parts())
+            parts = (_as_rows(param, part.indices, part.num_slots) for part in grad.parts())
             return [_selected(param, rows, selection) for rows in parts]
         grad = grad.materialize_()
     if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
@@ -153,7 +153,7 @@ def examined(
     optimizer._look_at(param, memory)
     gradient = touched(memory, grad, by_row=rule.by_row or dense)
     if dense:
-        gradient = gradient._replace(held=None)  # what is not held is zero, and counts
+        gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
     record, tensors = optimizer.state.get(param), None
     if not record or _begins_anew(rule, record):
         record = None
@@ -212,8 +212,8 @@ def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
 
 
 def for_engines(
-    param: Tensor, state: list[Tensor], gradient: Touched
-) -> tuple[list[Tensor], Touched]:
+    param: Tensor, state: list[Tensor], gradient: IndexedGrad
+) -> tuple[list[Tensor], IndexedGrad]:
     """A parameter with its state, and its gradient, in the form that all engines can work with.
 
     Complex numbers are seen as pairs of real ones. Single elements of rows that lie apart are not
@@ -320,7 +320,7 @@ class Plan:
         self._params_before += sum(len(group["params"]) for group in groups)
 
     def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
-        if selection is None and update.touched.positions is None:
+        if selection is None and update.touched.indices is None:
             known = self._optimizer._embeddings.get(id(update.owner))
             if known is None or known[0] is not update.owner:
                 is_embedding = dense_embedding.looks_like_embedding(update.grad)
@@ -443,7 +443,7 @@ class Plan:
             reason = (
                 update.reason if update.engine else "dense gradient: updated by torch's kernel."
             )
-            if update.touched.positions is None:
+            if update.touched.indices is None:
                 owner, is_embedding = optimizer._embeddings.get(id(update.owner), (None, False))
                 if is_embedding and owner is update.owner:
                     reason = dense_embedding.REASON

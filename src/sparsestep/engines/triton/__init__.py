@@ -24,7 +24,7 @@ from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.triton.codegen import Form, form_of, kernel_of
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import Touched, bad_index
+from sparsestep.grads.indexed import IndexedGrad, bad_index
 from sparsestep.rules.trace import record
 
 # Columns that a program sees at most: of rows that may be cut, and of those that may not.
@@ -67,7 +67,7 @@ class Launch:
     update: ParamUpdate
     numbers: list[float]
     form: Form
-    touched: Touched
+    touched: IndexedGrad
     entries: int
     positions: Tensor | None = None
     order: Tensor | None = None
@@ -83,13 +83,15 @@ class Launch:
 
     def sort(self) -> None:
         """Bring equal positions together, in order of appearance."""
-        positions = self.touched.positions
-        if positions is None or positions is self.touched.source:  # a mask's, of a dense gradient
+        positions = self.touched.indices
+        if (
+            positions is None or positions is self.touched.value_index
+        ):  # a mask's, of a dense gradient
             self.positions = positions
             return
         self.positions, self.order = torch.sort(positions.reshape(-1), stable=True)
         if self.entries > _RUN:
-            count, block = self.entries // _RUN + 1, self.touched.block
+            count, block = self.entries // _RUN + 1, self.touched.slot_size
             self.blocks = self.touched.values.new_empty(count, block, dtype=self.dtype)
 
     def bounds(self) -> list[Tensor]:
@@ -98,7 +100,7 @@ class Launch:
 
     def is_inside(self) -> Tensor:
         """Whether all positions are slots, as a tensor, which the host does not look at."""
-        return (self._sorted[0] >= 0) & (self._sorted[-1] < self.touched.slots)
+        return (self._sorted[0] >= 0) & (self._sorted[-1] < self.touched.num_slots)
 
     @property
     def _sorted(self) -> Tensor:
@@ -113,27 +115,27 @@ class Launch:
         rows, block, warps = tile(self.form, touched)
         how = {
             "T": tl.float64 if self.dtype == torch.float64 else tl.float32,
-            "C": touched.block,
+            "C": touched.slot_size,
             "ROWS": rows,
             "BLOCK": block,
             "num_warps": warps,
             "enable_fp_fusion": False,
         }
-        grid = (-(-self.entries // rows), -(-touched.block // block))
-        gradient = (touched.values, self.positions, self.order, touched.source, touched.scale)
+        grid = (-(-self.entries // rows), -(-touched.slot_size // block))
+        gradient = (touched.values, self.positions, self.order, touched.value_index, touched.scale)
         if self.blocks is not None:
             steps = self.entries.bit_length() + 1
             _call(_block_sums(), grid, (*gradient, self.blocks, self.entries, steps), how, warm_up)
-        held = None if touched.held is None else touched.held.view(torch.uint8)
+        held = None if touched.element_mask is None else touched.element_mask.view(torch.uint8)
         given = (*self.update.written, *gradient, held, self.blocks, self.ok, self.entries)
         numbers = (_signed(self.update.seed or 0), settings.l2, settings.shrink, *self.numbers)
         _call(kernel_of(self.form), grid, (*given, *numbers), how, warm_up)
 
 
-def tile(form: Form, touched: Touched) -> tuple[int, int, int]:
+def tile(form: Form, touched: IndexedGrad) -> tuple[int, int, int]:
     """Entries and columns that a program sees, and its warps."""
     columns = form.width if form.by_row else min(form.width, _COLUMNS)
-    most = _ELEMENTS if touched.positions is None else _ENTRIES
+    most = _ELEMENTS if touched.indices is None else _ENTRIES
     rows = min(max(1, _ELEMENTS // columns), most)
     return rows, columns, 4 if rows * columns <= 2048 else 8 if columns <= 4096 else 16
 
@@ -156,9 +158,11 @@ class Triton:
             requirement = "engine='triton' needs a formula that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"
             raise update.refuse(message(requirement, got, "Use engine='auto'")) from None
-        if touched.positions is None and not settings.rule.by_row:
+        if touched.indices is None and not settings.rule.by_row:
             size = touched.values.numel()
-            touched = touched._replace(values=touched.values.reshape(-1), slots=size, block=1)
+            touched = touched._replace(
+                values=touched.values.reshape(-1), num_slots=size, slot_size=1
+            )
         touched = touched.in_rows()._replace(values=touched.values.contiguous())
         form = form_of(
             program,
@@ -166,13 +170,13 @@ class Triton:
             adds_decay=settings.l2 != 0,
             shrinks=settings.shrink != 1,
             at_random=update.seed is not None and settings.stochastic,
-            width=1 << max(0, touched.block - 1).bit_length(),
+            width=1 << max(0, touched.slot_size - 1).bit_length(),
         )
         if form.by_row and form.width > _ROW:
             requirement = f"rules with state per row support rows of up to {_ROW} elements here"
-            raise update.refuse(message(requirement, touched.block, "Use engine='auto'"))
-        entries = touched.slots if touched.positions is None else touched.positions.numel()
-        if entries and touched.block:
+            raise update.refuse(message(requirement, touched.slot_size, "Use engine='auto'"))
+        entries = touched.num_slots if touched.indices is None else touched.indices.numel()
+        if entries and touched.slot_size:
             self._launches.append(Launch(update, program.numbers, form, touched, entries))
         return True
 
@@ -202,7 +206,7 @@ class Triton:
             bounds = cat([bound for launch in some for bound in launch.bounds()])
             found = bounds.cpu().tolist()  # here the host waits
             for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
-                slots = launch.touched.slots
+                slots = launch.touched.num_slots
                 if low < 0 or high >= slots:
                     raise launch.update.refuse(bad_index(0, slots, low if low < 0 else high))
 
