@@ -75,7 +75,7 @@ class ByHand:
 def cache_lines(grad: Tensor) -> IndexedGrad:
     """The lines of the weight that hold an element of the gradient, with one gradient for all."""
     lines = (grad != 0).view(-1, LINE).any(dim=1).nonzero().squeeze(1)
-    return IndexedGrad(lines, torch.ones(1, LINE), source=torch.zeros_like(lines))
+    return IndexedGrad(lines, torch.ones(1, LINE), value_index=torch.zeros_like(lines))
 
 
 def compare(layout: str, size: int, rounds: int) -> None:

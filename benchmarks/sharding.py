@@ -36,7 +36,7 @@ from benchmarks.harness.peers import imported
 from sparsestep.distributed import exchange, ledger
 from sparsestep.distributed import grads as arrivals
 from sparsestep.distributed import lookup as lookups
-from sparsestep.distributed import shard as modules
+from sparsestep.distributed.shard import _ShardedCollection
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
 WARM = 5  # steps of each that do not count
@@ -188,7 +188,7 @@ phase = Phases()
 
 
 def watch_all() -> None:
-    phase.watch(modules._ShardedCollection, "_requests", "what is asked: checks, distinct, split")
+    phase.watch(_ShardedCollection, "_requests", "what is asked: checks, distinct, split")
     phase.watch(ledger.Ledger, "agree", "lines")
     phase.watch(lookups, "send_ids", "ids out")
     phase.watch(lookups, "_answer", "lookup")

@@ -158,7 +158,7 @@ def test_a_tiny_run(
 def test_unavailable_contestants_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_native, "core", None)
+    monkeypatch.setattr(_native, "ext", None)
     monkeypatch.setattr(results, "WIDEST_SPREAD", float("inf"))
     assert main([*TINY, "--suite", "small"]) == 0
     printed = capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_unavailable_contestants_are_shown(
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_native, "core", None)
+    monkeypatch.setattr(_native, "ext", None)
     assert main([*TINY, "--suite", "skew", "--only", "limit", "--without", "torch"]) == 0
     assert "- limit: installed without the C++ core." in capsys.readouterr().out
 

@@ -179,7 +179,7 @@ def test_info_prints_a_line_per_key_and_json_the_same(capsys: Captured) -> None:
 
 
 def test_info_without_the_core_says_why(capsys: Captured, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(_native, "core", None)
+    monkeypatch.setattr(_native, "ext", None)
     monkeypatch.setattr(_native, "why_missing", "GLIBC_2.99 not found")
     assert cli.main(["info"]) == 0
     said = "reference (the C++ core is missing: GLIBC_2.99 not found)"

@@ -145,18 +145,18 @@ def test_gradients_of_torchs_sparse_modules_stay_sparse(kind: str, wrapper: Call
         optimizer.step()
 
 
-@pytest.mark.skipif(lookup.core is None, reason="needs the native core")
+@pytest.mark.skipif(lookup.ext is None, reason="needs the native core")
 @pytest.mark.parametrize("kind", sorted(set(COMPACT) - USES_OPERATIONS))
 def test_the_core_looks_up_guarded_tables(kind: str, monkeypatch: pytest.MonkeyPatch):
     found = []
-    core = lookup.core
+    core = lookup.ext
 
     class Watched:
         def look_up(self, *args: Any) -> Any:
             found.append(core.look_up(*args))
             return found[-1]
 
-    monkeypatch.setattr(lookup, "core", Watched())
+    monkeypatch.setattr(lookup, "ext", Watched())
     model, _ = made(COMPACT[kind], guarded)
     model(IDS)
     assert found

@@ -151,7 +151,7 @@ def test_half_sums_do_not_overflow(values: list[float]):
 def test_another_default_device(core: bool, monkeypatch):
     """As where the rest of a model is on a GPU."""
     if not core:
-        monkeypatch.setattr(norms, "core", None)
+        monkeypatch.setattr(norms, "ext", None)
     grads = [coo([[1, 1]], [3.0, 4.0], (3,)), coo([[0, 2, 0]], torch.ones(3, 2), (4, 2))]
     params = [with_grad(grad) for grad in grads]
     monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)

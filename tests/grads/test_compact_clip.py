@@ -212,7 +212,7 @@ def test_unscaling_by_torchs_kernel():
 @pytest.mark.parametrize("core", [True, False], ids=["core", "torch"])
 def test_gradients_without_an_entry(norm_type: float, core: bool, monkeypatch: Any):
     if not core:
-        monkeypatch.setattr(sparsestep.engines.native, "core", None)
+        monkeypatch.setattr(sparsestep.engines.native, "ext", None)
     for clip in (utils.clip_grad_norm_, sparsestep.clip_grad_norm_):
         table = sparsestep.nn.Embedding(5, 2, padding_idx=1)
         table(torch.tensor([1])).sum().backward()

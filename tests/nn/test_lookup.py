@@ -92,7 +92,7 @@ def test_both_ways_give_the_same(call: Call):
     results = []
     for there in (ext, None):
         table = call.table(cls)
-        with mock.patch.object(lookup, "core", there):
+        with mock.patch.object(lookup, "ext", there):
             output = call.backward(table)
         grad = plain(table.weight.grad)
         results.append((output, grad._indices(), grad._values()))
@@ -104,7 +104,7 @@ def test_whatever_is_usual_is_done_by_the_core(call: Call):
     cls = sparsestep.nn.EmbeddingBag if "mode" in call.options else sparsestep.nn.Embedding
     call.options.pop("max_norm", None)
     table = call.table(cls)
-    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
+    with mock.patch.object(lookup, "ext", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
         output = call.output(table)
     assert spy.look_up.call_count == 1
     (requests, *_), _ = spy.look_up.call_args
@@ -183,7 +183,7 @@ def test_a_collection_is_one_call(threads: int):
     torch.set_num_threads(threads)
     tables = sparsestep.nn.EmbeddingBagCollection([(40, 8), (30, 64), (20, 3)], mode="mean")
     ids = torch.randint(20, (700, 3, 5))
-    with mock.patch.object(lookup, "core", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
+    with mock.patch.object(lookup, "ext", mock.Mock(look_up=mock.Mock(wraps=ext.look_up))) as spy:
         outputs = tables(ids)
     assert spy.look_up.call_count == 1
     for each, output, column in zip(tables.tables, outputs, ids.unbind(1), strict=True):

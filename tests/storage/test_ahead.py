@@ -53,7 +53,7 @@ def test_what_is_no_row_is_refused(rows, tmp_path: Path, asked):
 @pytest.mark.parametrize("with_core", [True, False])
 def test_pages_of_table_and_state_are_asked_for_once(tmp_path: Path, with_core, monkeypatch):
     if not with_core:
-        monkeypatch.setattr(sparsestep.memory.file_pages, "core", None)
+        monkeypatch.setattr(sparsestep.memory.file_pages, "ext", None)
     table = table_in(tmp_path / "table")
     model = embedding(table)
     opt = sparsestep.RowwiseAdagrad(model.parameters(), lr=0.1)
