@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import training_iterations as programs
-from benchmarks.harness import figure, formulas, results
+from benchmarks import custom_rules, training_iterations
+from benchmarks.harness import figure, results
 from benchmarks.harness import race as harness
 from benchmarks.harness.cases import SUITES, Formula, Program
 from benchmarks.harness.contestants import Contestant, TorchSparseAdam
@@ -189,9 +189,11 @@ def _run_suite(
         smaller = case.scaled(report.scale)
         with screen.progress(smaller.name) as follow:
             if isinstance(smaller, Program):
-                result = programs.measure(smaller, name, report.seconds, follow)
+                result = training_iterations.measure_iteration(
+                    smaller, name, report.seconds, follow
+                )
             elif isinstance(smaller, Formula):
-                result = formulas.measure(smaller, name, report.seconds, follow)
+                result = custom_rules.measure_rule(smaller, name, report.seconds, follow)
             else:
                 result = harness.measure(smaller, name, contestants, report.seconds, follow)
         screen.show(result)

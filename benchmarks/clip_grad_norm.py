@@ -15,8 +15,8 @@ from torch import Tensor
 
 import sparsestep
 from benchmarks.harness.cases import case
-from benchmarks.harness.gradients import SETS
-from benchmarks.harness.turns import add_rounds, medians
+from benchmarks.harness.race import add_rounds, medians
+from benchmarks.harness.workload import SETS
 
 ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import Embedding, Parameter
 
 import sparsestep
-from benchmarks.harness.gradients import SETS, uniform
-from benchmarks.harness.turns import Stepping, add_rounds, medians
+from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.workload import SETS, uniform_coo_grads
 from sparsestep.cli.options import int_in_range
 from sparsestep.deferred.rows import RowClock
 
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("error", sparsestep.StaleWarning)
     rows, rounds = options.rows, options.rounds
-    grads = uniform(rows, DIM, options.lookups)
+    grads = uniform_coo_grads(rows, DIM, options.lookups)
     start = torch.randn(rows, DIM)
     print(f"{rows:,} x {DIM}, {options.lookups:,} uniform lookups, {rounds:,} rounds")
 

@@ -6,6 +6,10 @@ A table of 1,000,000 x 64, a batch of 4,096 bags of 16 ids, fresh ids in every s
 Zipf. The gradient of the output is given, so that nothing but the table is timed. FBGEMM's tables
 take part where it is installed (see README.md beside this file); they update during backward, and
 on the CPU they have no Adam.
+
+*two lookups*: a table of 400,000 x 128 that is looked up twice in a forward, as in skip-gram, whole
+iteration and step alone: fused, plain, and torch's own. ``nn.fuse`` must not lose against the plain
+module: each lookup leaves a part of the gradient, and the core reads the parts in place.
 """
 
 from __future__ import annotations
@@ -16,21 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 import sparsestep
 from benchmarks.harness.cases import case
-from benchmarks.harness.gradients import SETS
+from benchmarks.harness.contestants import import_peer
 from benchmarks.harness.limit import addresses, limit_module, plan
-from benchmarks.harness.peers import imported
-from benchmarks.harness.race import Racer
-from benchmarks.harness.turns import add_rounds, medians
-from benchmarks.harness.workload import Unavailable, fill
+from benchmarks.harness.race import Racer, add_rounds, medians
+from benchmarks.harness.workload import SETS, Unavailable, fill
 from sparsestep import _native
 from sparsestep.cli.options import int_in_range
 from sparsestep.optim.optimizer import RuleOptimizer
 
 ROWS, DIM, BAGS, IDS = 1_000_000, 64, 4_096, 16
 LR = 1e-3
+TWO_LOOKUPS, TWO_LOOKUPS_ROWS = "two lookups", 400_000
 
 # Whose step is compared with whose, and how much faster ours should be: uniform, Zipf.
 RULES: dict[str, tuple[type[torch.optim.Optimizer], Any, str | None]] = {
@@ -46,7 +50,7 @@ GOALS = {
 }
 
 
-class Training:
+class BagTraining:
     """One contestant: what it looks up, and how it updates."""
 
     def __init__(
@@ -72,7 +76,7 @@ class Training:
             self._optimizer.zero_grad()
 
 
-class WholeLimit:
+class BagLimit:
     """The least that any implementation of the whole step must do, all of it known in advance.
 
     The rows of each bag are summed; then each touched row is updated once, from the rows of the
@@ -124,15 +128,15 @@ class WholeLimit:
         )
 
 
-def by_module(module: torch.nn.Module, rule: Any, sets: Sequence[Tensor]) -> Training:
+def module_contender(module: torch.nn.Module, rule: Any, sets: Sequence[Tensor]) -> BagTraining:
     fill(module.weight.data)  # type: ignore[arg-type]
-    return Training(module, rule(module.parameters(), lr=LR), sets)
+    return BagTraining(module, rule(module.parameters(), lr=LR), sets)
 
 
-def by_fbgemm(rule: str, rows: int, sets: Sequence[Tensor]) -> Training:
-    training = imported("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    common = imported("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    configs = imported("fbgemm_gpu.split_embedding_configs")
+def fbgemm_contender(rule: str, rows: int, sets: Sequence[Tensor]) -> BagTraining:
+    training = import_peer("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = import_peer("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    configs = import_peer("fbgemm_gpu.split_embedding_configs")
     table = training.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, DIM, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
         optimizer=configs.EmbOptimType[rule],
@@ -141,20 +145,20 @@ def by_fbgemm(rule: str, rows: int, sets: Sequence[Tensor]) -> Training:
     )
     fill(table.split_embedding_weights()[0].detach())
     end = torch.arange(0, BAGS * IDS + 1, IDS)
-    return Training(lambda ids, _: table(ids, end), None, sets)
+    return BagTraining(lambda ids, _: table(ids, end), None, sets)
 
 
-def contestants(name: str, rows: int, sets: Sequence[Tensor]) -> dict[str, Racer]:
+def make_contenders(name: str, rows: int, sets: Sequence[Tensor]) -> dict[str, Racer]:
     ours, torchs, fbgemms = RULES[name]
     module = sparsestep.nn.EmbeddingBag(rows, DIM, mode="sum")
-    found: dict[str, Racer] = {"sparsestep": by_module(module, ours, sets)}
-    found["limit"] = WholeLimit(ours, rows, sets)
+    found: dict[str, Racer] = {"sparsestep": module_contender(module, ours, sets)}
+    found["limit"] = BagLimit(ours, rows, sets)
     if torchs is not None:
         plain = torch.nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True)
-        found["torch"] = by_module(plain, torchs, sets)
+        found["torch"] = module_contender(plain, torchs, sets)
     if fbgemms is not None:
         try:
-            found["FBGEMM"] = by_fbgemm(fbgemms, rows, sets)
+            found["FBGEMM"] = fbgemm_contender(fbgemms, rows, sets)
         except Unavailable as error:
             print(f"FBGEMM is {error}")
     return found
@@ -163,7 +167,7 @@ def contestants(name: str, rows: int, sets: Sequence[Tensor]) -> dict[str, Racer
 def compare(name: str, distribution: str, rows: int, rounds: int) -> None:
     drawn = case(rows, DIM, BAGS * IDS, distribution)
     sets = [drawn.positions(number) for number in range(SETS)]
-    racers = contestants(name, rows, sets)
+    racers = make_contenders(name, rows, sets)
     times = dict(zip(racers, medians(list(racers.values()), rounds), strict=True))
     ours, limit = times.pop("sparsestep"), times.pop("limit")
     line = f"{name:16} {distribution:8} {ours:6.2f} ms, {limit / ours:.2f} of the limit"
@@ -174,18 +178,79 @@ def compare(name: str, distribution: str, rows: int, rounds: int) -> None:
     print(line, flush=True)
 
 
+class SkipgramTraining:
+    """One contestant: a table, its optimizer, and the pairs of words of each set."""
+
+    def __init__(self, table: torch.nn.Embedding, optimizer: type, sets: Sequence[Tensor]) -> None:
+        self._table, self._sets = table, sets
+        self._optimizer: Optimizer = optimizer(table.parameters(), lr=1e-3)
+
+    def before(self, set_index: int, /) -> None:
+        """Take the pairs of a set."""
+        self._pairs = self._sets[set_index]
+
+    def step(self) -> None:
+        """Look up, differentiate, update."""
+        self._optimizer.zero_grad()
+        self._loss().backward()
+        self._optimizer.step()
+
+    def _loss(self) -> Tensor:
+        centre, context = self._table(self._pairs[0]), self._table(self._pairs[1])
+        return torch.nn.functional.softplus(-(centre * context).sum(1)).sum()
+
+
+class StepOnly(SkipgramTraining):
+    """The same with everything but the step off the clock."""
+
+    def before(self, set_index: int, /) -> None:
+        """Take the pairs of a set, up to the gradient."""
+        super().before(set_index)
+        self._optimizer.zero_grad()
+        self._loss().backward()
+
+    def step(self) -> None:
+        """Update."""
+        self._optimizer.step()
+
+
+def compare_two_lookups(rows: int, rounds: int) -> None:
+    """A table that is looked up twice in a forward: fused, plain, and torch's own."""
+    dim, pairs = 128, 65_536
+    sets = [torch.randint(rows, (2, pairs)) for _ in range(SETS)]
+    for what, training in (("iteration", SkipgramTraining), ("step alone", StepOnly)):
+        racers = [
+            training(table, optimizer, sets)
+            for table, optimizer in (
+                (sparsestep.nn.Embedding(rows, dim), sparsestep.SparseAdam),
+                (torch.nn.Embedding(rows, dim, sparse=True), sparsestep.SparseAdam),
+                (torch.nn.Embedding(rows, dim, sparse=True), torch.optim.SparseAdam),
+            )
+        ]
+        fused, plain, theirs = medians(racers, rounds)
+        print(
+            f"two lookups, {what:10}  fused {fused:7.1f} ms   plain / fused {plain / fused:5.2f}   "
+            f"torch / fused {theirs / fused:5.2f}",
+            flush=True,
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_rounds(parser, 40)
     kind = int_in_range(1, 100_000_000)
     parser.add_argument("--rows", type=kind, default=ROWS, help=f"(default: {ROWS:,})")
-    parser.add_argument("--only", choices=RULES, help="one rule instead of all of them")
+    parser.add_argument(
+        "--only", choices=[*RULES, TWO_LOOKUPS], help="one case instead of all of them"
+    )
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     print(
         f"{options.rows:,} x {DIM}, {BAGS:,} bags of {IDS} ids, {torch.get_num_threads()} threads"
     )
-    for name in RULES if options.only is None else [options.only]:
+    if options.only in (None, TWO_LOOKUPS):
+        compare_two_lookups(TWO_LOOKUPS_ROWS, options.rounds)
+    for name in RULES if options.only is None else {options.only} & RULES.keys():
         for distribution in ("uniform", "zipf"):
             compare(name, distribution, options.rows, options.rounds)
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from benchmarks.harness.gradients import uniform
-from benchmarks.harness.peers import imported
-from benchmarks.harness.workload import Unavailable
+from benchmarks.harness.contestants import import_peer
+from benchmarks.harness.workload import Unavailable, uniform_coo_grads
 
 ROWS, DIM, LOOKUPS = 5_000, 64, 4_096
 LR, EPS, DECAY = 0.05, 1e-8, 0.1
@@ -42,9 +41,9 @@ MODES = (
 
 def fbgemm(start: Tensor, grads: list[Tensor], mode: Mode) -> tuple[Tensor, Tensor]:
     """The table and its sums after these steps, as FBGEMM computes them."""
-    training = imported("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    common = imported("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    configs = imported("fbgemm_gpu.split_embedding_configs")
+    training = import_peer("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = import_peer("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    configs = import_peer("fbgemm_gpu.split_embedding_configs")
     table = training.SplitTableBatchedEmbeddingBagsCodegen(
         [(*start.shape, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
         optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -84,7 +83,7 @@ def ours(start: Tensor, grads: list[Tensor], mode: Mode) -> tuple[Tensor, Tensor
 def main() -> int:
     torch.manual_seed(0)
     start = torch.randn(ROWS, DIM)
-    grads = uniform(ROWS, DIM, LOOKUPS)
+    grads = uniform_coo_grads(ROWS, DIM, LOOKUPS)
     try:
         theirs = [fbgemm(start, grads, mode) for mode in MODES]
     except Unavailable as error:

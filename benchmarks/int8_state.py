@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 import sparsestep
-from benchmarks.harness.gradients import uniform
-from benchmarks.harness.turns import Stepping, add_rounds, medians
+from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.workload import uniform_coo_grads
 from sparsestep.cli import skipgram
 from sparsestep.cli.options import int_in_range
 
@@ -29,7 +29,7 @@ DTYPES = {"float32": None, "int8": torch.int8}
 
 
 def time_of_a_step(rounds: int) -> None:
-    sets = [[grad] for grad in uniform(ROWS, DIM, LOOKUPS)]
+    sets = [[grad] for grad in uniform_coo_grads(ROWS, DIM, LOOKUPS)]
     racers = []
     for dtype in DTYPES.values():
         param = torch.nn.Parameter(torch.randn(ROWS, DIM))

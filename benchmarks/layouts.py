@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import sparsestep
-from benchmarks.harness.gradients import SETS
-from benchmarks.harness.turns import Stepping, add_rounds, medians
+from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.workload import SETS
 from sparsestep import IndexedGrad, functional
 from sparsestep.cli.options import int_in_range
 from sparsestep.grads.layouts import Gradient

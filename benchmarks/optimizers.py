@@ -29,9 +29,9 @@ from benchmarks.harness import results
 from benchmarks.harness.cases import Case, case
 from benchmarks.harness.contestants import Contestant, Native, element_states, rule_of
 from benchmarks.harness.limit import Limit
+from benchmarks.harness.race import add_rounds
 from benchmarks.harness.report import Screen, fraction, milliseconds
 from benchmarks.harness.results import Timing
-from benchmarks.harness.turns import add_rounds
 from benchmarks.harness.workload import Unavailable, Workload
 from sparsestep import Adagrad, RowwiseAdagrad
 from sparsestep.cli.options import int_in_range, output_path

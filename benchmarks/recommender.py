@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.gradients import SETS
-from benchmarks.harness.turns import add_rounds, medians
+from benchmarks.harness.race import add_rounds, medians
+from benchmarks.harness.workload import SETS
 from sparsestep.cli.options import int_in_range
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

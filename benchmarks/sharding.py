@@ -1,7 +1,7 @@
 """What sharing tables costs: CPU time per step and rank, of sharded tables and of those alone.
 
 Ranks on this machine, one thread each. ``alone`` is the same training in each rank by itself,
-without a word to the others: what no sharing can be faster than. ``tables`` and ``rows`` are
+without any communication: what no sharding can be faster than. ``tables`` and ``rows`` are
 sharded. ``ddp`` is torch's: DistributedDataParallel with sparse gradients and SparseAdam. Each step
 is lookup, backward and update of all tables; contestants take turns.
 
@@ -9,8 +9,6 @@ Where TorchRec is installed, ``torchrec tables`` and ``torchrec rows`` take part
 Adagrad, beside ``rowwise tables`` and ``rowwise rows``, which are ours under that rule. (TorchRec
 has no Adam on the CPU. ``pip install --no-deps torchrec fbgemm-gpu-cpu``, of the versions that fit
 torch's.)
-
-Then the phases of a step of ours, by functions: what each takes without those that it calls.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsestep
-from benchmarks.harness.peers import imported
-from sparsestep.distributed import exchange, ledger
-from sparsestep.distributed import grads as arrivals
-from sparsestep.distributed import lookup as lookups
-from sparsestep.distributed.shard import _ShardedCollection
+from benchmarks.harness.contestants import import_peer
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
 WARM = 5  # steps of each that do not count
@@ -68,10 +61,8 @@ def ours(kind: str | None, rule: Any = sparsestep.SparseAdam) -> Step:
     def step(ids: Sequence[Tensor]) -> None:
         optimizer.zero_grad()
         found: Any = model(list(ids))
-        with phase("backward"):
-            torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
-        with phase("update"):
-            optimizer.step()
+        torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
+        optimizer.step()
         if next(steps) == WARM - 2:
             optimizer._huge_pages.move_all()  # which a long training gets in time
 
@@ -106,11 +97,11 @@ def theirs() -> Step:
 
 def torchrecs(kind: str) -> Step:
     """TorchRec's, which updates in backward."""
-    torchrec, types = imported("torchrec"), imported("torchrec.distributed.types")
-    plans = imported("torchrec.distributed.sharding_plan")
-    of_bags = imported("torchrec.distributed.embeddingbag")
-    parallel = imported("torchrec.distributed.model_parallel")
-    in_backward = imported("torchrec.optim.apply_optimizer_in_backward")
+    torchrec, types = import_peer("torchrec"), import_peer("torchrec.distributed.types")
+    plans = import_peer("torchrec.distributed.sharding_plan")
+    of_bags = import_peer("torchrec.distributed.embeddingbag")
+    parallel = import_peer("torchrec.distributed.model_parallel")
+    in_backward = import_peer("torchrec.optim.apply_optimizer_in_backward")
     world = dist.get_world_size()
     names = [f"t{n}" for n in range(TABLES)]
     configs = [
@@ -148,57 +139,6 @@ def torchrecs(kind: str) -> Step:
     return step
 
 
-class Phases:
-    """CPU time by phase, each without those inside it."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self._open: list[str] = ["(the rest)"]
-        self._since = time.process_time()
-
-    def _book(self) -> None:
-        now = time.process_time()
-        name = self._open[-1]
-        self.spent[name] = self.spent.get(name, 0.0) + now - self._since
-        self._since = now
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Book what happens inside to a phase."""
-        self._book()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._book()
-            self._open.pop()
-
-    def watch(self, owner: Any, function: str, name: str) -> None:
-        """Book a function of ours to a phase."""
-        real = getattr(owner, function)
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            with self(name):
-                return real(*arguments, **options)
-
-        setattr(owner, function, watched)
-
-
-phase = Phases()
-
-
-def watch_all() -> None:
-    phase.watch(_ShardedCollection, "_requests", "what is asked: checks, distinct, split")
-    phase.watch(ledger.Ledger, "agree", "lines")
-    phase.watch(lookups, "send_ids", "ids out")
-    phase.watch(lookups, "_answer", "lookup")
-    phase.watch(lookups, "_send_rows", "rows back")
-    phase.watch(arrivals, "_exchanged", "gradients out")
-    phase.watch(arrivals, "_fetch", "gradients put together")
-    phase.watch(arrivals, "_collected", "gradients collected")
-    phase.watch(exchange.Exchange, "look_up", "forward, the rest")
-
-
 def batch(length: int, draw: torch.Generator) -> list[Tensor]:
     """Ids of Zipf's law, in order of frequency."""
     uniform = torch.rand(TABLES, BATCH, length, generator=draw, dtype=torch.float64)
@@ -214,34 +154,25 @@ def contestants() -> dict[str, Step]:
     return racers
 
 
-def rank_of_many(rank: int, world: int, meeting: str, length: int, rounds: int) -> None:
+def run_rank(rank: int, world: int, meeting: str, length: int, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-    watch_all()
     racers = contestants()
     draw = torch.Generator().manual_seed(rank)
     spent: dict[str, list[float]] = {name: [] for name in racers}
-    phases: dict[str, list[dict[str, float]]] = {name: [] for name in racers}
     for number in range(WARM + rounds):
         ids = batch(length, draw)
         for name, step in racers.items():
             dist.barrier()
-            phase.__init__()  # type: ignore[misc]
             begun = time.process_time()
             step(ids)
             if number >= WARM:
                 spent[name].append(time.process_time() - begun)
-                phases[name].append({**phase.spent})
     mine = {name: median(times) for name, times in spent.items()}
-    parts = {
-        name: {key: median([each.get(key, 0.0) for each in some]) for key in some[-1]}
-        for name, some in phases.items()
-        if name in ("tables", "rows")
-    }
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, mine)
+    all_ranks: list[Any] = [None] * world
+    dist.all_gather_object(all_ranks, mine)
     if rank == 0:
-        report(length, everybody, parts)
+        report(length, all_ranks)
     dist.destroy_process_group()
 
 
@@ -249,10 +180,8 @@ def median(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 2] * 1e3
 
 
-def report(
-    length: int, everybody: Sequence[dict[str, float]], parts: dict[str, dict[str, float]]
-) -> None:
-    mean = {name: sum(each[name] for each in everybody) / len(everybody) for name in everybody[0]}
+def report(length: int, all_ranks: Sequence[dict[str, float]]) -> None:
+    mean = {name: sum(each[name] for each in all_ranks) / len(all_ranks) for name in all_ranks[0]}
     for name, each in mean.items():
         ratio = f"{mean['alone'] / each:5.2f} of alone"
         if name in ("tables", "rows"):
@@ -260,10 +189,6 @@ def report(
         if name.startswith("rowwise"):
             ratio += f", {mean[name.replace('rowwise', 'torchrec')] / each:5.1f} times TorchRec"
         print(f"{length:3} ids  {name:16} {each:8.1f} ms   {ratio}")
-    for name, phases in parts.items():
-        print(f"         {name}, by phase on rank 0:")
-        for key, each in sorted(phases.items(), key=lambda item: -item[1]):
-            print(f"           {each:6.2f} ms  {key}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -277,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for length in options.ids:
         with tempfile.TemporaryDirectory() as folder:
             several = (options.ranks, f"file://{folder}/meeting", length, options.rounds)
-            ranks = [start(target=rank_of_many, args=(r, *several)) for r in range(options.ranks)]
+            ranks = [start(target=run_rank, args=(r, *several)) for r in range(options.ranks)]
             for each in ranks:
                 each.start()
             for each in ranks:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from benchmarks.harness.gradients import uniform
-from benchmarks.harness.race import Racer
-from benchmarks.harness.turns import add_rounds, medians
+from benchmarks.harness.race import Racer, add_rounds, medians
+from benchmarks.harness.workload import uniform_coo_grads
 from sparsestep.cli.options import int_in_range
 
 TABLES, ROWS, DIM, LOOKUPS, TIMES = 8, 5_000, 32, 16_384, 32
@@ -92,7 +91,7 @@ def serve(parent: Connection, lookups: int) -> None:
 
 def gradients(lookups: int) -> list[list[Tensor]]:
     """Sets of gradients, one for each table."""
-    tables = [uniform(ROWS, DIM, lookups) for _ in range(TABLES)]
+    tables = [uniform_coo_grads(ROWS, DIM, lookups) for _ in range(TABLES)]
     return [list(one_set) for one_set in zip(*tables, strict=True)]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn import Parameter
 
 import sparsestep
-from benchmarks.harness.gradients import SETS
-from benchmarks.harness.turns import Stepping, add_rounds, medians
+from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.workload import SETS
 
 ROWS, DIM, TRAINED, STEPS = 50_000, 64, 100, 200
 LR, DECAY = 1e-3, 0.1

@@ -29,7 +29,7 @@ _BOTTOM, _TOP = (512, 256), (512, 256)
 _RELATIONS = 1_000
 
 
-class Model(nn.Module, ABC):
+class BenchModel(nn.Module, ABC):
     """What is trained; makes its own batches."""
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Model(nn.Module, ABC):
         """What ``forward`` takes."""
 
 
-class Dlrm(Model):
+class Dlrm(BenchModel):
     """Tables of ids, a perceptron for numbers, dot products of all with all, a perceptron."""
 
     def __init__(self, program: Program) -> None:
@@ -50,8 +50,8 @@ class Dlrm(Model):
         self.tables: nn.ModuleList = nn.ModuleList(
             nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for _ in range(count)
         )
-        self.bottom: nn.Sequential = _perceptron(_NUMBERS, *_BOTTOM, dim)
-        self.top: nn.Sequential = _perceptron(dim + (count + 1) ** 2, *_TOP, 1)
+        self.bottom: nn.Sequential = _mlp(_NUMBERS, *_BOTTOM, dim)
+        self.top: nn.Sequential = _mlp(dim + (count + 1) ** 2, *_TOP, 1)
 
     def forward(self, numbers: Tensor, clicks: Tensor, *ids: Tensor) -> Tensor:
         """The loss."""
@@ -74,7 +74,7 @@ class Dlrm(Model):
         return numbers, clicks, *ids
 
 
-class Node2Vec(Model):
+class Node2Vec(BenchModel):
     """One table: nodes, those near them, and five drawn at random for each."""
 
     def __init__(self, program: Program) -> None:
@@ -94,7 +94,7 @@ class Node2Vec(Model):
         return (_ids(program, seed).view(program.length, -1),)
 
 
-class TransE(Model):
+class TransE(BenchModel):
     """Entities and relations: the tail of a triple should be where head + relation is."""
 
     def __init__(self, program: Program) -> None:
@@ -117,7 +117,7 @@ class TransE(Model):
         return ids, torch.randint(_RELATIONS, ids.shape[1:], generator=generator)
 
 
-def _perceptron(*widths: int) -> nn.Sequential:
+def _mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for narrow, wide in pairwise(widths):
         layers += [nn.Linear(narrow, wide), nn.ReLU()]
@@ -134,14 +134,14 @@ def _examples(program: Program) -> int:
 
 
 # For each kind the model, torch's optimizer and ours.
-KINDS: dict[str, tuple[type[Model], Callable[..., Any], Callable[..., Any]]] = {
+MODELS: dict[str, tuple[type[BenchModel], Callable[..., Any], Callable[..., Any]]] = {
     "dlrm": (Dlrm, torch.optim.Adagrad, sparsestep.Adagrad),
     "node2vec": (Node2Vec, torch.optim.SparseAdam, sparsestep.SparseAdam),
     "transe": (TransE, torch.optim.SparseAdam, sparsestep.SparseAdam),
 }
 
 
-class Training:
+class TrainingContestant:
     """One contestant: whole iterations.
 
     Attributes:
@@ -156,10 +156,10 @@ class Training:
     """
 
     def __init__(
-        self, name: str, model: Model, optimizer: Any, batches: Sequence[tuple[Tensor, ...]]
+        self, name: str, model: BenchModel, optimizer: Any, batches: Sequence[tuple[Tensor, ...]]
     ) -> None:
         self.name: str = name
-        self.model: Model = model
+        self.model: BenchModel = model
         self._optimizer, self._batches = optimizer, batches
 
     def before(self, set_index: int, /) -> None:
@@ -176,13 +176,13 @@ class Training:
 TORCH, PLAIN, FUSED = "torch", "sparsestep, torch's modules", "sparsestep"
 
 
-def contestants(program: Program) -> list[Training]:
+def make_contestants(program: Program) -> list[TrainingContestant]:
     """Torch, torch's modules with our optimizer, and with ``nn.fuse`` as well.
 
     Example:
         >>> from benchmarks.harness.cases import program
         >>> small = program("node2vec", 50, 4, 28, "uniform", length=7)
-        >>> for each in contestants(small):
+        >>> for each in make_contestants(small):
         ...     each.before(0)
         ...     each.step()
         ...     print(each.name)
@@ -190,7 +190,7 @@ def contestants(program: Program) -> list[Training]:
         sparsestep, torch's modules
         sparsestep
     """
-    kind, torchs, ours = KINDS[program.kind]
+    kind, torchs, ours = MODELS[program.kind]
     found = []
     batches = [kind.batch(program, seed) for seed in range(SETS)]
     with torch.random.fork_rng(devices=[]):
@@ -200,16 +200,16 @@ def contestants(program: Program) -> list[Training]:
             if name == FUSED:
                 sparsestep.nn.fuse(model)
             made = optimizer(model.parameters(), lr=LEARNING_RATE)
-            found.append(Training(name, model, made, batches))
+            found.append(TrainingContestant(name, model, made, batches))
     return found
 
 
-def measure(
+def measure_iteration(
     program: Program, suite: str, seconds: float, follow: Follow = lambda done: None
 ) -> CaseResult:
     """Race the contestants on a program."""
     with threads(program.threads), torch.sparse.check_sparse_tensor_invariants(False):
-        racers = contestants(program)
+        racers = make_contestants(program)
         times = race(racers, seconds, follow)
         return CaseResult(
             suite=suite,

@@ -1,4 +1,4 @@
-"""By how much the peak of resident memory grows, in a process of its own (Linux)."""
+"""Growth of the peak of resident memory, in a process of its own (Linux)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-# What is measured calls begin(), and at its end print(growth()).
+# Measured code calls begin(), and at its end print(growth()).
 _PRELUDE = """
 import sys
 
@@ -17,7 +17,7 @@ def kilobytes(field):
 def begin():
     global before
     with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # from here on, the peak counts anew
+        refs.write("5")  # resets the peak
     before = kilobytes("VmRSS")
 
 def growth():
@@ -25,16 +25,16 @@ def growth():
 """
 
 
-def growth(code: str, *arguments: object, at_once: bool = False) -> int:
+def peak_rss_growth(code: str, *arguments: object, return_freed: bool = False) -> int:
     """Run Python code that calls ``begin()`` and ends with ``print(growth())``; bytes.
 
     Args:
         code: the code.
-        *arguments: what it finds in ``sys.argv[1:]``.
-        at_once: large blocks go back to the system as soon as they are freed, so that what counts
-            is what is in use.
+        *arguments: its ``sys.argv[1:]``.
+        return_freed: return large blocks to the system as soon as they are freed, so that only
+            memory in use counts.
     """
-    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if at_once else {})}
+    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if return_freed else {})}
     command = [sys.executable, "-W", "ignore", "-c", _PRELUDE + code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return int(done.stdout)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter, perf_counter_ns
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from benchmarks.harness.cases import Case
 from benchmarks.harness.contestants import (
     Contestant,
+    DglSparseAdam,
+    FbgemmAdagrad,
     Native,
     Reference,
     TorchAdagrad,
@@ -21,9 +29,9 @@ from benchmarks.harness.contestants import (
     TorchSparseAdam,
 )
 from benchmarks.harness.limit import Limit
-from benchmarks.harness.peers import DglSparseAdam, FbgemmAdagrad
-from benchmarks.harness.results import CaseResult, Refusal, Timing
+from benchmarks.harness.results import WIDEST_SPREAD, CaseResult, Refusal, Timing, spread
 from benchmarks.harness.workload import SETS, Unavailable, Workload
+from sparsestep.cli.options import int_in_range
 
 # In the order of their turns. Where memory is short, the last are left out.
 CONTESTANTS: tuple[type[Contestant], ...] = (
@@ -180,3 +188,47 @@ def timings(
             )
         )
     return sorted(result, key=lambda timing: timing.median_ms)
+
+
+@dataclass
+class Stepping:
+    """An optimizer that takes part in a race.
+
+    Attributes:
+        optimizer: whose step is timed.
+        params: its parameters.
+        sets: their gradients, one list for each set.
+    """
+
+    optimizer: Optimizer
+    params: Sequence[Parameter]
+    sets: Sequence[Sequence[Tensor]]
+
+    def before(self, number: int, /) -> None:
+        """Hand out the gradients of a set."""
+        for param, grad in zip(self.params, self.sets[number], strict=True):
+            param.grad = grad
+
+    def step(self) -> None:
+        """The step."""
+        self.optimizer.step()
+
+
+def medians(racers: Sequence[Racer], rounds: int) -> list[float]:
+    """The median time of each, in milliseconds; says so where the machine was disturbed."""
+    measured = race(racers, math.inf, most=rounds)
+    quartiles = [quantiles(times, n=4, method="inclusive") for times in measured]
+    if max(spread(*each) for each in quartiles) > WIDEST_SPREAD:
+        print("The machine was disturbed: wait and run again before you trust this:")
+    return [middle for _, middle, _ in quartiles]
+
+
+def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
+    """Declare the option ``--rounds``."""
+    parser.add_argument(
+        "--rounds",
+        type=int_in_range(2, 1_000_000),
+        default=default,
+        metavar="N",
+        help=f"how many rounds are counted (default: {default:,})",
+    )

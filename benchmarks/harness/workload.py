@@ -139,3 +139,17 @@ class Workload:
         if self.shared:
             self._params = params
         return params
+
+
+def uniform_coo_grads(rows: int, dim: int, lookups: int) -> list[Tensor]:
+    """Uncoalesced COO gradients, as ``nn.Embedding(sparse=True)`` gives them, one per set."""
+    torch.manual_seed(0)
+    return [
+        torch.sparse_coo_tensor(
+            torch.randint(0, rows, (1, lookups)),
+            torch.randn(lookups, dim),
+            (rows, dim),
+            check_invariants=False,
+        )
+        for _ in range(SETS)
+    ]
