@@ -110,7 +110,7 @@ class CompactGrad(Tensor):
         >>> bag(torch.tensor([[3, 1, 3, 7]])).sum().backward()
         >>> grad = bag.weight.grad
         >>> type(grad).__name__, grad.is_sparse, grad.touched().values.shape
-        ('Compact', True, torch.Size([1, 16]))
+        ('CompactGrad', True, torch.Size([1, 16]))
         >>> grad.coalesce().values().shape
         torch.Size([3, 16])
     """
