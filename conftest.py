@@ -17,6 +17,8 @@ from sparsestep import _native, errors
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("all", derandomize=True, deadline=None, max_examples=100)
+found = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # and not made smaller
+hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("ci"), phases=found)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 everything = os.environ.get("SPARSESTEP_TESTS") == "all"
 profile = os.environ.get("SPARSESTEP_HYPOTHESIS", "all" if everything else "ci")

@@ -100,13 +100,13 @@ class Copy:
         self._environment = {
             **os.environ,
             "PYTHONPATH": f"{self.path / 'src'}{os.pathsep}{site}",
-            "SPARSESTEP_HYPOTHESIS": "ci",
+            "SPARSESTEP_HYPOTHESIS": "mutants",
         }
         self._environment.pop("VIRTUAL_ENV", None)
         if is_native:
             self._configure()
             self._build()
-        where = "import sparsestep._native as c; assert c.core; print(c.__file__)"
+        where = "import sparsestep._native as c; assert c.ext; print(c.__file__)"
         status = self._call([self._python, "-c", where])
         assert (status, str(self.path) in self._log.read_text()) == (0, True), self._log.read_text()
 
@@ -151,14 +151,14 @@ class Copy:
 
     def _build(self) -> bool:
         """Compile what has changed, and put the extension into the copy."""
-        targets = ["test_core", "_native"]
+        targets = ["test_core", "_C"]
         command = ["cmake", "--build", str(self._native), "--target", *targets, "--parallel", "2"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-1000:])
             return False
-        for built in self._native.glob("_native*.so"):
-            shutil.copy(built, self.path / "src/sparsestep/_native")
+        for built in self._native.glob("_C*.so"):
+            shutil.copy(built, self.path / "src/sparsestep")
         return True
 
     @contextmanager
