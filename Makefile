@@ -13,7 +13,7 @@ FORMATTED := $(wildcard native/*/*.cpp native/*/*.h benchmarks/native/*)
 NATIVE := $(filter-out native/tests/% benchmarks/%,$(FORMATTED))
 
 .PHONY: demo test integrations test-all kill-test faults mutants mutants-native coverage coverage-diff lint format fuzz soak \
-	fuzz-properties sanitize sanitize-module portability gpu-check bench docs wheel release-requirements clean
+	fuzz-properties sanitize sanitize-module portability gpu-check bench house docs wheel release-requirements clean
 
 demo: $(INSTALLED)
 	$(BIN)/sparsestep demo
@@ -168,6 +168,10 @@ $(LIMIT): $(INSTALLED) $(wildcard benchmarks/native/*)
 		-Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	cmake --build build/bench --target _limit --parallel
 	touch $@
+
+# Figures about the code: lines, files, private accesses, Python frames of a step.
+house: $(INSTALLED)
+	$(BIN)/python packaging/house.py
 
 # The site, in docs/_build/html. What it is built with is installed when it is first wanted.
 docs: $(VENV)/.docs
