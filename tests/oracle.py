@@ -60,10 +60,10 @@ def expected(
     mask: Tensor | None,
 ) -> Expected:
     """The rule applied in float64 to what is held and may move, and nothing else."""
-    rule = cls._rule_for(group)
+    rule = cls.rule_for(group)
     hyper = {name: number(group[name]) for name in rule.hyperparameters}
-    decay = 0.0 if "weight_decay" in cls._own_options else number(group.get("weight_decay", 0.0))
-    decoupled = cls._always_decoupled or group.get("decoupled_weight_decay", False)
+    decay = 0.0 if "weight_decay" in cls.formula_options else number(group.get("weight_decay", 0.0))
+    decoupled = cls.always_decoupled or group.get("decoupled_weight_decay", False)
     sign = -1.0 if group.get("maximize") else 1.0
     shrink = 1 - number(group.get("lr", 0.0)) * decay if decoupled else 1.0
     l2 = 0.0 if decoupled else decay

@@ -54,7 +54,7 @@ class Subject:
 
     @property
     def optimizer(self) -> RuleOptimizer:
-        return self.front._optimizer if self.by_hand else self.front
+        return self.front.optimizer if self.by_hand else self.front
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -223,7 +223,7 @@ def _deferred(optimizer: RuleOptimizer) -> dict[Any, tuple[Any, ...]]:
     """What dense semantics remembers about deferred rows."""
     return {
         key: (clock.last.clone(), clock.history.base, clock.history.steps)
-        for key, clock in optimizer._clocks.items()
+        for key, clock in optimizer.deferred.items()
     }
 
 

@@ -90,7 +90,7 @@ class Variant:
 
     @property
     def rule(self) -> Rule:
-        return self.cls._rule_for(self([torch.zeros(1)]).param_groups[0])
+        return self.cls.rule_for(self([torch.zeros(1)]).param_groups[0])
 
     @cached_property
     def has_twin(self) -> bool:

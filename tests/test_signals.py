@@ -66,7 +66,7 @@ for _ in range(25):
         assert float(count) == float(total), (count, total)
         assert float(opt.state[layer]["step"]) == float(opt.state[layer]["sum"][0, 0])
     if semantics == "dense":
-        clock = opt._clocks[id(table)]
+        clock = opt.deferred[id(table)]
         assert int(clock.last.max()) == clock.history.now, "a row runs ahead"
 stop.set()
 thread.join()

@@ -28,8 +28,8 @@ HEAD = ("name", "shape", "dtype", "initial value", "present")
 def rows(cls: type[RuleOptimizer]) -> Iterator[tuple[str, ...]]:
     """The rows of the table."""
     group: dict[str, Any] = cls([torch.zeros(1)]).param_groups[0]  # type: ignore[call-arg, arg-type]
-    counted = "always" if cls._rule_for(group).counts else "with `stochastic_rounding=True`"
-    yield "`step`", "scalar", "float32" if cls._counts_in_tensor else "Python number", "0", counted
+    counted = "always" if cls.rule_for(group).counts else "with `stochastic_rounding=True`"
+    yield "`step`", "scalar", "float32" if cls.step_is_tensor else "Python number", "0", counted
     for kept, when in all_state(cls, group):
         shape = "one per row" if kept.per_row else "one per element"
         dtype = str(kept.dtype or "the parameter's, at least float32").replace("torch.", "")
@@ -39,11 +39,11 @@ def rows(cls: type[RuleOptimizer]) -> Iterator[tuple[str, ...]]:
 
 def all_state(cls: type[RuleOptimizer], group: dict[str, Any]) -> Iterator[tuple[State, str]]:
     """Each tensor that it may keep, and when."""
-    always = cls._rule_for(group).state
+    always = cls.rule_for(group).state
     yield from ((kept, "always") for kept in always)
     for name, (value, words) in ADDING_STATE.items():
-        if name in group or name in cls._extras:
-            for kept in cls._rule_for({**group, name: value}).state:
+        if name in group or name in cls.group_options:
+            for kept in cls.rule_for({**group, name: value}).state:
                 if kept not in always:
                     yield kept, f"with {words}"
 

@@ -38,7 +38,7 @@ def settings_of(variant: Variant, lr: float) -> Settings:
     key = (str(variant), lr)
     if key not in _settings:
         opt = variant([torch.zeros(1, 1)], lr=lr, semantics="dense")
-        _settings[key] = opt._settings_of(0, opt.param_groups[0])
+        _settings[key] = opt.settings(0)
     return _settings[key]
 
 

@@ -215,5 +215,5 @@ def bookkeeping(opt: RuleOptimizer) -> list[Any]:
     """What is remembered about rows that are behind."""
     return [
         (key, clock.last.clone(), clock.history.base, clock.history.steps)
-        for key, clock in opt._clocks.items()
+        for key, clock in opt.deferred.items()
     ]

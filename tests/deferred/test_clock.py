@@ -267,7 +267,7 @@ def test_a_leader_that_stays_is_not_stale(engine: str, dtype: torch.dtype):
         for row in range(4):
             param.grad = torch.sparse_coo_tensor([[row]], torch.randn(1, 3).to(dtype), (50, 3))
             opt.step()
-        clock = opt._clocks[id(param)]
+        clock = opt.deferred[id(param)]
         real = (param.detach(), [opt.state[param][n] for n in ("linear", "sum")])
         assert clock.catch_up_rows(*real, torch.arange(4), engine=name) == 0
         opt.param_groups[0]["lr"] = 0.2

@@ -22,7 +22,7 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
     model, opt = made(True)
     opt.track(model, guard=True)
     train(model, opt, range(10))
-    clock = opt._clocks[id(model.table.weight)]
+    clock = opt.deferred[id(model.table.weight)]
     weight = model.table.weight
     behind = (clock.last.abs() < 9).nonzero().squeeze(1)
     assert behind.numel() > 4
@@ -65,7 +65,7 @@ def test_two_optimizers_may_guard_one_table(first: int):
     one = other if first == 0 else opt
     train(model, one, range(5))
     model.table.weight.sum()
-    assert not one._clocks[id(model.table.weight)].is_behind
+    assert not one.deferred[id(model.table.weight)].is_behind
     handles[1 - first].remove()
     assert type(model.table.weight) is nn.Parameter
 
@@ -90,7 +90,7 @@ def test_a_state_dict_of_guarded_tables_is_saved_and_copied(again):
     train(model, opt, range(5))
     found = again(state)
     weight = model.table.weight
-    assert not opt._clocks[id(weight)].is_behind
+    assert not opt.deferred[id(weight)].is_behind
     for name, tensor in found.items():
         assert type(tensor) is Tensor
         assert same_bits(tensor, state[name].clone())

@@ -188,7 +188,7 @@ def test_a_module_outside_the_tracked_model_reads_current_rows():
         optimizer.zero_grad()
         model((IDS + step % 2) % ROWS).square().sum().backward()
         optimizer.step()
-    clock = optimizer._clocks[id(model.weight)]
+    clock = optimizer.deferred[id(model.weight)]
     assert clock.count_behind() > 0
     read = outside(IDS).detach().clone()
     assert clock.count_behind() > 0  # no more than the rows of the lookup

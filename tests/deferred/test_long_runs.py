@@ -46,7 +46,7 @@ def test_histories_longer_than_what_is_reserved(cls: Any):
             param.grad = grad if sparse else grad.to_dense()
             opt.step()
         if sparse:
-            assert opt._clocks[id(param)].history.steps == 1105
+            assert opt.deferred[id(param)].history.steps == 1105
         opt.catch_up()
         results.append(kept(opt, param))
     assert_close(*results)
@@ -97,7 +97,7 @@ def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch):
     with running_on(engine) as name:
         opt = variant([param], lr=0.1, semantics="dense", engine=name)
         run.train(opt, param)
-    assert opt._clocks[id(param)].history.base >= 40
+    assert opt.deferred[id(param)].history.base >= 40
     assert max(caught_up) == 20  # 200 rows in a quarter of 40 steps
     monkeypatch.undo()
     opt.catch_up()
@@ -117,7 +117,7 @@ def test_rows_outside_a_mask_stay_where_they_are_when_a_history_is_long(engine: 
             more = {"semantics": "dense", "engine": name} if sparse else {}
             opt = variant([{"params": [param], "mask": mask}], lr=0.1, **more)
             run.train(opt, param, range(50))
-            assert not sparse or opt._clocks[id(param)].history.base >= 30
+            assert not sparse or opt.deferred[id(param)].history.base >= 30
             opt.catch_up()
             assert same_bits(param[1::3].detach(), run.weight[1::3])
             opt.param_groups[0]["mask"] = ~mask  # now the others move, from where they are
@@ -147,13 +147,13 @@ def test_the_first_step_on_a_large_table_writes_nothing_but_what_it_touches(engi
                 opt.catch_up(param, at[t:])
                 param.grad = coo(at[t:], torch.ones(5 - t, 1), param.shape)
                 opt.step()
-        stamps = opts[0]._clocks[id(weight)]._stamps
+        stamps = opts[0].deferred[id(weight)]._stamps
         assert stamps.pages_left == -(-rows // 1024) - 3
         for opt in opts:
             opt.catch_up()
     assert not stamps.pages_left
     assert torch.equal(weight[ids], few[[0, 1, 2, 3, 0]])
-    assert torch.equal(stamps.last[ids], opts[1]._clocks[id(few)].last[[0, 1, 2, 3, 0]])
+    assert torch.equal(stamps.last[ids], opts[1].deferred[id(few)].last[[0, 1, 2, 3, 0]])
     assert (stamps.last < 0).sum() == rows - 4
 
 

@@ -133,7 +133,7 @@ def test_state_of_another_precision(variant: Variant, state_dtype: torch.dtype, 
     assert our[1] <= 1.05 * their[1]
 
 
-COMPLEX = [v for v in KINDS if v.cls._supports_complex]
+COMPLEX = [v for v in KINDS if v.cls.supports_complex]
 
 
 @pytest.mark.parametrize("variant", COMPLEX, ids=str)

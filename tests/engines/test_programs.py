@@ -92,7 +92,7 @@ RECORDED = [v for v in VARIANTS if "per_row" not in str(v)]  # bias by row is ta
 def test_a_recorded_rule_has_the_bits_of_its_native_twin(variant: Variant, isa: str):
     """Python's formula and the struct in C++ are the same operations in the same order."""
     optimizer = variant([torch.nn.Parameter(torch.ones(3, 2))])
-    says = optimizer._settings_of(0, optimizer.param_groups[0])
+    says = optimizer.settings(0)
     twin, hyper = says.rule, says.hyper
     recorded = replace(twin, is_native=False, recorded=twin.update)
     options = {"l2": says.l2, "shrink": says.shrink, "sign": says.sign}

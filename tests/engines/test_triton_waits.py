@@ -104,8 +104,8 @@ def test_the_reference_engine_waits_once_for_a_parameter(name: str):
 def capturable(params: Any, **options: Any) -> Any:
     """SGD, which has no count that a step would have to read, with an option of other classes."""
     optimizer = sparsestep.FunctionalSGD(params, **options)
-    inner = optimizer._optimizer
-    inner._option_names = (*inner._option_names, "capturable")
+    inner = optimizer.optimizer
+    inner.option_names = (*inner.option_names, "capturable")
     optimizer.param_group["capturable"] = True
     return optimizer
 

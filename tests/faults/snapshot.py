@@ -71,7 +71,7 @@ def of_optimizer(optimizer: RuleOptimizer) -> dict[str, Any]:
     if is_deferred:
         optimizer.catch_up()
     found: dict[str, Any] = {}
-    for index, param in enumerate(optimizer._all_params()):
+    for index, param in enumerate(optimizer.params()):
         tensors = {"param": param, **(optimizer.state.get(param) or {})}
         if is_deferred:
             tensors = {k: Close(v) if v.dim() else v for k, v in tensors.items()}

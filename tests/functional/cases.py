@@ -39,7 +39,7 @@ class Function:
 
     @property
     def rule(self) -> Rule:
-        return self.cls._rule_for(self.optimizer([torch.zeros(1)]).param_groups[0])
+        return self.cls.rule_for(self.optimizer([torch.zeros(1)]).param_groups[0])
 
     def state(self, param: Tensor) -> dict[str, Tensor]:
         """State as it is before the first step, by name."""

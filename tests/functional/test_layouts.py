@@ -20,8 +20,8 @@ from tests.functional.cases import (
 )
 from tests.table import each_engine, running_on, same_bits
 
-TORCH = [f for f in [*BASIC, *MORE] if f.cls._has_torch_kernel]
-TORCH = [f for f in TORCH if not f.options.keys() & set(f.cls._extras)]  # torch has none of them
+TORCH = [f for f in [*BASIC, *MORE] if f.cls.has_torch_kernel]
+TORCH = [f for f in TORCH if not f.options.keys() & set(f.cls.group_options)]
 
 
 @pytest.mark.parametrize("function", TORCH, ids=str)

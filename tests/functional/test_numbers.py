@@ -76,7 +76,7 @@ def test_the_bits_of_the_class_in_other_dtypes(function: Function, engine: str, 
     assert_same_bits(*train_both(function, gradients(dtype), engine, dtype))
 
 
-COMPLEX = [function for function in [*BASIC, *MORE] if function.cls._supports_complex]
+COMPLEX = [function for function in [*BASIC, *MORE] if function.cls.supports_complex]
 
 
 @pytest.mark.parametrize("function", COMPLEX, ids=str)

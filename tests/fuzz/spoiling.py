@@ -231,7 +231,7 @@ def bad_option(world: World, place: int) -> Spoilt:
     group, _, _ = world.each()[place]
     chance = world.chance
     names = [name for name in group if name not in ("params", "param_names", "rounding_seed")]
-    extra = [*world.cls._extras, "masks", "own_note", "bias_corection", "engine", "semantics"]
+    extra = [*world.cls.group_options, "masks", "own_note", "bias_corection", "engine", "semantics"]
     name = chance.pick([*names, *names, *extra])
     there, before = name in group, group.get(name)
     if there and chance.one_in(8):

@@ -45,7 +45,7 @@ class World(Subject):
         """Make the optimizer, with one group or two."""
         chance = self.chance
         engine = chance.pick(["auto", "auto", "native", "reference"])
-        if self.cls._rule_for is not None and not self._has_twin() and engine == "native":
+        if self.cls.rule_for is not None and not self._has_twin() and engine == "native":
             engine = "auto"
         for _ in range(chance.pick([1, 1, 2, 3])):
             make = partial(self.cls, **self.options)
@@ -68,12 +68,12 @@ class World(Subject):
 
     def _has_twin(self) -> bool:
         made = self.cls([torch.zeros(1)], **self.options)
-        return self.cls._rule_for(made.param_groups[0]).is_native
+        return self.cls.rule_for(made.param_groups[0]).is_native
 
     def _mask_some(self, group: dict[str, Any]) -> None:
         if not self.chance.one_in(4):
             return
-        by_row = self.cls._rule_for(group).by_row
+        by_row = self.cls.rule_for(group).by_row
         masks: list[Tensor | None] = []
         for param in group["params"]:
             allowed = param.dim() > 0 and not self.chance.one_in(3)

@@ -53,7 +53,7 @@ def any_class(chance: Source) -> type[RuleOptimizer]:
 
 
 def any_dtype(chance: Source, cls: type[RuleOptimizer]) -> torch.dtype:
-    takes_complex = cls._supports_complex and cls in OPTIMIZERS
+    takes_complex = cls.supports_complex and cls in OPTIMIZERS
     return chance.weighted(DTYPES if takes_complex else REAL)
 
 

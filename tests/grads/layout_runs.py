@@ -63,7 +63,7 @@ class Run:
 
     @property
     def optimizer(self) -> RuleOptimizer:
-        return self.by_hand._optimizer
+        return self.by_hand.optimizer
 
     def again(self) -> Run:
         """From where this one has arrived."""

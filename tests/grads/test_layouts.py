@@ -106,7 +106,7 @@ def test_random_rounding_in_every_layout(variant: Variant, engine: str, dtype: t
             assert run.like(first), layout
 
 
-NUMBERS = [v for v in FEW if v.cls._supports_complex]
+NUMBERS = [v for v in FEW if v.cls.supports_complex]
 
 
 @pytest.mark.parametrize("variant", NUMBERS, ids=str)

@@ -76,7 +76,7 @@ def test_masks_of_any_shape(optimizer: type[RuleOptimizer], data: st.DataObject)
     _, alone = train(optimizer, [inside(g, mask) for g in gradients], engine, maximize=maximize)
     assert same(masked, alone)
     assert same_bits(param[~mask], start_of(shape)[~mask])
-    for kept in masked._rule_for(masked.param_groups[0]).state:
+    for kept in masked.rule_for(masked.param_groups[0]).state:
         tensor = masked.state[masked.param_groups[0]["params"][0]][kept.name]
         initial = masked.param_groups[0].get("initial_accumulator_value", 0)
         expected = initial if isinstance(kept.initial, str) else kept.initial
@@ -116,7 +116,7 @@ def test_masks_in_every_dtype(optimizer: type[RuleOptimizer], engine: str, dtype
     assert same_bits(param[~ROWS], start_of(SHAPE, dtype)[~ROWS])
 
 
-@pytest.mark.parametrize("optimizer", [cls for cls in OPTIMIZERS if cls._supports_complex])
+@pytest.mark.parametrize("optimizer", [cls for cls in OPTIMIZERS if cls.supports_complex])
 @each_engine
 def test_masks_of_complex_params(optimizer: type[RuleOptimizer], engine: str):
     mask = ROWS if optimizer in BY_ROW else ELEMENTS

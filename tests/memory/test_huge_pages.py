@@ -108,7 +108,7 @@ def test_an_optimizer_moves_a_table_and_its_state(calls: Calls):
             ids, torch.ones(1 << 16, 8), weight.shape, check_invariants=False
         )
         optimizer.step()
-        if optimizer._rounds < weight.nbytes // (4 << 16):
+        if optimizer.iterations < weight.nbytes // (4 << 16):
             assert calls.pages == []
     moved = set(calls.pages)
     for tensor in (weight, optimizer.state[weight]["sum"]):

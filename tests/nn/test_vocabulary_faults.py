@@ -54,7 +54,7 @@ class Scene:
         found.append(self.table.weight.detach().clone())
         record = self.optimizer.state[self.table.weight]
         found += [record[name].clone() for name in sorted(record)]
-        clock = self.optimizer._clocks.get(id(self.table.weight))
+        clock = self.optimizer.deferred.get(id(self.table.weight))
         if clock is not None:
             found += [clock.rows, clock.fresh.clone(), clock.last.clone()]
         return found

@@ -87,7 +87,7 @@ def train(opt: torch.optim.Optimizer, params: list[Tensor], steps: list[Any]) ->
 
 def everything(opt: FunctionalOptimizer | torch.optim.Optimizer) -> list[Tensor]:
     """Params and state tensors."""
-    inner = opt._optimizer if isinstance(opt, FunctionalOptimizer) else opt
+    inner = opt.optimizer if isinstance(opt, FunctionalOptimizer) else opt
     params = [param.detach() for param in inner.param_groups[0]["params"]]
     return [*params, *state_tensors(inner)]
 

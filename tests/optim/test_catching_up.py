@@ -87,7 +87,7 @@ def test_under_masked_semantics_there_is_nothing_to_catch_up():
 def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
     """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
-    clock, state = opt._clocks[id(param)], [opt.state[param]["momentum_buffer"]]
+    clock, state = opt.deferred[id(param)], [opt.state[param]["momentum_buffer"]]
     assert clock.is_behind
     assert clock.catch_up_all(param.detach(), state) == 3
     assert not clock.is_behind

@@ -40,7 +40,7 @@ def test_step_has_the_bits_of_the_class(variant: Variant, engine: str, make: Any
     train(theirs, leaves, batches(make))
     assert_same(everything(opt), everything(theirs))
     for param, leaf in zip(params, leaves, strict=True):
-        assert steps_of(opt._optimizer, param) == steps_of(theirs, leaf)
+        assert steps_of(opt.optimizer, param) == steps_of(theirs, leaf)
 
 
 @each_variant

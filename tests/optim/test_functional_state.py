@@ -111,14 +111,14 @@ def test_state_is_found_by_the_param(variant: Variant):
     params = start()
     opt = variant(params)
     opt.step(batches(sparse)[1])  # nothing for the first
-    rule = opt.optimizer_class._rule_for(opt.param_group)
+    rule = opt.optimizer_class.rule_for(opt.param_group)
     for spec in rule.state:
         assert opt.state[params[1]][spec.name].shape == (
             params[1].shape[:1] if spec.per_row else params[1].shape
         )
     if opt.optimizer_class is not sparsestep.Adagrad:  # which makes it at once, as torch's does
         assert not opt.state.get(params[0])
-    assert steps_of(opt._optimizer, params[1]) == (1 if rule.counts else None)
+    assert steps_of(opt.optimizer, params[1]) == (1 if rule.counts else None)
 
 
 @each_stateful
@@ -227,7 +227,7 @@ def test_copies_go_on_by_themselves(variant: Variant, copied: Callable[[Any], An
     for grads in steps[3:]:
         opt.step(grads)
     assert_same(everything(opt), everything(other))
-    assert other._optimizer.engine == "reference"
+    assert other.optimizer.engine == "reference"
     mine = other.param_group["params"][2]
     other.step_param(mine, steps[0][2])
     assert len(other.param_group["params"]) == 3

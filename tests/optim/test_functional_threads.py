@@ -91,7 +91,7 @@ def test_every_update_is_counted(variant: Variant):
             opt.step_param(param, grad)
 
     assert not Threads(*[work] * 8).run().raised
-    assert steps_of(opt._optimizer, param) == 8 * counts
+    assert steps_of(opt.optimizer, param) == 8 * counts
     alone, same = variant([same := torch.ones(16, 4)], lr=1e-4), same
     for _ in range(8 * counts):
         alone.step_param(same, grad)
@@ -117,7 +117,7 @@ def test_different_params_in_different_threads(variant: Variant):
         alone.step(grads)
     for mine, its in zip(ours, theirs, strict=True):
         assert same_bits(mine, its)
-        assert steps_of(opt._optimizer, mine) == steps_of(alone._optimizer, its)
+        assert steps_of(opt.optimizer, mine) == steps_of(alone.optimizer, its)
     assert {id(p) for p in opt.param_group["params"]} == {id(p) for p in ours}
 
 
@@ -158,7 +158,7 @@ def test_step_and_step_param_at_once():
 
     works = [steps(0, 1, 2, 3), steps(3, 1), steps(2, 0), single(0), single(3), snapshots]
     assert not Threads(*works).run().raised
-    counts = [steps_of(opt._optimizer, param) for param in params]
+    counts = [steps_of(opt.optimizer, param) for param in params]
     assert counts == [400, 200, 200, 400]
 
 

@@ -127,7 +127,7 @@ BAD: dict[str, tuple[Change, str]] = {
 def everything(opt: sparsestep.AdamW) -> list[Any]:
     idle = [
         (key, clock, clock.last.clone(), clock.history.base, clock.history.steps)
-        for key, clock in opt._clocks.items()
+        for key, clock in opt.deferred.items()
     ]
     return [id(opt.param_groups), id(opt.state), copy.deepcopy(opt.defaults), idle]
 

@@ -45,8 +45,8 @@ def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], 
     terms cancel, that is more than a few roundings of the result, and no arithmetic of this
     precision can do better.
     """
-    state, rule = opt.state.get(param, {}), opt._rule_for(group)
-    settings = opt._settings_of(0, group)
+    state, rule = opt.state.get(param, {}), opt.rule_for(group)
+    settings = opt.settings(0)
     mask = gradient.mask()
     rows = (param.shape[0] if param.dim() else 1, -1)
     kept = []
@@ -111,7 +111,7 @@ def test_a_step_is_the_rule_on_what_was_touched(
                     assert same_bits(param.detach(), old)
                     continue
                 mask, new, slack = result
-                rule = opt._rule_for(groups[param])
+                rule = opt.rule_for(groups[param])
                 touched_rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
                 wholes = [(param.detach(), old, mask)]
                 for spec in rule.state:

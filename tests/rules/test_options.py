@@ -25,14 +25,14 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
     }
-    for name in (*options.WHOLE, *optimizer._extras):
+    for name in (*options.WHOLE, *optimizer.group_options):
         assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert arguments[name].default == {**options.WHOLE, **options.DEFAULTS}[name]
     kinds = get_type_hints(optimizer.__init__)
     assert get_args(kinds["engine"]) == ("auto", "native", "reference", "triton")
     assert get_args(kinds["semantics"]) == ("masked", "dense")
     # All of them given, with their defaults: no group has more keys for it.
-    given = {name: arguments[name].default for name in (*options.WHOLE, *optimizer._extras)}
+    given = {name: arguments[name].default for name in (*options.WHOLE, *optimizer.group_options)}
     assert optimizer([table()], **given).defaults == optimizer([table()]).defaults
     name = re.escape("__init__() got an unexpected keyword argument 'laerning_rate'")
     with pytest.raises(TypeError, match=name):
@@ -41,7 +41,7 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
 
 @each_optimizer
 def test_what_all_have_is_described_in_the_same_words(optimizer: type[RuleOptimizer]):
-    for name in (*options.WHOLE, *RuleOptimizer._extras):
+    for name in (*options.WHOLE, *RuleOptimizer.group_options):
         line = rf"^ *{name}: .*$"
         ours, adams = (
             re.search(line, str(cls.__doc__), re.MULTILINE) for cls in (optimizer, sparsestep.Adam)
@@ -136,10 +136,10 @@ def test_what_belongs_to_the_whole_optimizer_is_no_key_of_a_group(optimizer, key
 
 @each_optimizer
 def test_values_that_ask_for_nothing_are_accepted(optimizer: type[RuleOptimizer]):
-    known = {*optimizer([table()]).defaults, *optimizer._extras}
-    foreign = [name for name in optimizer._neutral if name not in known]
+    known = {*optimizer([table()]).defaults, *optimizer.group_options}
+    foreign = [name for name in optimizer.no_op_values if name not in known]
     for name in foreign:
-        for value in optimizer._neutral[name]:
+        for value in optimizer.no_op_values[name]:
             param, other = table(), table()
             with_key = optimizer([{"params": [param], name: value}])
             assert same_bits(train(with_key, param), train(optimizer([other]), other)), name
@@ -164,7 +164,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def may_be_dense(variant: Variant) -> bool:
     coupled = {"weight_decay"} <= variant.options.keys() and not variant.options.get(
-        "decoupled_weight_decay", variant.cls._always_decoupled
+        "decoupled_weight_decay", variant.cls.always_decoupled
     )
     return variant.rule.motion is not None and not coupled
 

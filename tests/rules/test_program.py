@@ -32,7 +32,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_rule_is_recorded(variant: Variant, step: int, dtype: torch.dtype):
     optimizer = variant([torch.nn.Parameter(torch.ones(3, 2))])
-    settings = optimizer._settings_of(0, optimizer.param_groups[0])
+    settings = optimizer.settings(0)
     rule: Rule = settings.rule
     if COUNTED_BY_ROW in str(variant):
         with pytest.raises(RecordError, match="double"):

@@ -139,7 +139,7 @@ def prepared(optimizer: type[RuleOptimizer], step: Stepping) -> tuple[Any, RuleO
     param = table()
     if step is by_hand:
         front: Any = FUNCTIONAL[OPTIMIZERS.index(optimizer)]([param], lr=0.1)
-        opt = front._optimizer
+        opt = front.optimizer
     else:
         front = opt = optimizer([{"params": [table()]}, {"params": [param]}], lr=0.1)
         if step is by_backward:
@@ -197,7 +197,7 @@ def test_a_misspelled_key_put_in_later_is_refused_by_the_next_step(
 @each_optimizer
 def test_an_option_of_another_class_put_in_later_is_refused(optimizer: type[RuleOptimizer]):
     front, opt, param = prepared(optimizer, by_step)
-    known = {*opt._option_names, *opt._extras}
+    known = {*opt.option_names, *opt.group_options}
     foreign = [name for name in ("momentum", "weight_decay", "l1", "amsgrad") if name not in known]
     for name in foreign:
         opt.param_groups[1][name] = 0.0

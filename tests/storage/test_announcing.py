@@ -146,7 +146,7 @@ def test_gradients_by_hand_follow_masks(gradient, tmp_path: Path):
     for _ in range(3):
         opt.step([GRADIENTS[gradient]()])
         opt.step_param(param, GRADIENTS[gradient]())
-    check_announced(param, CHOSEN, opt._optimizer)
+    check_announced(param, CHOSEN, opt.optimizer)
 
 
 @pytest.mark.parametrize("mask", [by_rows, by_elements, None])

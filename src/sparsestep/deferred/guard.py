@@ -112,11 +112,11 @@ class Guard:
         optimizer, table = self._optimizer(), self._table()
         if optimizer is None or table is None:
             return
-        clock = optimizer._clocks.get(id(table))
+        clock = optimizer.deferred.get(id(table))
         if clock is None or clock.busy or not clock.is_behind:
             return
         rows = self._rows(table, func, args, kwargs)
-        optimizer._catch_up_rows(table, rows)
+        optimizer.catch_up_rows(table, rows)
 
     @staticmethod
     def _rows(table: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -37,14 +37,14 @@ class Owner(Protocol):
     """Whose rows are behind."""
 
     param_groups: list[dict[str, Any]]
-    _clocks: dict[int, RowClock]
+    deferred: dict[int, RowClock]
     semantics: str
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date; all by default."""
         ...
 
-    def _catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
         """The same of one parameter, for rows that are known to be right."""
         ...
 

@@ -218,15 +218,15 @@ class Tracking:
         for param in own_parameters(module).values():
             if param is not None and optimizer is not None:
                 table = _known(optimizer, param)
-                clock = optimizer._clocks.get(id(table))
+                clock = optimizer.deferred.get(id(table))
                 if clock is not None and clock.is_behind:
-                    optimizer._catch_up_rows(table, None)
+                    optimizer.catch_up_rows(table, None)
                     clock.read_by = reader
 
     def _after_writing(self, module: nn.Module, *_: Any) -> None:
         weight = module.weight
         if self._optimizer is not None and isinstance(weight, Tensor):
-            clock = self._optimizer._clocks.get(id(weight))
+            clock = self._optimizer.deferred.get(id(weight))
             if clock is not None:
                 clock.written(weight)
 
@@ -241,7 +241,7 @@ class Tracking:
         if self._optimizer is not None:
             inside = rows_in(ids, weight)
             if inside is not None:
-                self._optimizer._catch_up_rows(_known(self._optimizer, weight), inside)
+                self._optimizer.catch_up_rows(_known(self._optimizer, weight), inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:
@@ -275,7 +275,7 @@ class Tracking:
 
 def _known(optimizer: Owner, weight: Tensor) -> Tensor:
     """The optimizer's parameter in the memory of a tensor: functional_call puts aliases there."""
-    if not optimizer._clocks or id(weight) in optimizer._clocks or weight.is_meta:
+    if not optimizer.deferred or id(weight) in optimizer.deferred or weight.is_meta:
         return weight
     address = weight.data_ptr()
     for group in optimizer.param_groups:

@@ -54,12 +54,12 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
     found = []
     for optimizer in optimizers:
         if isinstance(optimizer, FunctionalOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         if not isinstance(optimizer, RuleOptimizer):
             requirement = f"{who}: optimizers must be sparsestep's"
             got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise InputError(message(requirement, got))
-        if not any(weight is each for each in optimizer._all_params()):
+        if not any(weight is each for each in optimizer.params()):
             requirement = (
                 f"{who}: an optimizer must have the weight of the table among its parameters"
             )

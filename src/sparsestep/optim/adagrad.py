@@ -82,8 +82,11 @@ class Adagrad(RuleOptimizer, Optimizer):
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
 
-    _has_torch_kernel = True
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+    has_torch_kernel = True
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         self.materialize_state()
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
         torch_adagrad(
@@ -140,7 +143,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
 

@@ -93,9 +93,9 @@ _KERNEL_OPTIONS = (
 class Family(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
-    _has_torch_kernel = True
-    _foreach_takes_tensors = False  # unless capturable
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
+    has_torch_kernel = True
+    foreach_supports_tensor_lr = False  # unless capturable
+    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Family(RuleOptimizer):
         )
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         group = batch.group
         beta1, beta2 = group["betas"]
@@ -159,7 +159,7 @@ class Family(RuleOptimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bool(group["amsgrad"])][bias.is_per_row(group)]
 

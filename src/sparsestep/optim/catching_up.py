@@ -47,7 +47,7 @@ class CatchesUp(StateKeeper):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        known = list(self._all_params())
+        known = list(self.params())
         if param is not None:
             if not any(param is each for each in known):
                 requirement = "catch_up needs a parameter of this optimizer"
@@ -56,24 +56,24 @@ class CatchesUp(StateKeeper):
                 raise InputError(f"{type(self).__name__}: {message(requirement, got)}")
             known = [param]
         for each in known:
-            clock = self._clocks.get(id(each))
+            clock = self.deferred.get(id(each))
             if rows is not None and (clock is not None or param is not None):
                 memory = parameters.memory_of(each)
                 with speaking(type(self).__name__):
                     rows = row_numbers("rows to catch up", rows, len(memory) if memory.dim() else 1)
             if clock is None:
                 continue
-            self._catch_up_rows(each, rows)
+            self.catch_up_rows(each, rows)
             clock.announced = True
 
-    def _catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
         """``catch_up`` of one parameter, for whoever knows that rows are integers and none outside.
 
         Args:
             param: whose rows.
             rows: int64 or int32, of one dim; ``None`` for all.
         """
-        clock = self._clocks.get(id(param))
+        clock = self.deferred.get(id(param))
         if clock is None or clock.owner is not param or not clock.is_behind:
             return
         state = clock.state_in(self.state.get(param))

@@ -74,7 +74,7 @@ class UserOptimizer(RuleOptimizer):
         return super().add_param_group(param_group)
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The formula."""
         return cls._rule
 
@@ -273,8 +273,8 @@ def _optimizer_class(
 
     class Made(UserOptimizer, Optimizer):
         __doc__ = function.__doc__
-        _extras = (*RuleOptimizer._extras, *decays, *required)
-        _own_options = frozenset(options)
+        group_options = (*RuleOptimizer.group_options, *decays, *required)
+        formula_options = frozenset(options)
         _rule = made
         _options: ClassVar[Mapping[str, Any]] = {n: each.default for n, each in options.items()}
         _required = required

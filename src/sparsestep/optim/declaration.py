@@ -31,83 +31,83 @@ class Declaration(_Base):
 
     semantics: str
     engine: str
-    _option_names: tuple[str, ...]
+    option_names: tuple[str, ...]
 
     # Whether torch has a kernel for dense gradients under the same formula.
-    _has_torch_kernel: ClassVar[bool] = False
+    has_torch_kernel: ClassVar[bool] = False
     # Whether its foreach form takes tensors for lr and betas.
-    _foreach_takes_tensors: ClassVar[bool] = True
+    foreach_supports_tensor_lr: ClassVar[bool] = True
     # Torch's SparseAdam counts in a Python number, its other classes in a tensor.
-    _counts_in_tensor: ClassVar[bool] = True
+    step_is_tensor: ClassVar[bool] = True
     # Keys of a param group that are there only where somebody sets them.
-    _extras: ClassVar[tuple[str, ...]] = (
+    group_options: ClassVar[tuple[str, ...]] = (
         *("mask", "state_dtype", "stochastic_rounding", "rounding_seed"),
     )
     # Options of other optimizers, and what values of them ask for nothing.
-    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
-    _supports_complex: ClassVar[bool] = True
-    _always_decoupled: ClassVar[bool] = False
+    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
+    supports_complex: ClassVar[bool] = True
+    always_decoupled: ClassVar[bool] = False
     # Options that a user's formula takes itself, though they usually are everybody's.
-    _own_options: ClassVar[frozenset[str]] = frozenset()
+    formula_options: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def _required_options(self) -> frozenset[str]:
         """The keys that every param group has."""
-        return frozenset(self._option_names) - frozenset(self._extras)
+        return frozenset(self.option_names) - frozenset(self.group_options)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
-        options.check_keys(group, [*self._option_names, *self._extras], self._neutral)
+        options.check_keys(group, [*self.option_names, *self.group_options], self.no_op_values)
         missing = self._required_options - group.keys()
         if missing:
             got = f"no {', '.join(sorted(missing))}"
             raise InputError(message("it must have every option", got))
-        self._check_values(group)
+        self.check_values(group)
 
     @classmethod
-    def _check_values(cls, group: dict[str, Any]) -> None:
+    def check_values(cls, group: dict[str, Any]) -> None:
         """Refuse options of the wrong kind, out of range, or in a wrong combination."""
-        checks.check(group, cls._own_options)
-        if cls._has_torch_kernel:
-            checks.torch_kernel(group, takes_tensors=cls._foreach_takes_tensors)
-        cls._check_options(group)
+        checks.check(group, cls.formula_options)
+        if cls.has_torch_kernel:
+            checks.torch_kernel(group, takes_tensors=cls.foreach_supports_tensor_lr)
+        cls.check_options(group)
 
     @classmethod
-    def _check_options(cls, group: dict[str, Any]) -> None:
+    def check_options(cls, group: dict[str, Any]) -> None:
         """Refuse what this class refuses beyond the table of all options."""
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         raise NotImplementedError
 
     @classmethod
-    def _stored_rule_for(cls, group: dict[str, Any]) -> Rule:
+    def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
         """The same, with its state as the group wants it stored."""
-        rule = cls._rule_for(group)
+        rule = cls.rule_for(group)
         return stored_as_int8(rule) if options.read(group, "state_dtype") is torch.int8 else rule
 
     @classmethod
-    def _uses_torch(cls, group: dict[str, Any]) -> bool:
+    def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel computes what the group asks for."""
         return (
-            cls._has_torch_kernel
+            cls.has_torch_kernel
             and not options.read(group, "stochastic_rounding")
             and options.read(group, "state_dtype") is not torch.int8
             and options.read(group, "bias_correction") == "global"
             and (
-                "decoupled_weight_decay" not in cls._extras
+                "decoupled_weight_decay" not in cls.group_options
                 or not options.read(group, "decoupled_weight_decay")
             )
         )
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         raise NotImplementedError
 
     @classmethod
-    def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+    def can_materialize_state(cls, group: dict[str, Any]) -> bool:
         """Whether state that was made in advance does as well as none at the first step."""
         return True
 

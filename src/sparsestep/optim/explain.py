@@ -124,7 +124,7 @@ class Explains(Forgets):
         if owner is not param:
             engine, reason = None, ""
         tensors = (v for k, v in record.items() if k != "step" and isinstance(v, Tensor))
-        clock = self._clocks.get(id(param))
+        clock = self.deferred.get(id(param))
         behind = clock.count_behind() if clock is not None and clock.owner is param else 0
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # A lazy parameter refuses to tell its shape; so far its memory has no elements.

@@ -52,10 +52,10 @@ class Forgets(CatchesUp):
         """
         writes = RowWrites()
         with speaking(type(self).__name__), memory_errors(), self._lock:
-            self._prepare_to_forget(param, rows, writes)
+            self.prepare_forget(param, rows, writes)
             uninterrupted(writes.commit)
 
-    def _prepare_to_forget(
+    def prepare_forget(
         self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
     ) -> None:
         """Add the state of rows to what ``writes`` resets; everything that can raise.
@@ -73,7 +73,7 @@ class Forgets(CatchesUp):
             requirement = "forget does not support parameters that are sharded across processes"
             raise InputError(message(requirement, "a DTensor"))
         rows = row_numbers("rows to forget", rows, memory.shape[0] if memory.dim() else 1)
-        record, rule = self.state.get(param), self._stored_rule_for(group)
+        record, rule = self.state.get(param), self.stored_rule_for(group)
         tensors: list[Tensor] = []
         # A missing tensor means a first step.
         if record and all(record.get(spec.name) is not None for spec in rule.state):
@@ -81,7 +81,7 @@ class Forgets(CatchesUp):
             self._look_at(param, memory, tensors)
         values = [states.initial(spec, group) for spec in rule.state[: len(tensors)]]
         if not is_overwritten:
-            self._catch_up_rows(param, rows)
+            self.catch_up_rows(param, rows)
         if not rows.numel():
             return
         if mapped_files:
@@ -90,7 +90,7 @@ class Forgets(CatchesUp):
         for tensor, value in zip(rows_of(memory, tensors)[1], values, strict=True):
             fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
             writes.add(tensor, rows, fresh)
-        clock = self._clocks.get(id(param))
+        clock = self.deferred.get(id(param))
         if clock is not None and clock.owner is param:
             writes.add(*clock.reset_of(rows))
 

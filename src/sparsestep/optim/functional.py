@@ -321,7 +321,7 @@ class FunctionalOptimizer:
         params = list(params)
         if not params and not may_be_empty:
             raise InputError(f"{name}: optimizer got an empty parameter list.")
-        self._optimizer = self.optimizer_class([{"params": params}], **options)
+        self.optimizer = self.optimizer_class([{"params": params}], **options)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -332,17 +332,17 @@ class FunctionalOptimizer:
     @property
     def param_group(self) -> dict[str, Any]:
         """The parameters and the options, which you may change between steps."""
-        return self._optimizer.param_groups[0]
+        return self.optimizer.param_groups[0]
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that were passed to the constructor."""
-        return self._optimizer.defaults
+        return self.optimizer.defaults
 
     @property
     def state(self) -> Any:
         """The state of each parameter, under torch's names."""
-        return self._optimizer.state
+        return self.optimizer.state
 
     def step(self, gradients: Sequence[Gradient | None]) -> None:
         """Update all parameters whose gradient is not ``None``, or raise and update none.
@@ -366,10 +366,10 @@ class FunctionalOptimizer:
             )
         targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
         with self._alone_with(targets):
-            step = Plan(self._optimizer)
+            step = Plan(self.optimizer)
             step.add_group(0, self.param_group, grads=gradients)
             step.run()
-            self._optimizer._updates += 1
+            self.optimizer.updates += 1
             for _, index in step.repeats:  # a parameter that was given more than once
                 self._update(index, gradients[index])
 
@@ -412,10 +412,10 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():  # it may look here without having looked at step_param
             _uncompiled_update(self, index, grad)
             return
-        step = Plan(self._optimizer)
+        step = Plan(self.optimizer)
         step.add_group(0, self.param_group, only=index, grads=[grad])
         step.run()
-        self._optimizer._updates += 1
+        self.optimizer.updates += 1
 
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""
@@ -435,8 +435,8 @@ class FunctionalOptimizer:
                 del params[index:]
                 if names is not None:
                     del names[index:]
-                self._optimizer._known.pop(id(param), None)
-                self._optimizer._clocks.pop(id(param), None)
+                self.optimizer._known.pop(id(param), None)
+                self.optimizer.deferred.pop(id(param), None)
                 raise
             return True
 
@@ -447,7 +447,7 @@ class FunctionalOptimizer:
             if group.get("mask") is not None:
                 requirement = "with a mask, all parameters must be known from the start"
                 raise InputError(message(requirement, "a new one", "Pass it to the constructor"))
-            self._optimizer._check_params(0, {**group, "params": [param]})
+            self.optimizer._check_params(0, {**group, "params": [param]})
         except InputError as error:
             raise InputError(f"{type(self).__name__}: {error}") from None
 
@@ -463,32 +463,32 @@ class FunctionalOptimizer:
         """Bring rows up to date that are behind under ``semantics="dense"``."""
         targets = self.param_group["params"] if param is None else [param]
         with self._alone_with(targets):
-            self._optimizer.catch_up(param, rows)
+            self.optimizer.catch_up(param, rows)
 
     def forget(self, param: Tensor, rows: Tensor) -> None:
         """Reset the state of rows, like ``forget`` of the optimizer of the same name."""
         with self._alone_with([param]):
-            self._optimizer.forget(param, rows)
+            self.optimizer.forget(param, rows)
 
     def state_dict(self) -> StateDict:
         """The state dict of the optimizer of the same name."""
         with self._adding, self._alone_with(self.param_group["params"]):
-            return self._optimizer.state_dict()
+            return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class, of the optimizer of the same name, or of torch's."""
         with self._adding, self._alone_with(self.param_group["params"]):
-            self._optimizer.load_state_dict(state_dict)
+            self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer}
+        return {"optimizer": self.optimizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._optimizer = state["optimizer"]
+        self.optimizer = state["optimizer"]
         self._prepare()
 
     def __repr__(self) -> str:
-        return repr(self._optimizer).replace(type(self._optimizer).__name__, type(self).__name__, 1)
+        return repr(self.optimizer).replace(type(self.optimizer).__name__, type(self).__name__, 1)
 
 
 # What is to run as it is when torch.compile comes across it.

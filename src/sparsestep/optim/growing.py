@@ -40,17 +40,17 @@ def prepare_to_grow(
             )
             remedy = "Remove it from the param group, and set a larger one afterwards"
             raise InputError(message(requirement, "a mask", remedy))
-    record, rule = optimizer.state.get(param), optimizer._stored_rule_for(group)
+    record, rule = optimizer.state.get(param), optimizer.stored_rule_for(group)
     if record and all(record.get(spec.name) is not None for spec in rule.state):
         states.checked(rule, parameters.memory_of(param), record)
-    optimizer._catch_up_rows(param, None)
+    optimizer.catch_up_rows(param, None)
     initial = {spec.name: states.initial(spec, group) for spec in rule.state}
     new = {
         name: _grown(name, value, old, rows, initial.get(name, 0.0))
         for name, value in (record or {}).items()
         if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
     }
-    clock, grow_clock = optimizer._clocks.get(id(param)), None
+    clock, grow_clock = optimizer.deferred.get(id(param)), None
     if clock is not None and clock.owner is param and clock.state_in(record) is not None:
         grow_clock = clock.prepare_to_grow(rows)
     return partial(_commit, optimizer, param, record, new, grow_clock)
@@ -82,6 +82,6 @@ def _commit(
     optimizer._huge_pages.remove(param)
     if grow_clock is not None:
         grow_clock()
-        optimizer._clocks[id(param)].written(parameters.memory_of(param))
+        optimizer.deferred[id(param)].written(parameters.memory_of(param))
     else:
-        optimizer._clocks.pop(id(param), None)  # its state was cleared: it starts over
+        optimizer.deferred.pop(id(param), None)  # its state was cleared: it starts over

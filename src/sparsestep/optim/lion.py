@@ -74,8 +74,8 @@ class Lion(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/2302.06675>`_, 2023.
     """
 
-    _always_decoupled = True
-    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    always_decoupled = True
+    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **options.NEUTRAL,
         "decoupled_weight_decay": (True,),
     }
@@ -103,7 +103,7 @@ class Lion(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
 

@@ -63,7 +63,7 @@ class RuleOptimizer(Explains):
         self._prepare()
         self.engine = engine
         self.semantics = semantics
-        unknown = sorted(extras.keys() - set(self._extras))
+        unknown = sorted(extras.keys() - set(self.group_options))
         if unknown:
             name = f"{type(self).__name__}.__init__()"
             raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
@@ -72,9 +72,9 @@ class RuleOptimizer(Explains):
             if semantics not in ("masked", "dense"):
                 requirement = "semantics must be one of masked, dense"
                 raise InputError(message(requirement, repr(semantics)))
-            self._check_values({**defaults, **extras})
+            self.check_values({**defaults, **extras})
         defaults = {**defaults, **options.given(extras)}
-        self._option_names = tuple(defaults)
+        self.option_names = tuple(defaults)
         # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
         super().__init__(params, {**defaults, **self._set_as_a_whole()})
         self._complete_on_demand()
@@ -87,10 +87,10 @@ class RuleOptimizer(Explains):
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
         self._loading: checkpoint.Checkpoint | None = None
-        self._rounds: int = 0  # how often step() or zero_grad() was called
-        self._updates: int = 0  # how often parameters were updated without step()
+        self.iterations: int = 0  # how often step() or zero_grad() was called
+        self.updates: int = 0  # how often parameters were updated without step()
         self._groups: Groups = Groups()
-        self._clocks: dict[int, RowClock] = {}
+        self.deferred: dict[int, RowClock] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
         self._ran: dict[int, tuple[Tensor, str, str]] = {}
         self._embeddings: dict[int, tuple[Tensor, bool]] = {}
@@ -108,16 +108,18 @@ class RuleOptimizer(Explains):
                 if "params" not in param_group:
                     requirement = "a param group must have the key 'params'"
                     raise InputError(message(requirement, ", ".join(map(str, param_group)) or "{}"))
-                options.check_keys(param_group, [*self._option_names, *self._extras], self._neutral)
-                checks.check(param_group, self._own_options)
+                options.check_keys(
+                    param_group, [*self.option_names, *self.group_options], self.no_op_values
+                )
+                checks.check(param_group, self.formula_options)
                 options.seed_of(param_group)
             super().add_param_group(param_group)
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
-                self._check_values(param_group)
+                self.check_values(param_group)
                 self._check_params(group_index, param_group)
-                by_row = self._stored_rule_for(param_group).by_row or self.semantics == "dense"
+                by_row = self.stored_rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":  # what has no such form is refused
                     settings = self._groups.read(self, group_index, param_group)
                     if settings.rule.motion is None:
@@ -137,7 +139,7 @@ class RuleOptimizer(Explains):
             requirement = f"{name} requires dense parameter tensors"
             raise InputError(f"Sparse params at indices {sparse}: {requirement}")
         imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
-        if imaginary and not self._supports_complex:
+        if imaginary and not self.supports_complex:
             requirement = f"{name} does not support complex parameters"
             raise InputError(f"Complex params at indices {imaginary}: {requirement}")
         if imaginary and options.get("state_dtype") is not None:
@@ -184,12 +186,12 @@ class RuleOptimizer(Explains):
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
-        self._rounds += 1
+        self.iterations += 1
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            sources = sources_of(self._all_params()) if elsewhere else ()
+            sources = sources_of(self.params()) if elsewhere else ()
             before = self._before if self.engine in ("auto", "native") else None
             if before is not None and mapped_files and not sources:
                 before = before if announce_unmasked(self.state, self.param_groups) else None
@@ -201,9 +203,9 @@ class RuleOptimizer(Explains):
             ):
                 self._plan_step()
             if mapped_files:
-                written(self._all_params())
-            if self._rounds >= self._huge_pages.due:
-                self._huge_pages.move(self._rounds)
+                written(self.params())
+            if self.iterations >= self._huge_pages.due:
+                self._huge_pages.move(self.iterations)
         return loss
 
     def _step_together(self, sources: Sequence[Source]) -> None:
@@ -261,9 +263,13 @@ class RuleOptimizer(Explains):
     # step itself, so it is used only where somebody would notice.
     _observed_step = Optimizer.profile_hook_step(_step)
 
-    def _settings_of(self, group_index: int, group: dict[str, Any]) -> Settings:
-        """What a param group says about its updates, now."""
-        return self._groups.settings_of(self, group_index, group)
+    def settings(self, group_index: int) -> Settings:
+        """Return the validated options of a param group, as engines see them."""
+        return self._groups.settings_of(self, group_index, self.param_groups[group_index])
+
+    def move_to_huge_pages(self) -> None:
+        """Move parameters and state to huge pages now, which a long training gets in time."""
+        self._huge_pages.move_all()
 
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
@@ -302,7 +308,7 @@ class RuleOptimizer(Explains):
         if torch.compiler.is_compiling():
             _uncompiled_zero_grad(self, set_to_none)
             return
-        self._rounds += 1
+        self.iterations += 1
         super().zero_grad(set_to_none)
 
     # Checkpoints and pickles
@@ -320,7 +326,7 @@ class RuleOptimizer(Explains):
             checkpoint.read(self, given, ())  # says what is wrong with it
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
-            names = self._option_names + self._extras
+            names = self.option_names + self.group_options
             self._loading = checkpoint.read(self, after_hooks, names)
 
         handle = self.register_load_state_dict_pre_hook(look)
@@ -335,7 +341,7 @@ class RuleOptimizer(Explains):
         own = {
             "engine": self.engine,
             "semantics": self.semantics,
-            "_option_names": self._option_names,
+            "option_names": self.option_names,
         }
         return {**super().__getstate__(), **own}
 
@@ -351,13 +357,13 @@ class RuleOptimizer(Explains):
 
     def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
         """Put what a checkpoint says into the state that torch has read from it."""
-        for param in self._all_params():
+        for param in self.params():
             # The parameters are no part of it, so what they have missed is made up for. But where
             # another hand has written them since, they have been loaded already, and stand.
-            clock = self._clocks.get(id(param))
+            clock = self.deferred.get(id(param))
             if clock is not None and not clock.was_written(param):
-                self._catch_up_rows(param, None)
-        self._clocks.clear()
+                self.catch_up_rows(param, None)
+        self.deferred.clear()
         for group, missing in zip(state["param_groups"], loading.missing, strict=True):
             for name, value in missing.items():
                 group.setdefault(name, value)

@@ -94,7 +94,7 @@ class Groups:
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
         gradients are being applied, it is too late to.
         """
-        optimizer._check_group(group)
+        optimizer.check_group(group)
         return _settings(optimizer, group_index, group)
 
     @staticmethod
@@ -126,9 +126,9 @@ class Groups:
 
 
 def _settings(optimizer: Declaration, group_index: int, group: Group) -> Settings:
-    rule = optimizer._stored_rule_for(group)
+    rule = optimizer.stored_rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
-    own = optimizer._own_options
+    own = optimizer.formula_options
     hyper = {
         name: group[name] if name in own else options.to_numbers(group[name])
         for name in rule.hyperparameters
@@ -140,7 +140,7 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
     if "weight_decay" not in own:
         decay = float(options.to_number(group.get("weight_decay", 0.0)))
     decoupled = decay and (
-        optimizer._always_decoupled or options.read(group, "decoupled_weight_decay")
+        optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
     )
     # A user's own rule may have an lr of any kind, but not where decoupled decay multiplies by it.
     left = 1 - checks.number("lr", lr) * decay if decoupled else 1.0
@@ -149,14 +149,14 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
     return Settings(
         rule,
         hyper,
-        -1.0 if group.get("maximize") and "maximize" not in optimizer._own_options else 1.0,
+        -1.0 if group.get("maximize") and "maximize" not in optimizer.formula_options else 1.0,
         0.0 if decoupled else decay,
         left,
         group.get("state_dtype"),
         options.seed_of(group),
         bool(options.read(group, "stochastic_rounding")),
         partial(name_of, type(optimizer).__name__, group, group_index),
-        optimizer._uses_torch(group),
+        optimizer.uses_torch_kernel(group),
     )
 
 

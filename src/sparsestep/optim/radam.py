@@ -139,7 +139,7 @@ class RAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1908.03265>`_, 2019.
     """
 
-    _has_torch_kernel = True
+    has_torch_kernel = True
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class RAdam(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         beta1, beta2 = options.to_numbers(batch.group["betas"])
         torch_radam(
@@ -195,7 +195,7 @@ class RAdam(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
 

@@ -44,15 +44,15 @@ class StateKeeper(Declaration):
 
     state: defaultdict[Tensor, Any]
     _groups: Groups
-    _clocks: dict[int, RowClock]
+    deferred: dict[int, RowClock]
     _known: dict[int, tuple[Any, ...]]
     _ran: dict[int, tuple[Tensor, str, str]]
     _embeddings: dict[int, tuple[Tensor, bool]]
-    _rounds: int
-    _updates: int
+    iterations: int
+    updates: int
     _huge_pages: HugePages
 
-    def _all_params(self) -> Iterator[Tensor]:
+    def params(self) -> Iterator[Tensor]:
         """Every parameter."""
         for group in self.param_groups:
             yield from group["params"]
@@ -86,7 +86,7 @@ class StateKeeper(Declaration):
             return  # what is an inference tensor may be written at some times only
         if gradient.indices is not None:  # whoever goes over everything needs no huge pages
             for tensor in tensors[len(before) :]:
-                self._huge_pages.add(tensor, gradient.indices.numel(), self._rounds)
+                self._huge_pages.add(tensor, gradient.indices.numel(), self.iterations)
         count = sum(len(group["params"]) for group in self.param_groups)
         if known is None and len(self._known) > count:
             self._known.clear()  # parameters were taken out of the groups
@@ -94,7 +94,7 @@ class StateKeeper(Declaration):
 
     def _new_count(self, group: dict[str, Any], param: Tensor, value: int = 0) -> int | Tensor:
         """A step count as torch's class keeps it."""
-        if not self._counts_in_tensor:
+        if not self.step_is_tensor:
             return value
         fused, capturable = group.get("fused"), group.get("capturable")
         device = param.device if fused or capturable else torch.device("cpu")
@@ -129,12 +129,12 @@ class StateKeeper(Declaration):
 
     def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
-            rule = self._stored_rule_for(group)
+            rule = self.stored_rule_for(group)
             for param in group["params"]:
                 if (
                     self.state.get(param)
                     or is_lazy(param)  # nobody knows its shape yet
-                    or not self._begins_with_zeros(group)
+                    or not self.can_materialize_state(group)
                     or not is_wanted(param)
                 ):
                     continue
@@ -149,7 +149,7 @@ class StateKeeper(Declaration):
         for group in self.param_groups:
             if group.get("mask") is None:
                 continue
-            names = [spec.name for spec in self._stored_rule_for(group).state]
+            names = [spec.name for spec in self.stored_rule_for(group).state]
             listed = masks.listed(group["mask"], group["params"])
             for param, mask in zip(group["params"], listed, strict=True):
                 record = self.state.get(param)
@@ -198,7 +198,7 @@ class StateKeeper(Declaration):
                     requirement = "a lazy parameter must be initialized before its state is shared"
                     remedy = "Call the model once first"
                     raise InputError(message(requirement, "an uninitialized one", remedy))
-                if self._stored_rule_for(group).state and not all(
+                if self.stored_rule_for(group).state and not all(
                     map(self.state.get, group["params"])
                 ):
                     requirement = "share_memory: with dampening, the state must already exist"

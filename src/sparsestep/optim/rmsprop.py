@@ -180,8 +180,11 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    _has_torch_kernel = True
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+    has_torch_kernel = True
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = (
             *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
@@ -243,7 +246,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bool(group["centered"]), bool(group["momentum"] > 0)]
 

@@ -76,7 +76,10 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
     """
 
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULE
 

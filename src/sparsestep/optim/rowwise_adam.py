@@ -97,8 +97,8 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    _extras: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer._extras,
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
         *("bias_correction", "decoupled_weight_decay"),
     )
 
@@ -136,7 +136,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]
 

@@ -116,8 +116,11 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    _has_torch_kernel = True
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "decoupled_weight_decay")
+    has_torch_kernel = True
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class SGD(RuleOptimizer, Optimizer):
         )
 
     @staticmethod
-    def _torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: Batch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
         # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
@@ -182,19 +185,19 @@ class SGD(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _check_options(cls, group: dict[str, Any]) -> None:
+    def check_options(cls, group: dict[str, Any]) -> None:
         """Refuse Nesterov momentum without momentum, or with dampening."""
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise InputError("Nesterov momentum requires a momentum and zero dampening.")
 
     @classmethod
-    def _begins_with_zeros(cls, group: dict[str, Any]) -> bool:
+    def can_materialize_state(cls, group: dict[str, Any]) -> bool:
         """Not with dampening, which leaves out the first gradient of a parameter."""
         counted = bool(group.get("stochastic_rounding"))
         return counted or not group["momentum"] or not group["dampening"]
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return MOMENTUM if group["momentum"] != 0 else RULE
 

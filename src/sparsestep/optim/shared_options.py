@@ -25,7 +25,7 @@ def facts_for(optimizer: StateKeeper, source: Source) -> dict[str, str]:
         if not names:
             continue
         whose = names[0] if len(names) == 1 else f"the group of {names[0]}"
-        for option in (*optimizer._option_names, *optimizer._extras):
+        for option in (*optimizer.option_names, *optimizer.group_options):
             if option in group and option not in _LOCAL:
                 facts[f"{option} for {whose}"] = str(_plain(group[option]))
     return facts

@@ -106,9 +106,9 @@ class SparseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    _counts_in_tensor = False
-    _extras: ClassVar[tuple[str, ...]] = (*RuleOptimizer._extras, "bias_correction")
-    _supports_complex = False
+    step_is_tensor = False
+    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    supports_complex = False
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class SparseAdam(RuleOptimizer, Optimizer):
         )
 
     @classmethod
-    def _check_options(cls, group: dict[str, Any]) -> None:
+    def check_options(cls, group: dict[str, Any]) -> None:
         """Refuse an eps of 0, as torch does: a gradient of 0 would become 0 / 0."""
         checks.positive("eps", group["eps"])
 
     @classmethod
-    def _rule_for(cls, group: dict[str, Any]) -> Rule:
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         return RULES[bias.is_per_row(group)]
 

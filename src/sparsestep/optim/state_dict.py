@@ -106,8 +106,8 @@ def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
     A missing option alone is no sign of it: torch's classes got new options over time. Options of
     other classes are none either: torch's SparseAdam loads what torch's Adam has saved.
     """
-    known = {*optimizer._option_names, *optimizer._extras}
-    foreign = [name for name in optimizer._neutral if name in saved and name not in known]
+    known = {*optimizer.option_names, *optimizer.group_options}
+    foreign = [name for name in optimizer.no_op_values if name in saved and name not in known]
     missing = [name for name in rule.hyperparameters if name not in saved]
     if foreign and missing:
         requirement = f"its options must be those of {type(optimizer).__name__}, with "
@@ -117,8 +117,8 @@ def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
 
 def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
     """Return the rule that a group selects; refuse options that the constructor would refuse."""
-    optimizer._check_group(group)
-    rule = optimizer._stored_rule_for(group)
+    optimizer.check_group(group)
+    rule = optimizer.stored_rule_for(group)
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
         optimizer._groups.read(optimizer, group_index, dict(group))

@@ -254,7 +254,7 @@ class Plan:
         self._torch: TorchKernels | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":
-            self._catch_ups = PendingCatchUps(optimizer._clocks, optimizer.engine)
+            self._catch_ups = PendingCatchUps(optimizer.deferred, optimizer.engine)
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
         # Of parameters with a dense gradient: whether that is an embedding's.
         self._are_embeddings: list[tuple[ParamUpdate, bool]] = []
@@ -329,7 +329,7 @@ class Plan:
             self._catch_ups.add(update, selection)
         if selection is None and update.settings.uses_torch:
             if self._torch is None:
-                kernel = self._optimizer._torch_kernel
+                kernel = self._optimizer.torch_kernel
                 new_record = partial(_first_record, self._optimizer)  # no circle with the plan
                 self._torch = TorchKernels(kernel, new_record, _state_dtype)
             if self._torch.claim(update):
@@ -421,7 +421,7 @@ class Plan:
         elif self._native is not None:
             self._native.commit()  # one call of the core, which counts the steps as well
         if mapped_files:
-            finish((lambda: written(self._optimizer._all_params()),))
+            finish((lambda: written(self._optimizer.params()),))
 
     def _warn_of_embeddings(self) -> None:
         """Warn of embeddings with dense gradients, once for each parameter."""
@@ -434,7 +434,7 @@ class Plan:
     def _note_engines(self) -> None:
         """For ``explain()``: who did what. A step that is done again is the core's."""
         optimizer = self._optimizer
-        for param in optimizer._all_params():
+        for param in optimizer.params():
             if id(param) in self._seen:
                 optimizer._ran[id(param)] = (param, "native", "")
         dense = [] if self._torch is None else self._torch.claimed
@@ -451,9 +451,7 @@ class Plan:
 
     def _prepare(self) -> None:
         """Do all that may raise."""
-        self._engines = SparseEngines(
-            self._optimizer.engine, self._native, self._optimizer._all_params
-        )
+        self._engines = SparseEngines(self._optimizer.engine, self._native, self._optimizer.params)
         for update in self._updates:
             self._engines.claim(update)
         self._engines.check()
@@ -477,7 +475,7 @@ class Plan:
             self._calls.append(partial(increment_version, apart))
         if self._catch_ups is not None:
             for key, clock in self._catch_ups.new:
-                self._enter(self._optimizer._clocks, key, clock)
+                self._enter(self._optimizer.deferred, key, clock)
             self._calls += self._catch_ups.calls
 
     def _commit(self) -> None:
@@ -552,7 +550,7 @@ class StepInBackward:
             for index, param in enumerate(group["params"])
         }
         # The gradient of a sharded table is complete when all ranks need it: in step().
-        everything = (each for each in optimizer._all_params() if source_of(each) is None)
+        everything = (each for each in optimizer.params() if source_of(each) is None)
         with usable("step_in_backward needs a list of parameters"):
             wanted = list(params if params is not None else everything)
         for param in wanted:
@@ -576,7 +574,7 @@ class StepInBackward:
         self._places = places
         # id -> gradients so far, and in which round: with step() or zero_grad() a new one begins.
         self._seen: dict[int, tuple[int, int]] = {}
-        self._began = optimizer._rounds
+        self._began = optimizer.iterations
         self._handles = [
             param.register_post_accumulate_grad_hook(self._arrived)
             for param in wanted
@@ -584,7 +582,7 @@ class StepInBackward:
         ]
 
     def _arrived(self, param: Tensor) -> None:
-        rounds = self._optimizer._rounds
+        rounds = self._optimizer.iterations
         count, latest = self._seen.get(id(param), (0, rounds))
         if latest != rounds:
             count = 0
@@ -621,7 +619,7 @@ class StepInBackward:
         step.skip_groups(groups[:group_index])
         step.add_group(group_index, groups[group_index], only=index)
         step.run()
-        optimizer._updates += 1
+        optimizer.updates += 1
 
     def remove(self) -> None:
         """Leave gradients to ``step()`` again."""

@@ -84,7 +84,7 @@ class Contents:
     def _add_state(self, saved: dict[str, Any]) -> None:
         """Take the state that lies in files out of the state dict, and put it beside its table."""
         indices = [index for group in saved["param_groups"] for index in group["params"]]
-        params = dict(zip(indices, self._optimizer._all_params(), strict=True))
+        params = dict(zip(indices, self._optimizer.params(), strict=True))
         for index, param in params.items():
             file = file_of(param)
             if file is not None:  # the model may not have it
@@ -353,7 +353,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
             raise InputError(message(requirement, "a folder without one"))
         manifests.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
-        with to_be_replaced(optimizer._all_params()):
+        with to_be_replaced(optimizer.params()):
             what = Contents(model, optimizer)
             what.check(manifest)
             what.check_rest(rest)

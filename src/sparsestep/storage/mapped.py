@@ -156,7 +156,7 @@ def _state_of(
         remedy = "Pass sparsestep.Adam, or lambda params: sparsestep.Adam(params, amsgrad=True)"
         raise InputError(message(requirement, got, remedy))
     (group,) = made.param_groups
-    specs = made._stored_rule_for(group).state
+    specs = made.stored_rule_for(group).state
     return {
         spec.name: Kind(
             tuple(states.shape_for(spec, param)[1:]),

@@ -42,7 +42,7 @@ class Call:
             options.pop(name, None)
         # Only for what the group's options come to.
         self.group = self.cls([torch.zeros(1)], **options).param_groups[0]
-        self.rule = self.cls._rule_for(self.group)
+        self.rule = self.cls.rule_for(self.group)
         param, text = any_param(chance, dtype)
         self.param = param.detach()
         say(f"{self.function.__name__}: param {text}")

@@ -30,12 +30,12 @@ def making(chance: Source, say: Say) -> None:
     kind = chance.pick(["option", "option", "group option", "near miss", "params", "keyword"])
     must = False
     if kind == "option":
-        names = ["lr", "engine", "semantics", "mask", *options, *cls._extras]
+        names = ["lr", "engine", "semantics", "mask", *options, *cls.group_options]
         name = chance.pick(names)
         options[name] = chance.pick(VALUES)
         text = f"{name} = {options[name]!r}"
     elif kind == "group option":
-        name = chance.pick(["lr", *options, *cls._extras, "params"])
+        name = chance.pick(["lr", *options, *cls.group_options, "params"])
         value = chance.pick(VALUES)
         params = [{"params": params, name: value}]
         text = f"group with {name} = {value!r}"
@@ -43,7 +43,7 @@ def making(chance: Source, say: Say) -> None:
         name = chance.pick(_NEAR_MISSES)
         near = {"weight_deacy": "weight_decay"}.get(name)
         must = near is None or near in cls([torch.zeros(1)]).param_groups[0]
-        must = must and (name != "bias_corection" or "bias_correction" in cls._extras)
+        must = must and (name != "bias_corection" or "bias_correction" in cls.group_options)
         params = [{"params": params, name: chance.pick([True, 0.5, torch.ones(2) > 0])}]
         text = f"group with {name}"
     elif kind == "params":

@@ -163,7 +163,7 @@ class Contents:
         given = {name for held in self.vocabularies.values() for name in self._tables_of(held)}
         found: dict[str, dict[str, float]] = {}
         for group in self._optimizer.param_groups:
-            rule = self._optimizer._stored_rule_for(group)
+            rule = self._optimizer.stored_rule_for(group)
             for name in {self._names[id(param)] for param in group["params"]} & given:
                 found[name] = {spec.name: initial(spec, group) for spec in rule.state}
         return found

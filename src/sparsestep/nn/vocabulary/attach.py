@@ -67,7 +67,7 @@ class Attached:
 
     def progress(self) -> list[tuple[int, int]]:
         """Changes with every step of every optimizer."""
-        return [(each._rounds, each._updates) for each in self.optimizers]
+        return [(each.iterations, each.updates) for each in self.optimizers]
 
     def prepare(self, rows: Tensor, seed: int, writes: RowWrites) -> Callable[[], None]:
         """Add rows that start over, with their state, to ``writes``; everything that can raise.
@@ -84,7 +84,7 @@ class Attached:
         memory = parameters.memory_of(weight)
         parameters.check_writable("the weight of a table", memory)
         for optimizer in self.optimizers:
-            optimizer._prepare_to_forget(weight, rows, writes, is_overwritten=True)
+            optimizer.prepare_forget(weight, rows, writes, is_overwritten=True)
         if not rows.numel():
             return do_nothing
         if mapped_files:
@@ -99,7 +99,7 @@ class Attached:
     def _note_written(self, weight: Tensor) -> None:
         increment_version([weight])
         for optimizer in self.optimizers:
-            clock = optimizer._clocks.get(id(weight))
+            clock = optimizer.deferred.get(id(weight))
             if clock is not None:
                 clock.written(parameters.memory_of(weight))
         if mapped_files:
