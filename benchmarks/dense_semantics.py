@@ -98,7 +98,7 @@ def show_history(steps: int) -> None:
     """Take note of so many steps, and time the last ones."""
     param = Parameter(torch.zeros(1, 1))
     optimizer = sparsestep.AdamW([param], lr=LR, weight_decay=DECAY, semantics="dense")
-    settings = optimizer._settings_of(0, optimizer.param_groups[0])
+    settings = optimizer.settings(0)
     clock = RowClock(settings, rows=1, done=0, new=True)
     times = []
     for number in range(steps):

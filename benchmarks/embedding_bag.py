@@ -66,7 +66,7 @@ class BagTraining:
         self._ids = self._sets[number]
         self._rounds += 1
         if self._rounds == 3 and isinstance(self._optimizer, RuleOptimizer):
-            self._optimizer._huge_pages.move_all()
+            self._optimizer.move_to_huge_pages()
 
     def step(self) -> None:
         """Forward, backward, update."""
@@ -94,10 +94,10 @@ class BagLimit:
         )
         for _ in range(2):
             optimizer.step()
-        optimizer._huge_pages.move_all()
+        optimizer.move_to_huge_pages()
         [group] = optimizer.param_groups
-        made = optimizer._rule_for(group)
-        self._options = made.numbers(optimizer._settings_of(0, group).hyper)
+        made = optimizer.rule_for(group)
+        self._options = made.numbers(optimizer.settings(0).hyper)
         self._rule = limit_module.rules().index(made.name)
         states = [optimizer.state[weight][spec.name] for spec in made.state]
         written = 1 + sum(not spec.per_row for spec in made.state)

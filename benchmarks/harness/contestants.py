@@ -133,7 +133,7 @@ def rule_of(optimizer: Factory, **options: Any) -> Rule:
         'sparse_adam_per_row'
     """
     made = optimizer([torch.zeros(1, 1)], **options)
-    return made._rule_for(made.param_groups[0])
+    return made.rule_for(made.param_groups[0])
 
 
 def element_states(rule: Rule) -> int:
@@ -181,7 +181,7 @@ class Native(OptimizerContestant):
         self._steps += 1
         if self._steps == _STEPS_UNTIL_STATE_IS_KNOWN:
             assert isinstance(self.optimizer, RuleOptimizer)
-            self.optimizer._huge_pages.move_all()
+            self.optimizer.move_to_huge_pages()
 
     def make(self, params: list[Parameter]) -> Optimizer:
         """The class that was asked for."""

@@ -112,7 +112,7 @@ class Limit(Contestant):
         self.params: list[Parameter] = workload.params()
         self._sets = workload.sets
         made = optimizer(self.params, lr=LEARNING_RATE, engine="native", **options)
-        self._options = rule.numbers(made._settings_of(0, made.param_groups[0]).hyper)
+        self._options = rule.numbers(made.settings(0).hyper)
         self._states = _first_states(made, workload.sets[0]) if states is None else states
         rows = 1 + element_states(rule)
         self._plans = [
@@ -161,13 +161,13 @@ def _first_states(optimizer: RuleOptimizer, gradients: list[Gradient]) -> list[l
     A step with a learning rate of zero makes it and leaves the parameters alone.
     """
     [group] = optimizer.param_groups
-    params, rule = group["params"], optimizer._rule_for(group)
+    params, rule = group["params"], optimizer.rule_for(group)
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.coo
     group["lr"] = 0.0
     for _ in range(2):
         optimizer.step()
-    optimizer._huge_pages.move_all()
+    optimizer.move_to_huge_pages()
     states = tensors(rule, optimizer, params)
     for state, gradient in zip(states, gradients, strict=True):
         for spec, tensor in zip(rule.state, state, strict=True):
