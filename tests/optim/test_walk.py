@@ -55,7 +55,7 @@ def warm(module: torch.nn.Module, **options: Any) -> Callable[[], None]:
 def test_the_walk_of_a_coo_gradient():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True)))
     assert len(found) <= 3, found
-    assert found[0] == "optimizer/base.py:step"
+    assert found[0] == "optim/optimizer.py:step"
     assert found[-1] == "engines/native.py:step_again"
 
 
