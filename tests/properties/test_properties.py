@@ -46,7 +46,7 @@ def oracle_step(opt: RuleOptimizer, param: torch.Tensor, group: dict[str, Any], 
     precision can do better.
     """
     state, rule = opt.state.get(param, {}), opt.rule_for(group)
-    settings = opt.settings(0)
+    settings = opt.settings([each is group for each in opt.param_groups].index(True))
     mask = gradient.mask()
     rows = (param.shape[0] if param.dim() else 1, -1)
     kept = []
