@@ -1,4 +1,4 @@
-"""Optimizers for PyTorch whose work is proportional to what the batch touched."""
+"""Optimizers for PyTorch that cost what the batch uses, not what the table holds."""
 
 from sparsestep import _process as interpreter  # noqa: F401  (first: it refuses subinterpreters)
 

@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="sparsestep",
-        description="Optimizers for PyTorch whose work is proportional to what the batch touched.",
+        description="Optimizers for PyTorch that cost what the batch uses.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
