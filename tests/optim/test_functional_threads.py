@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
+from tests.faults.injectors import Lines
 from tests.optim.functional_cases import STATEFUL, Variant, each_engine, each_stateful
 from tests.table import same_bits, steps_of
 
@@ -249,3 +251,22 @@ def test_threads_have_torchs_number_of_threads():
     assert not Threads(*(work(number) for number in range(4))).run().raised
     for param in params:
         assert torch.equal(param, torch.full(shape, -10.0))
+
+
+def test_an_interrupt_leaves_no_lock_held():
+    """Ctrl-C at each line of a step, after which another thread takes one."""
+    params = [torch.zeros(2), torch.zeros(3)]
+    grads = [torch.ones(2), torch.ones(3)]
+    opt = sparsestep.FunctionalSGD(params, 0.25)
+    opt.step(grads)
+
+    def is_free(lock: threading.RLock) -> bool:
+        return lock.acquire(blocking=False) and lock.release() is None
+
+    lines = Lines()
+    for nth in range(lines.count(lambda: opt.step(grads))):
+        with contextlib.suppress(KeyboardInterrupt):
+            lines.inject(lambda: opt.step(grads), nth)
+        free: list[bool] = []
+        Threads(lambda free=free: free.extend(map(is_free, opt._locks.values()))).run()  # type: ignore[misc]
+        assert free == [True, True], nth

@@ -8,9 +8,10 @@ parallel.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from operator import index
+from contextlib import contextmanager
+from operator import index, methodcaller
 from threading import RLock
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
@@ -454,10 +455,19 @@ class FunctionalOptimizer:
     @contextmanager
     def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
         """Hold the locks of several parameters, always taken in the same order."""
-        with ExitStack() as stack:
-            for key in sorted({id(param) for param in params}):
-                stack.enter_context(self._lock_of(key))
+        locks = [self._lock_of(key) for key in sorted({id(param) for param in params})]
+        held: list[RLock] = []
+        # A signal handler may raise between any two bytecodes. So locks are acquired and noted, and
+        # later released, inside single calls of C functions; the second release finds none left.
+        releases = map(methodcaller("release"), held)
+        try:
+            held.extend(filter(methodcaller("acquire"), locks))
             yield
+        finally:
+            try:
+                deque(releases, 0)
+            finally:
+                deque(releases, 0)
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date that are behind under ``semantics="dense"``."""
