@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import checkpoint as writing
+from sparsestep.distributed._handshake import Peers
 from sparsestep.distributed.checkpoint import _manifest as files
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint import _state as contents
@@ -308,6 +309,34 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank: Rank):
         rank.barrier()
         assert damaged.name in said(lambda: later.load(path))
         assert later.snapshot() == expected
+
+
+@ranks(2)
+def test_a_rank_without_memory_for_the_last_agreement_takes_back_its_consent(rank: Rank):
+    earlier, later, path = Training(1, rank), Training(2, rank), rank.folder / "checkpoint"
+    earlier.save(path)
+    expected = later.snapshot()
+    gather, load_state_dict, loaded = Peers.gather, sparsestep.Adam.load_state_dict, []
+
+    def load(self: Any, *args: Any) -> None:
+        load_state_dict(self, *args)
+        loaded.append(self)
+
+    def gather_and_fail(self: Peers, mine: Any) -> Any:
+        found = gather(self, mine)
+        if loaded:
+            raise MemoryError("none")
+        return found
+
+    with pytest.MonkeyPatch.context() as patches:
+        if rank.index == 1:
+            patches.setattr(sparsestep.Adam, "load_state_dict", load)
+            patches.setattr(Peers, "gather", gather_and_fail)
+        kind, text = (MemoryError, "none") if rank.index else (sparsestep.InputError, "rank 1 ran")
+        with pytest.raises(kind, match=text):
+            later.load(path)
+    assert later.snapshot() == expected
+    rank.barrier()
 
 
 @ranks(2)

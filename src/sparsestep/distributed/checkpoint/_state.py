@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._process import uninterrupted
-from sparsestep.distributed._handshake import Peers, as_documented
+from sparsestep.distributed._handshake import Peers
 from sparsestep.distributed._table import Table
 from sparsestep.distributed.checkpoint._manifest import count, pack, unpack
 from sparsestep.distributed.checkpoint._reshard import (
@@ -25,6 +25,7 @@ from sparsestep.distributed.checkpoint._reshard import (
     held_by,
     wanted,
 )
+from sparsestep.distributed.collectives import Wire
 from sparsestep.distributed.shard import table_of
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, written
@@ -265,6 +266,7 @@ class Contents:
     ) -> None:
         """Become what was read, on all ranks or on none; all ranks call it."""
         peers, optimizer = self.peers(), self._optimizer
+        wire = next((table.wire for table in self.tables.values()), Wire(None))
         indices = {name: index for index, name in enumerate(self.params)}
         with peers.agreeing():
             state: dict[int, dict[str, Any]] = {}
@@ -281,13 +283,16 @@ class Contents:
                 about_to_write(tensor, (), None)
 
         def commit() -> None:
-            before, error = (optimizer.state, optimizer.param_groups), None
+            before = optimizer.state, optimizer.param_groups
+            error: BaseException | None = None
             try:
-                optimizer.load_state_dict({"state": state, "param_groups": groups})
-            except Exception as raised:  # it has changed nothing
-                error = as_documented(raised)
+                with peers.agreeing():
+                    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            except BaseException as raised:
+                error = raised
+            # To agree takes memory: a rank may have run out of it when others got its consent.
             try:
-                peers.agree(error)
+                wire.check(error)
             except BaseException:
                 optimizer.state, optimizer.param_groups = before
                 raise
