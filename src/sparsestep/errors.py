@@ -142,6 +142,24 @@ def usable(what: str) -> Iterator[None]:
         raise InputError(message(what, f"{kind}: {str(e).rstrip('.')}")) from None
 
 
+@contextmanager
+def error_prefix(who: str) -> Iterator[None]:
+    """Put a name in front of the messages of ``InputError``.
+
+    Example:
+        >>> try:
+        ...     with error_prefix("Adam"):
+        ...         raise InputError("lr must be at least 0. Got -1.")
+        ... except InputError as error:
+        ...     print(error)
+        Adam: lr must be at least 0. Got -1.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{who}: {error}") from None
+
+
 def _shortened(got: object) -> str:
     """What it says, in one line: a tensor, or an error of torch's, may go on for pages."""
     try:

@@ -157,7 +157,7 @@ def test_large_tables_wait_for_huge_pages_anew():
     train(table, optimizer, [1])
     optimizer.zero_grad()
     grow(table, 300_001, optimizer)
-    assert all(each.tensor() is not table.weight for each in optimizer._huge_pages._waiting)
+    assert all(each.tensor() is not table.weight for each in optimizer.store.huge_pages._waiting)
     train(table, optimizer, [300_000])
 
 

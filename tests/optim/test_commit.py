@@ -244,7 +244,7 @@ def test_a_parameter_that_takes_anothers_id_begins_anew(semantics: str):
         expected[:2] = -torch.tensor([1.0, 2.0])
         expected[0] *= 1.5 if semantics == "dense" else 1.0
         assert same_bits(table, expected)
-    assert len(opt._known) <= 2
+    assert len(opt.store.addresses) <= 2
 
 
 # Groups that are changed behind the optimizer's back

@@ -14,7 +14,8 @@ from torch import nn
 
 import sparsestep
 from sparsestep.errors import SlowWarning
-from sparsestep.optim import FUNCTIONAL, OPTIMIZERS, dense_embedding
+from sparsestep.optim import FUNCTIONAL, OPTIMIZERS, step
+from sparsestep.optim.explain import DENSE_EMBEDDING, looks_like_embedding
 from tests.table import WITH_DENSE, snapshot, unchanged
 
 ROWS, DIM = 16_384, 32
@@ -55,8 +56,8 @@ def test_a_forgotten_sparse_is_said_once(cls: Any):
     assert "docs/" not in messages(said)[0]
     assert "https://sparsestep.readthedocs.io/" in messages(said)[0]
     reasons = {each.name: each.reason for each in opt.explain()}
-    assert reasons.pop("table.weight") == dense_embedding.REASON
-    assert dense_embedding.REASON not in reasons.values()
+    assert reasons.pop("table.weight") == DENSE_EMBEDDING
+    assert DENSE_EMBEDDING not in reasons.values()
 
 
 def test_the_warning_points_at_the_line_that_steps():
@@ -75,14 +76,14 @@ def test_a_sparse_or_fused_table_is_fine(cls: Any):
         opt = cls(model.parameters(), lr=0.1)
         model.backward()
         opt.step()
-        assert dense_embedding.REASON not in {each.reason for each in opt.explain()}
+        assert DENSE_EMBEDDING not in {each.reason for each in opt.explain()}
 
 
 def test_it_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
     looks = []
-    real = dense_embedding.looks_like_embedding
+    real = looks_like_embedding
     monkeypatch.setattr(
-        dense_embedding, "looks_like_embedding", lambda grad: bool(looks.append(1)) or real(grad)
+        step, "looks_like_embedding", lambda grad: bool(looks.append(1)) or real(grad)
     )
     model = Model()
     for cls in (sparsestep.SGD, sparsestep.SparseAdam, sparsestep.AdamW):
@@ -147,7 +148,7 @@ def test_what_is_no_large_embedding():
         found[torch.linspace(0, rows - 1, used).long()] = 1.0
         return found
 
-    looks = dense_embedding.looks_like_embedding
+    looks = looks_like_embedding
     assert looks(grad(ROWS, DIM, 100))
     assert looks(grad(ROWS, DIM, 1)), "one row of all"
     assert looks(grad(ROWS, DIM, 100).half())
@@ -174,4 +175,4 @@ def test_a_copy_of_the_optimizer_warns_of_its_own_table():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SlowWarning)
             each.step()
-        assert each.explain().params[0].reason == dense_embedding.REASON
+        assert each.explain().params[0].reason == DENSE_EMBEDDING

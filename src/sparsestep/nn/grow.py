@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import own_parameters, without_torch_function
-from sparsestep.errors import InputError, memory_errors, message, usable
+from sparsestep.errors import InputError, error_prefix, memory_errors, message, usable
 from sparsestep.grads.exchange import source_of
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import file_of
-from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer
-from sparsestep.optim.growing import prepare_to_grow
 from sparsestep.optim.optimizer import RuleOptimizer
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
@@ -224,8 +222,8 @@ def prepare_growth(
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:
         return lambda: None
-    with speaking("grow"), usable("rows must be as many as memory can hold"):
-        others = [prepare_to_grow(optimizer, weight, rows, first) for optimizer in known]
+    with error_prefix("grow"), usable("rows must be as many as memory can hold"):
+        others = [optimizer.prepare_growth(weight, rows, first) for optimizer in known]
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
     with memory_errors(), torch.no_grad(), without_torch_function():
         (nn.init.normal_ if init is None else init)(new[first:end])

@@ -1,17 +1,17 @@
-"""What an optimizer does with each parameter, and what it costs: for people who look closely."""
+"""``explain()``: which engine updates each parameter, why, and the size of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from sparsestep.grads.layouts import Gradient
 from sparsestep.memory.tensors import memory_of
-from sparsestep.optim.forgetting import Forgets
-from sparsestep.optim.param_groups import name_of
 
 
 @dataclass(frozen=True)
@@ -92,48 +92,80 @@ def _size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-class Explains(Forgets):
-    """An optimizer as far as it can tell what it did."""
+def explain_param(
+    name: str,
+    param: Tensor,
+    record: Mapping[str, Any] | None,
+    used: tuple[Tensor, str, str] | None,
+    rows_behind: int,
+) -> ParamExplanation:
+    """Explain one parameter.
 
-    def explain(self) -> Explanation:
-        """Show for each parameter which engine ran its latest update, and the size of its state.
-
-        Returns:
-            A table to print; iterate over it for the figures.
-
-        Example:
-            >>> import torch, sparsestep
-            >>> table = torch.nn.Embedding(1000, 16, sparse=True)
-            >>> optimizer = sparsestep.Adam(table.named_parameters(), engine="reference")
-            >>> table(torch.tensor([1, 2])).sum().backward()
-            >>> optimizer.step()
-            >>> print(optimizer.explain())
-            parameter  shape       engine     state      rows behind
-            weight     1,000 x 16  reference  125.0 KiB  0
-            weight: you set engine='reference'.
-        """
-        found = []
-        for group_index, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                found.append(self._explained(_name(group, group_index, index), param))
-        return Explanation(tuple(found))
-
-    def _explained(self, name: str, param: Tensor) -> ParamExplanation:
-        record: dict[str, Any] = self.state.get(param) or {}
-        owner, engine, reason = self._ran.get(id(param), (None, None, ""))
-        if owner is not param:
-            engine, reason = None, ""
-        tensors = (v for k, v in record.items() if k != "step" and isinstance(v, Tensor))
-        clock = self.deferred.get(id(param))
-        behind = clock.count_behind() if clock is not None and clock.owner is param else 0
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        # A lazy parameter refuses to tell its shape; so far its memory has no elements.
-        shape = memory_of(param).shape if is_lazy(param) else param.shape
-        return ParamExplanation(name, tuple(shape), engine, reason, size, behind)
+    Args:
+        name: the parameter's name.
+        param: the parameter.
+        record: its state.
+        used: the parameter, the engine of its latest update, and why not another.
+        rows_behind: the number of rows that wait for a catch-up.
+    """
+    owner, engine, reason = used or (None, None, "")
+    if owner is not param:
+        engine, reason = None, ""
+    tensors = (v for k, v in (record or {}).items() if k != "step" and isinstance(v, Tensor))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # A lazy parameter refuses to tell its shape; so far its memory has no elements.
+    shape = memory_of(param).shape if is_lazy(param) else param.shape
+    return ParamExplanation(name, tuple(shape), engine, reason, size, rows_behind)
 
 
-def _name(group: dict[str, Any], group_index: int, index: int) -> str:
-    names = group.get("param_names")
-    if names and index < len(names):
-        return str(names[index])
-    return name_of("", group, group_index, index).removeprefix(": ")
+# Embeddings with dense gradients: a forgotten ``sparse=True``, which costs a pass over the table.
+# A large matrix whose dense gradient is zero in most rows is such an embedding. The weight of a
+# linear layer, as large as it may be, has a gradient in nearly every row.
+
+DENSE_EMBEDDING = (
+    "dense gradient for an embedding: pass sparse=True, or call sparsestep.nn.fuse(model)."
+)
+
+# A smaller table is updated in some hundred microseconds either way.
+_MIN_ROWS = 1 << 13
+_MIN_ELEMENTS = 1 << 19
+# Below this share of rows, a sparse step is at least twice as fast as a dense one.
+_MOST_USED = 0.25
+_SAMPLED_ROWS = 1 << 12
+
+
+def looks_like_embedding(grad: Gradient) -> bool:
+    """Return whether a gradient is dense, large, and zero in most rows, but not in all.
+
+    It reads a sample of the rows. Only where that is zero, it reads the whole gradient.
+
+    Example:
+        >>> table, layer = torch.nn.Embedding(20_000, 32), torch.nn.Linear(32, 20_000)
+        >>> layer(table(torch.tensor([1, 19_999]))).sum().backward()
+        >>> looks_like_embedding(table.weight.grad), looks_like_embedding(layer.weight.grad)
+        (True, False)
+    """
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dim() != 2:
+        return False
+    if len(grad) < _MIN_ROWS or grad.numel() < _MIN_ELEMENTS or grad.is_meta:
+        return False
+    with torch.no_grad():
+        sample = grad[:: len(grad) // _SAMPLED_ROWS]
+        used = int(sample.any(dim=1).sum())
+        return used < _MOST_USED * len(sample) and (used > 0 or bool(grad.any()))
+
+
+def embedding_warning(who: str, shape: torch.Size) -> str:
+    """Return the text of the warning about an embedding with a dense gradient.
+
+    Args:
+        who: names the optimizer and the parameter.
+        shape: of the parameter.
+    """
+    return (
+        f"{who}: dense gradient for an embedding of shape {tuple(shape)}: the step updates every "
+        "row, although most have no gradient. Pass sparse=True to nn.Embedding, or call "
+        "sparsestep.nn.fuse(model): "
+        "https://sparsestep.readthedocs.io/troubleshooting.html"
+        "#my-gradient-is-dense-although-i-use-an-embedding"
+    )

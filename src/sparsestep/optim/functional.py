@@ -24,7 +24,7 @@ from sparsestep import engines
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import ParamUpdate, Settings
-from sparsestep.errors import InputError, counted, message
+from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
 from sparsestep.grads.layouts import Gradient, touched
@@ -436,21 +436,19 @@ class FunctionalOptimizer:
                 del params[index:]
                 if names is not None:
                     del names[index:]
-                self.optimizer._known.pop(id(param), None)
+                self.optimizer.store.drop(param)
                 self.optimizer.deferred.pop(id(param), None)
                 raise
             return True
 
     def _check_new(self, param: Any, group: dict[str, Any]) -> None:
-        try:
+        with error_prefix(type(self).__name__):
             if not isinstance(param, Tensor):
                 raise InputError(message("a parameter must be a tensor", type(param).__name__))
             if group.get("mask") is not None:
                 requirement = "with a mask, all parameters must be known from the start"
                 raise InputError(message(requirement, "a new one", "Pass it to the constructor"))
-            self.optimizer._check_params(0, {**group, "params": [param]})
-        except InputError as error:
-            raise InputError(f"{type(self).__name__}: {error}") from None
+            self.optimizer.check_params(0, {**group, "params": [param]})
 
     @contextmanager
     def _alone_with(self, params: list[Tensor]) -> Iterator[None]:

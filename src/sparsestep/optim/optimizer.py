@@ -7,46 +7,95 @@ one for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    ParamsT,
-    StateDict,
-)
+from torch.optim.optimizer import ParamsT, StateDict
 
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep._torch import disable_compiler, global_hooks, labelled, profiler_enabled
-from sparsestep.deferred.rows import RowClock
-from sparsestep.deferred.tracking import warn_of_another
+from sparsestep.deferred.rows import RowClock, rows_of
+from sparsestep.deferred.tracking import Tracking, warn_of_another
 from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before, step_again
-from sparsestep.errors import InputError, message
+from sparsestep.engines.torch_fused import Batch
+from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradExchange, Source, elsewhere, sources_of
-from sparsestep.memory.huge_pages import HugePages
-from sparsestep.memory.mapped_file import mapped_files, written
+from sparsestep.memory.mapped_file import RowWrites, about_to_write, file_of, mapped_files, written
 from sparsestep.memory.mapped_state import settle
-from sparsestep.optim import state_dict as checkpoint
-from sparsestep.optim.declaration import speaking
-from sparsestep.optim.explain import Explains
-from sparsestep.optim.param_groups import Groups
-from sparsestep.optim.shared_options import facts_for
+from sparsestep.memory.tensors import is_distributed, memory_of
+from sparsestep.optim import state as states
+from sparsestep.optim.explain import Explanation, explain_param
+from sparsestep.optim.param_groups import Group, Groups, options_for_ranks, param_name
+from sparsestep.optim.state_dict import Checkpoint, read_state_dict, saved_by_rows
 from sparsestep.optim.step import Plan, StepInBackward, announce_unmasked
 from sparsestep.rules import options
-from sparsestep.rules import options as checks
 from sparsestep.rules._derive_idle import motion_of
+from sparsestep.rules.int8 import stored_as_int8
+from sparsestep.rules.rule import Rule
+
+# At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of
+# PyKEEN) collects subclasses of ``Optimizer`` and skips those from another package than their
+# base, so with ``Optimizer`` as base here our Adam would be registered as a second "adam".
+if TYPE_CHECKING:
+    _Base = Optimizer
+else:
+    _Base = object
 
 
-class RuleOptimizer(Explains):
-    """Base of every optimizer here; a subclass names its rule and checks its options.
+class RuleOptimizer(_Base):
+    """Base of every optimizer: a ``torch.optim.Optimizer`` that runs a rule.
 
-    It is to be combined with torch's: ``class Adam(RuleOptimizer, Optimizer)``.
+    Combine it with torch's class: ``class Adam(RuleOptimizer, Optimizer)``. A subclass declares its
+    rule and options; everything else is shared.
+
+    Attributes:
+        engine: the engine that was selected.
+        semantics: the meaning of entries that a gradient does not have.
+        option_names: the options that every param group has.
+        iterations: the number of calls of ``step`` and ``zero_grad``.
+        updates: the number of updates without ``step``.
+        groups: the param groups as the last step read them.
+        store: the memory of parameters and state.
+        deferred: with ``semantics="dense"``, the rows of each parameter, by its id.
+        used_engines: by a parameter's id: the parameter, the engine of its latest update, and why
+            not another.
+        dense_embeddings: by a parameter's id: the parameter, and whether its dense gradient is zero
+            in most rows.
     """
+
+    group_options: ClassVar[tuple[str, ...]] = (
+        "mask",
+        "state_dtype",
+        "stochastic_rounding",
+        "rounding_seed",
+    )
+    """Optional param-group keys; absent unless set, so checkpoints have exactly torch's keys."""
+    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
+    """Options of other optimizers, with the values that have no effect."""
+    formula_options: ClassVar[frozenset[str]] = frozenset()
+    """Options the formula handles itself, such as a custom rule's own ``weight_decay``."""
+    step_is_tensor: ClassVar[bool] = True
+    """Whether ``state["step"]`` is a tensor; ``torch.optim.SparseAdam`` keeps an int."""
+    has_torch_kernel: ClassVar[bool] = False
+    """Whether torch has a kernel for dense gradients under the same formula."""
+    foreach_supports_tensor_lr: ClassVar[bool] = True
+    """Whether torch's foreach kernel takes tensors for ``lr`` and ``betas``."""
+    supports_complex: ClassVar[bool] = True
+    always_decoupled: ClassVar[bool] = False
+
+    state: defaultdict[Tensor, Any]
+    engine: str
+    semantics: str
+    option_names: tuple[str, ...]
 
     def __init__(
         self,
@@ -60,14 +109,14 @@ class RuleOptimizer(Explains):
         if torch.compiler.is_compiling():
             _uncompiled_init(self, params, defaults, engine=engine, semantics=semantics, **extras)
             return
-        self._prepare()
+        self._init_members()
         self.engine = engine
         self.semantics = semantics
         unknown = sorted(extras.keys() - set(self.group_options))
         if unknown:
             name = f"{type(self).__name__}.__init__()"
             raise TypeError(f"{name} got an unexpected keyword argument {unknown[0]!r}")
-        with speaking(type(self).__name__):
+        with error_prefix(type(self).__name__):
             engines.check_engine(engine)
             if semantics not in ("masked", "dense"):
                 requirement = "semantics must be one of masked, dense"
@@ -75,26 +124,25 @@ class RuleOptimizer(Explains):
             self.check_values({**defaults, **extras})
         defaults = {**defaults, **options.given(extras)}
         self.option_names = tuple(defaults)
-        # What makes the same optimizer again: type(optimizer)(params, **optimizer.defaults).
-        super().__init__(params, {**defaults, **self._set_as_a_whole()})
+        # type(optimizer)(params, **optimizer.defaults) recreates the optimizer.
+        super().__init__(params, {**defaults, **self._optimizer_options()})
         self._complete_on_demand()
 
-    def _set_as_a_whole(self) -> dict[str, Any]:
-        """What was chosen for the optimizer as a whole, but for the defaults."""
+    def _optimizer_options(self) -> dict[str, Any]:
+        """Return the options of the optimizer, not of its groups, that are not the defaults."""
         whole = {name: getattr(self, name) for name in options.WHOLE}
         return {name: value for name, value in whole.items() if value != options.WHOLE[name]}
 
-    def _prepare(self) -> None:
-        """What is neither pickled nor copied."""
-        self._loading: checkpoint.Checkpoint | None = None
+    def _init_members(self) -> None:
+        """Create what is neither pickled nor copied."""
+        self._loading: Checkpoint | None = None
         self.iterations: int = 0  # how often step() or zero_grad() was called
         self.updates: int = 0  # how often parameters were updated without step()
-        self._groups: Groups = Groups()
+        self.groups: Groups = Groups()
         self.deferred: dict[int, RowClock] = {}
-        self._known: dict[int, tuple[Any, ...]] = {}
-        self._ran: dict[int, tuple[Tensor, str, str]] = {}
-        self._embeddings: dict[int, tuple[Tensor, bool]] = {}
-        self._huge_pages: HugePages = HugePages()
+        self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
+        self.dense_embeddings: dict[int, tuple[Tensor, bool]] = {}
+        self.store: states.StateStore = states.StateStore()
         self._before: Before | None = None  # what groups said, where a step may be done again
         self._lock = fork_safe_lock()  # one step at a time
 
@@ -103,7 +151,7 @@ class RuleOptimizer(Explains):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own, as torch's optimizers do."""
         group_index = len(self.param_groups)
-        with speaking(f"{type(self).__name__}: param group {group_index}"):
+        with error_prefix(f"{type(self).__name__}: param group {group_index}"):
             if isinstance(param_group, dict):
                 if "params" not in param_group:
                     requirement = "a param group must have the key 'params'"
@@ -111,17 +159,17 @@ class RuleOptimizer(Explains):
                 options.check_keys(
                     param_group, [*self.option_names, *self.group_options], self.no_op_values
                 )
-                checks.check(param_group, self.formula_options)
+                options.check(param_group, self.formula_options)
                 options.seed_of(param_group)
             super().add_param_group(param_group)
             for name in options.WHOLE:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
                 self.check_values(param_group)
-                self._check_params(group_index, param_group)
+                self.check_params(group_index, param_group)
                 by_row = self.stored_rule_for(param_group).by_row or self.semantics == "dense"
                 if self.semantics == "dense":  # what has no such form is refused
-                    settings = self._groups.read(self, group_index, param_group)
+                    settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.motion is None:
                         motion_of(settings.rule, 1, settings.hyper)
                 masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
@@ -131,26 +179,103 @@ class RuleOptimizer(Explains):
                 self.param_groups.pop()
                 raise
 
-    def _check_params(self, group: int, options: dict[str, Any]) -> None:
+    def check_params(self, group_index: int, group: Group) -> None:
         """Refuse parameters that the optimizer cannot work with."""
-        name, params = type(self).__name__, options["params"]
-        sparse = [[group, i] for i, param in enumerate(params) if param.layout is not torch.strided]
+        name, params = type(self).__name__, group["params"]
+        sparse = [
+            [group_index, i] for i, param in enumerate(params) if param.layout is not torch.strided
+        ]
         if sparse:
             requirement = f"{name} requires dense parameter tensors"
             raise InputError(f"Sparse params at indices {sparse}: {requirement}")
-        imaginary = [[group, i] for i, param in enumerate(params) if param.is_complex()]
+        imaginary = [[group_index, i] for i, param in enumerate(params) if param.is_complex()]
         if imaginary and not self.supports_complex:
             requirement = f"{name} does not support complex parameters"
             raise InputError(f"Complex params at indices {imaginary}: {requirement}")
-        if imaginary and options.get("state_dtype") is not None:
+        if imaginary and group.get("state_dtype") is not None:
             requirement = (
                 "the state of complex parameters has their dtype: state_dtype must be None"
             )
-            raise InputError(message(requirement, options["state_dtype"]))
+            raise InputError(message(requirement, group["state_dtype"]))
+
+    def params(self) -> Iterator[Tensor]:
+        """Iterate over all parameters of all groups."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def group_of(self, param: Tensor) -> dict[str, Any]:
+        """Return the group that contains ``param``; raise if there is none."""
+        for group in self.param_groups:
+            if any(param is each for each in group["params"]):
+                found: dict[str, Any] = group
+                return found
+        requirement = "the parameter must be one of this optimizer's"
+        got = states.describe_other(param)
+        raise InputError(message(requirement, got))
+
+    def settings(self, group_index: int) -> Settings:
+        """Return the validated options of a param group, as engines see them."""
+        return self.groups.settings_of(self, group_index, self.param_groups[group_index])
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a param group with an unknown, missing or invalid option."""
+        options.check_keys(group, [*self.option_names, *self.group_options], self.no_op_values)
+        missing = set(self.option_names) - set(self.group_options) - group.keys()
+        if missing:
+            got = f"no {', '.join(sorted(missing))}"
+            raise InputError(message("it must have every option", got))
+        self.check_values(group)
+
+    @classmethod
+    def check_values(cls, group: dict[str, Any]) -> None:
+        """Refuse options of the wrong kind, out of range, or in a wrong combination."""
+        options.check(group, cls.formula_options)
+        if cls.has_torch_kernel:
+            options.torch_kernel(group, takes_tensors=cls.foreach_supports_tensor_lr)
+        cls.check_options(group)
+
+    @classmethod
+    def check_options(cls, group: dict[str, Any]) -> None:
+        """Raise ``InputError`` if options are valid alone, but not together or for this class."""
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """Return the rule that a param group's options select."""
+        raise NotImplementedError
+
+    @classmethod
+    def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
+        """Return ``rule_for(group)`` with its state as stored, for example in int8."""
+        rule = cls.rule_for(group)
+        return stored_as_int8(rule) if options.read(group, "state_dtype") is torch.int8 else rule
+
+    @classmethod
+    def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
+        """Whether torch's kernel supports the group's options."""
+        return (
+            cls.has_torch_kernel
+            and not options.read(group, "stochastic_rounding")
+            and options.read(group, "state_dtype") is not torch.int8
+            and options.read(group, "bias_correction") == "global"
+            and (
+                "decoupled_weight_decay" not in cls.group_options
+                or not options.read(group, "decoupled_weight_decay")
+            )
+        )
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        raise NotImplementedError
+
+    @classmethod
+    def can_materialize_state(cls, group: dict[str, Any]) -> bool:
+        """Whether zero-initialized state gives the same first step as missing state."""
+        return True
 
     def __repr__(self) -> str:
         who, rest = super().__repr__().split(" (", 1)
-        settings = "".join(f"\n{k}: {v}" for k, v in self._set_as_a_whole().items())
+        settings = "".join(f"\n{k}: {v}" for k, v in self._optimizer_options().items())
         return f"{who} ({settings}{rest}"
 
     # The step
@@ -199,18 +324,18 @@ class RuleOptimizer(Explains):
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
             elif before is None or not step_again(
-                self.param_groups, before, self.state, self._known
+                self.param_groups, before, self.state, self.store.addresses
             ):
                 self._plan_step()
             if mapped_files:
                 written(self.params())
-            if self.iterations >= self._huge_pages.due:
-                self._huge_pages.move(self.iterations)
+            if self.iterations >= self.store.huge_pages.due:
+                self.store.huge_pages.move(self.iterations)
         return loss
 
     def _step_together(self, sources: Sequence[Source]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
-        exchange = GradExchange(sources, lambda source: facts_for(self, source))
+        exchange = GradExchange(sources, lambda source: options_for_ranks(self, source))
         plan: Plan | None = None
         error = exchange.error
         if error is None:
@@ -227,7 +352,7 @@ class RuleOptimizer(Explains):
             raise
         assert plan is not None
         plan.commit()
-        self._run_repeats(plan)
+        plan.run_repeats()
 
     def _planned(self) -> Plan:
         before, self._before = self._before, None
@@ -240,36 +365,17 @@ class RuleOptimizer(Explains):
     def _plan_step(self) -> None:
         plan = self._planned()
         if plan.repeats:
-            uninterrupted(lambda: self._run_with_repeats(plan))
+            uninterrupted(plan.run_with_repeats)
             return
         before = None
         if plan.is_all_claimed and self.semantics == "masked":
-            before = self._groups.as_they_were(len(self.param_groups))
+            before = self.groups.as_they_were(len(self.param_groups))
         plan.run()
         self._before = before
 
-    def _run_with_repeats(self, plan: Plan) -> None:
-        plan.run()
-        self._run_repeats(plan)
-
-    def _run_repeats(self, plan: Plan) -> None:
-        for group_index, index in plan.repeats:
-            # A parameter given more than once (torch warns of it) goes on from where it arrived.
-            another = Plan(self)
-            another.add_group(group_index, self.param_groups[group_index], only=index)
-            another.run()
-
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
-    # step itself, so it is used only where somebody would notice.
+    # step, so it is used only if hooks or a profiler are active.
     _observed_step = Optimizer.profile_hook_step(_step)
-
-    def settings(self, group_index: int) -> Settings:
-        """Return the validated options of a param group, as engines see them."""
-        return self._groups.settings_of(self, group_index, self.param_groups[group_index])
-
-    def move_to_huge_pages(self) -> None:
-        """Move parameters and state to huge pages now, which a long training gets in time."""
-        self._huge_pages.move_all()
 
     def step_in_backward(
         self, params: Iterable[Tensor] | None = None, *, backwards: int = 1
@@ -300,7 +406,7 @@ class RuleOptimizer(Explains):
             (True, 1)
             >>> handle.remove()
         """
-        with speaking(type(self).__name__):
+        with error_prefix(type(self).__name__):
             return StepInBackward(self, params, backwards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -311,7 +417,365 @@ class RuleOptimizer(Explains):
         self.iterations += 1
         super().zero_grad(set_to_none)
 
+    # Deferred rows
+
+    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Bring rows up to date that are behind under ``semantics="dense"``.
+
+        With ``semantics="masked"`` no row is ever behind, and this does nothing.
+
+        Args:
+            param: one parameter of this optimizer; all parameters by default.
+            rows: an integer tensor of row numbers, of any shape; all rows by default.
+
+        Raises:
+            InputError: the parameter is not one of this optimizer's, or a row is out of range.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 1))
+            >>> optimizer = sparsestep.SGD([weight], lr=1.0, momentum=0.5, semantics="dense")
+            >>> for row in (0, 1, 2):
+            ...     weight.grad = torch.sparse_coo_tensor(
+            ...         [[row]], [[1.0]], (3, 1), check_invariants=True
+            ...     )
+            ...     optimizer.step()
+            >>> weight.flatten().tolist()
+            [-1.0, -1.0, -1.0]
+            >>> optimizer.catch_up()
+            >>> weight.flatten().tolist()
+            [-1.75, -1.5, -1.0]
+        """
+        known = list(self.params())
+        if param is not None:
+            if not any(param is each for each in known):
+                requirement = "catch_up needs a parameter of this optimizer"
+                got = states.describe_other(param)
+                raise InputError(f"{type(self).__name__}: {message(requirement, got)}")
+            known = [param]
+        for each in known:
+            clock = self.deferred.get(id(each))
+            if rows is not None and (clock is not None or param is not None):
+                memory = memory_of(each)
+                with error_prefix(type(self).__name__):
+                    rows = states.check_rows("rows to catch up", rows, memory)
+            if clock is None:
+                continue
+            self.catch_up_rows(each, rows)
+            clock.announced = True
+
+    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
+        """Catch up rows of one parameter that are known to be valid.
+
+        Args:
+            param: the parameter.
+            rows: row indices, int64 or int32 of one dim; ``None`` for all.
+        """
+        clock = self.deferred.get(id(param))
+        if clock is None or clock.owner is not param or not clock.is_behind:
+            return
+        state = clock.state_in(self.state.get(param))
+        if state is None:  # cleared: the parameter starts over, so nothing was missed
+            return
+        memory = memory_of(param)
+        real = rows_of(memory, state)
+        clock.check(*real)
+        clock.notice(memory)
+        if rows is None:
+            uninterrupted(partial(clock.catch_up_all, *real, engine=self.engine))
+            return
+        rows = clock.that_may_move(rows.to(param.device))
+        clock.catch_up_rows(*real, rows, engine=self.engine)
+
+    def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
+        """Bring rows up to date before a model reads them.
+
+        Each ``nn.Embedding`` and ``nn.EmbeddingBag`` of the model then brings the rows of a lookup
+        up to date first. So does a module with a method ``rows_read``, which yields what a call
+        reads (``sparsestep.nn.EmbeddingBagCollection`` has one). For any other module that holds a
+        table, all rows are brought up to date. Everything is current after ``eval()``, and in the
+        model's ``state_dict()``, pickles and copies.
+
+        Args:
+            model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
+            guard: bring rows up to date for every torch operation that reads the tables, inside the
+                model or not. Costs a Python call per operation.
+
+        Returns:
+            A handle; call its ``remove()`` to stop tracking.
+
+        Raises:
+            InputError: the semantics are ``"masked"``, or the model has none of the parameters.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 1, sparse=True)
+            >>> optimizer = sparsestep.SGD(table.parameters(), momentum=0.5, semantics="dense")
+            >>> handle = optimizer.track(table)
+        """
+        return Tracking(self, model, guard=guard)
+
+    # State
+
+    def materialize_state(self) -> None:
+        """Create the state of every parameter that has none yet, as before a first step.
+
+        Use it if a framework loads checkpoints into existing tensors. It skips SGD's momentum with
+        dampening, where a missing buffer means a first step, as in torch.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1)
+            >>> optimizer.materialize_state()
+            >>> list(optimizer.state[weight])
+            ['step', 'sum']
+        """
+        self._materialize(lambda param: True)
+
+    def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
+        for group in self.param_groups:
+            rule = self.stored_rule_for(group)
+            for param in group["params"]:
+                if (
+                    self.state.get(param)
+                    or is_lazy(param)  # its shape is not known yet
+                    or not self.can_materialize_state(group)
+                    or not is_wanted(param)
+                ):
+                    continue
+                memory = memory_of(param)
+                made = states.new(rule, memory, group, group.get("state_dtype"))
+                record = states.new_record(
+                    group, rule, param, made, step_is_tensor=self.step_is_tensor
+                )
+                if record:
+                    self.state[param] = record
+
+    def _complete_on_demand(self) -> None:
+        """See to it that state exists when it is asked for."""
+        if not isinstance(self.state, states.Records):
+            self.state = states.Records(self.state, self._complete_state)
+
+    def _complete_state(self) -> None:
+        self._materialize(lambda param: param.requires_grad)
+        if len(self.state):  # a parameter that needs no state has an empty one beside others
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]
+
+    def share_memory(self) -> None:
+        """Move the state to shared memory, for processes that train one model together.
+
+        Missing state is created first. SparseAdam's step count is a plain number, so each process
+        keeps its own.
+
+        Raises:
+            InputError: the semantics are ``"dense"``, or state with dampening does not exist yet.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 2))
+            >>> optimizer = sparsestep.RowwiseAdagrad([weight], lr=0.1)
+            >>> optimizer.share_memory()
+            >>> optimizer.state[weight]["sum"].is_shared()
+            True
+        """
+        with error_prefix(type(self).__name__):
+            if self.semantics == "dense":
+                requirement = (
+                    "share_memory needs semantics='masked': processes cannot catch up rows"
+                )
+                raise InputError(message(requirement, "semantics='dense'"))
+            self.materialize_state()
+            for group in self.param_groups:
+                if any(map(is_lazy, group["params"])):
+                    requirement = "a lazy parameter must be initialized before its state is shared"
+                    remedy = "Call the model once first"
+                    raise InputError(message(requirement, "an uninitialized one", remedy))
+                if self.stored_rule_for(group).state and not all(
+                    map(self.state.get, group["params"])
+                ):
+                    requirement = "share_memory: with dampening, the state must already exist"
+                    raise InputError(message(requirement, "no state yet", "Call step() first"))
+        for record in self.state.values():
+            for value in record.values():
+                if isinstance(value, Tensor) and file_of(value) is None:  # files are shared anyway
+                    value.share_memory_()
+
+    def move_to_huge_pages(self) -> None:
+        """Move parameters and state to huge pages now, which a long training gets in time."""
+        self.store.huge_pages.move_all()
+
+    def forget(self, param: Tensor, rows: Tensor) -> None:
+        """Reset the state of rows to what it is before the first step.
+
+        This resets moments and sums, and the row's own count (``bias_correction="per_row"``). With
+        ``semantics="dense"``, the row is brought up to date first, and then counts as one that
+        never had a gradient. The parameter itself and its number of steps do not change. Before the
+        first step, this does nothing.
+
+        Args:
+            param: one of this optimizer's parameters.
+            rows: an integer tensor of row numbers, of any shape; may have duplicates.
+
+        Raises:
+            InputError: a row is out of range, or the state does not match the parameter.
+
+        Whatever it raises, also ``MemoryError`` and ``KeyboardInterrupt``: all rows have been reset
+        or none.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(3, 1))
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1)
+            >>> weight.grad = torch.ones(3, 1)
+            >>> optimizer.step()
+            >>> optimizer.forget(weight, torch.tensor([0, 2]))
+            >>> optimizer.state[weight]["sum"].flatten().tolist()
+            [0.0, 1.0, 0.0]
+        """
+        writes = RowWrites()
+        with error_prefix(type(self).__name__), memory_errors(), self._lock:
+            self.prepare_forget(param, rows, writes)
+            uninterrupted(writes.commit)
+
+    def prepare_forget(
+        self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
+    ) -> None:
+        """Add the state of rows to what ``writes`` resets; everything that can raise.
+
+        Args:
+            param: one of this optimizer's parameters.
+            rows: which ones.
+            writes: commits the reset.
+            is_overwritten: the rows of the parameter are overwritten as well, so that steps they
+                have missed do not matter.
+        """
+        group = self.group_of(param)
+        memory = memory_of(param)
+        if is_distributed(param):
+            requirement = "forget does not support parameters that are sharded across processes"
+            raise InputError(message(requirement, "a DTensor"))
+        rows = states.check_rows("rows to forget", rows, memory)
+        record, rule = self.state.get(param), self.stored_rule_for(group)
+        tensors: list[Tensor] = []
+        # A missing tensor means a first step.
+        if record and all(record.get(spec.name) is not None for spec in rule.state):
+            tensors = states.checked(rule, memory, record)
+            self.store.check_writable(param, memory, tensors)
+        values = [states.initial(spec, group) for spec in rule.state[: len(tensors)]]
+        if not is_overwritten:
+            self.catch_up_rows(param, rows)
+        if not rows.numel():
+            return
+        if mapped_files:
+            about_to_write(param, tensors, rows)
+        rows = rows.to("cpu").contiguous()
+        for tensor, value in zip(rows_of(memory, tensors)[1], values, strict=True):
+            fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
+            writes.add(tensor, rows, fresh)
+        clock = self.deferred.get(id(param))
+        if clock is not None and clock.owner is param:
+            writes.add(*clock.reset_of(rows))
+
+    def prepare_growth(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
+        """Create the state of a parameter for more rows; everything that can raise.
+
+        Args:
+            param: a parameter of this optimizer, which has not grown yet.
+            rows: the new number of rows.
+            keep: the number of rows that keep their state.
+
+        Returns:
+            The commit, to be called once the parameter has grown. It cannot fail.
+        """
+        group = self.group_of(param)
+        if group.get("mask") is not None:
+            listed = masks.listed(group["mask"], group["params"])
+            pairs = zip(listed, group["params"], strict=True)
+            if any(mask is not None and each is param for mask, each in pairs):
+                requirement = (
+                    "a parameter with a mask cannot grow: the mask does not cover the new rows"
+                )
+                remedy = "Remove it from the param group, and set a larger one afterwards"
+                raise InputError(message(requirement, "a mask", remedy))
+        record, rule = self.state.get(param), self.stored_rule_for(group)
+        if record and all(record.get(spec.name) is not None for spec in rule.state):
+            states.checked(rule, memory_of(param), record)
+        self.catch_up_rows(param, None)
+        initial = {spec.name: states.initial(spec, group) for spec in rule.state}
+        new = {
+            name: states.grown(name, value, keep, rows, initial.get(name, 0.0))
+            for name, value in (record or {}).items()
+            if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
+        }
+        clock, grow_clock = self.deferred.get(id(param)), None
+        if clock is not None and clock.owner is param and clock.state_in(record) is not None:
+            grow_clock = clock.prepare_to_grow(rows)
+        return partial(self._commit_growth, param, record, new, grow_clock)
+
+    def _commit_growth(
+        self,
+        param: Tensor,
+        record: dict[str, Any] | None,
+        new: dict[str, Tensor],
+        grow_clock: Callable[[], None] | None,
+    ) -> None:
+        if record:
+            record.update(new)
+        self.store.drop(param)
+        self._before = None
+        if grow_clock is not None:
+            grow_clock()
+            self.deferred[id(param)].written(memory_of(param))
+        else:
+            self.deferred.pop(id(param), None)  # its state was cleared: it starts over
+
+    # Inspection
+
+    def explain(self) -> Explanation:
+        """Show for each parameter which engine ran its latest update, and the size of its state.
+
+        Returns:
+            A table to print; iterate over it for the figures.
+
+        Example:
+            >>> import torch, sparsestep
+            >>> table = torch.nn.Embedding(1000, 16, sparse=True)
+            >>> optimizer = sparsestep.Adam(table.named_parameters(), engine="reference")
+            >>> table(torch.tensor([1, 2])).sum().backward()
+            >>> optimizer.step()
+            >>> print(optimizer.explain())
+            parameter  shape       engine     state      rows behind
+            weight     1,000 x 16  reference  125.0 KiB  0
+            weight: you set engine='reference'.
+        """
+        found = []
+        for group_index, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                name = param_name(group, group_index, index)
+                clock = self.deferred.get(id(param))
+                behind = clock.count_behind() if clock is not None and clock.owner is param else 0
+                used = self.used_engines.get(id(param))
+                found.append(explain_param(name, param, self.state.get(param), used, behind))
+        return Explanation(tuple(found))
+
     # Checkpoints and pickles
+
+    def state_dict(self) -> StateDict:
+        """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
+
+        With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
+        tensors, if that takes less than half the space. In memory it has all rows.
+        """
+        self.catch_up()
+        found = super().state_dict()
+        by_row = {id(record): kept for record, kept in saved_by_rows(self)}
+        if by_row:
+            state = found["state"].items()
+            found["state"] = {key: by_row.get(id(record), record) for key, record in state}
+        return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class or of torch's class with the same state.
@@ -323,11 +787,11 @@ class RuleOptimizer(Explains):
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
-            checkpoint.read(self, given, ())  # says what is wrong with it
+            read_state_dict(self, given, ())  # says what is wrong with it
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
             names = self.option_names + self.group_options
-            self._loading = checkpoint.read(self, after_hooks, names)
+            self._loading = read_state_dict(self, after_hooks, names)
 
         handle = self.register_load_state_dict_pre_hook(look)
         try:
@@ -348,18 +812,18 @@ class RuleOptimizer(Explains):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Torch calls this at the end of load_state_dict too, with state and groups alone.
         if "_loading" not in self.__dict__:
-            self._prepare()
+            self._init_members()
         loading = self._loading
         if loading is not None:
             self._restore(loading, state)
         super().__setstate__(state)
         self._complete_on_demand()
 
-    def _restore(self, loading: checkpoint.Checkpoint, state: dict[str, Any]) -> None:
-        """Put what a checkpoint says into the state that torch has read from it."""
+    def _restore(self, loading: Checkpoint, state: dict[str, Any]) -> None:
+        """Replace the state that torch has read from a checkpoint by our own reading."""
         for param in self.params():
-            # The parameters are no part of it, so what they have missed is made up for. But where
-            # another hand has written them since, they have been loaded already, and stand.
+            # A state_dict has no parameters, so catch up deferred rows first, unless the parameter
+            # was written since: then it was loaded already.
             clock = self.deferred.get(id(param))
             if clock is not None and not clock.was_written(param):
                 self.catch_up_rows(param, None)
@@ -378,3 +842,22 @@ class RuleOptimizer(Explains):
 _uncompiled_init = disable_compiler(RuleOptimizer.__init__)
 _uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)
+
+
+def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
+    """Refuse anything else, and the two in the wrong order.
+
+    Example:
+        >>> try:
+        ...     check_model_and_optimizer("save", "model", None)
+        ... except InputError as error:
+        ...     print(error)
+        save: the model must be an nn.Module. Got str.
+    """
+    if not isinstance(model, nn.Module):
+        requirement = f"{who}: the model must be an nn.Module"
+        raise InputError(message(requirement, type(model).__name__))
+    if not isinstance(optimizer, RuleOptimizer):
+        requirement = f"{who}: the optimizer must be one of sparsestep"
+        kind = type(optimizer)
+        raise InputError(message(requirement, f"{kind.__module__}.{kind.__qualname__}"))

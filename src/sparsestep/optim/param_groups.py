@@ -6,10 +6,11 @@ has changed, and the settings of the last step are used again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
-from sparsestep.optim.declaration import Declaration
+from sparsestep.grads.exchange import Source
 from sparsestep.rules import options
-from sparsestep.rules import options as checks
 from sparsestep.rules._derive_idle import refusal
 from sparsestep.rules.rule import Rule
 
@@ -37,17 +37,40 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANT)
 
 
+class Declares(Protocol):
+    """What reading a param group needs of ``RuleOptimizer``, which imports this module."""
+
+    param_groups: list[Group]
+    semantics: str
+    option_names: tuple[str, ...]
+    group_options: ClassVar[tuple[str, ...]]
+    formula_options: ClassVar[frozenset[str]]
+    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]]
+    always_decoupled: ClassVar[bool]
+
+    def check_group(self, group: Group) -> None:
+        """Refuse a param group with an unknown, missing or invalid option."""
+        ...
+
+    def stored_rule_for(self, group: Group) -> Rule:
+        """Return the rule that a group selects, with its state as stored."""
+        ...
+
+    def uses_torch_kernel(self, group: Group) -> bool:
+        """Whether torch's kernel supports the group's options."""
+        ...
+
+
 class Groups:
     """An optimizer's param groups, as its steps see them.
 
-    It does not know the optimizer, which would be freed only when the garbage collector finds the
-    circle.
+    Holds no reference to the optimizer, to avoid a reference cycle.
     """
 
     def __init__(self) -> None:
         self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
 
-    def settings_of(self, optimizer: Declaration, group_index: int, group: Group) -> Settings:
+    def settings_of(self, optimizer: Declares, group_index: int, group: Group) -> Settings:
         """What a param group says about its updates, now."""
         values = tuple(group.values())
         known = self._settings.get(group_index)
@@ -88,7 +111,7 @@ class Groups:
         return before
 
     @staticmethod
-    def read(optimizer: Declaration, group_index: int, group: Group) -> Settings:
+    def read(optimizer: Declares, group_index: int, group: Group) -> Settings:
         """Read it, whatever is known already.
 
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
@@ -98,9 +121,7 @@ class Groups:
         return _settings(optimizer, group_index, group)
 
     @staticmethod
-    def selections_of(
-        optimizer: Declaration, group: Group, settings: Settings
-    ) -> Selections | None:
+    def selections_of(optimizer: Declares, group: Group, settings: Settings) -> Selections | None:
         """What the masks of a group select, looked at anew only when something has changed."""
         given = group.get("mask")
         if given is None:
@@ -125,7 +146,7 @@ class Groups:
         return known
 
 
-def _settings(optimizer: Declaration, group_index: int, group: Group) -> Settings:
+def _settings(optimizer: Declares, group_index: int, group: Group) -> Settings:
     rule = optimizer.stored_rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer.formula_options
@@ -143,7 +164,7 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
         optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
     )
     # A user's own rule may have an lr of any kind, but not where decoupled decay multiplies by it.
-    left = 1 - checks.number("lr", lr) * decay if decoupled else 1.0
+    left = 1 - options.number("lr", lr) * decay if decoupled else 1.0
     if optimizer.semantics == "dense":
         _check_dense(rule, group, coupled=bool(decay and not decoupled), left=left)
     return Settings(
@@ -155,7 +176,7 @@ def _settings(optimizer: Declaration, group_index: int, group: Group) -> Setting
         group.get("state_dtype"),
         options.seed_of(group),
         bool(options.read(group, "stochastic_rounding")),
-        partial(name_of, type(optimizer).__name__, group, group_index),
+        partial(describe_param, type(optimizer).__name__, group, group_index),
         optimizer.uses_torch_kernel(group),
     )
 
@@ -166,18 +187,26 @@ def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> m
     return masks.Selection(mask, param.shape)
 
 
-def name_of(who: str, group: Group, group_index: int, index: int) -> str:
-    """How messages name a parameter.
+def describe_param(who: str, group: Group, group_index: int, index: int) -> str:
+    """Name a parameter in messages.
 
     Args:
         who: the optimizer's name.
         group: the param group.
-        group_index: of the group in the optimizer.
-        index: the parameter's, in the group.
+        group_index: the group's index in the optimizer.
+        index: the parameter's index in the group.
     """
     names = group.get("param_names")
     name = f" ({names[index]})" if names and index < len(names) else ""
     return f"{who}: param {index} of group {group_index}{name}"
+
+
+def param_name(group: Group, group_index: int, index: int) -> str:
+    """Return a parameter's name from ``named_parameters()`` if the group has names."""
+    names = group.get("param_names")
+    if names and index < len(names):
+        return str(names[index])
+    return f"param {index} of group {group_index}"
 
 
 def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
@@ -206,3 +235,32 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
         if group.get(name):
             requirement = f"semantics='dense' does not support {name}"
             raise InputError(message(requirement, f"{name}=True"))
+
+
+# A mask belongs to the rows of a rank; the others select torch's kernels.
+_LOCAL_OPTIONS = {"mask", "foreach", "fused", "capturable", "differentiable"}
+
+
+def options_for_ranks(optimizer: Declares, source: Source) -> dict[str, str]:
+    """Describe how an optimizer trains the tables of a source, for comparison across ranks.
+
+    Param groups without such a table do not count: a rank may have parameters of its own.
+    """
+    facts = {"caller": f"{type(optimizer).__name__}.step()", "semantics": optimizer.semantics}
+    named = [list(filter(None, map(source.name_of, g["params"]))) for g in optimizer.param_groups]
+    facts["param groups"] = "; ".join(", ".join(names) for names in named if names)
+    for group, names in zip(optimizer.param_groups, named, strict=True):
+        if not names:
+            continue
+        whose = names[0] if len(names) == 1 else f"the group of {names[0]}"
+        for option in (*optimizer.option_names, *optimizer.group_options):
+            if option in group and option not in _LOCAL_OPTIONS:
+                facts[f"{option} for {whose}"] = str(_plain(group[option]))
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    """Return an option without tensors, whose text depends on dtype and device."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.tolist() if isinstance(value, Tensor) else value

@@ -11,9 +11,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from sparsestep.engines.torch_fused import Batch
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -302,7 +301,7 @@ def rmsprop_(
     rule = RULES[grad_avg is not None, momentum_buffer is not None]
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
     if momentum_buffer is None:
-        with speaking("rmsprop_"):
+        with error_prefix("rmsprop_"):
             checks.check({"momentum": momentum})
     if momentum_buffer is None and momentum:
         requirement = "rmsprop_: momentum needs a momentum_buffer"

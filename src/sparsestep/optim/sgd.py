@@ -11,9 +11,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
 from sparsestep.engines.torch_fused import Batch
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -248,7 +247,7 @@ def sgd_(
         [0.0, -1.0]
     """
     if nesterov is not False or momentum_buffer is None:
-        with speaking("sgd_"):
+        with error_prefix("sgd_"):
             checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
     if nesterov and (momentum <= 0 or dampening != 0):
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.declaration import speaking
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -186,7 +185,7 @@ def sparse_adam_(
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(message("sparse_adam_: the parameter must be real", param.dtype))
-    with speaking("sparse_adam_"):
+    with error_prefix("sparse_adam_"):
         checks.positive("eps", eps)
     hyper = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]

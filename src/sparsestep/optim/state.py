@@ -11,12 +11,15 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from sparsestep._torch import scalar_dtype
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import COMPLEX, FLOATS
+from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
 from sparsestep.memory import lazy as pages
 from sparsestep.memory import mapped_state as beside
+from sparsestep.memory import tensors as parameters
+from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.tensors import memory_of
-from sparsestep.rules.options import to_number
+from sparsestep.rules.options import rounds_at_random, to_number
 from sparsestep.rules.rule import Rule, State
 
 _COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -210,3 +213,137 @@ def loaded(
                 copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
             result[name] = copied
     return result
+
+
+def new_count(
+    group: Mapping[str, Any], param: Tensor, value: int = 0, *, is_tensor: bool
+) -> int | Tensor:
+    """Return a step count as torch's class keeps it."""
+    if not is_tensor:
+        return value
+    fused, capturable = group.get("fused"), group.get("capturable")
+    device = param.device if fused or capturable else torch.device("cpu")
+    return torch.full((), float(value), dtype=scalar_dtype(is_fused=fused), device=device)
+
+
+def new_record(
+    group: Mapping[str, Any],
+    rule: Rule,
+    param: Tensor,
+    tensors: list[Any],
+    *,
+    step_is_tensor: bool,
+) -> dict[str, Any]:
+    """Return a parameter's first state, with a step count of zero; empty if there is none."""
+    record: dict[str, Any] = {}
+    if rule.counts or rounds_at_random(group):
+        record["step"] = new_count(group, param, is_tensor=step_is_tensor)
+    for spec, tensor in zip(rule.state, tensors, strict=True):
+        record[spec.name] = parameters.laid_out_like(param, tensor)
+    return record
+
+
+def grown(name: str, tensor: Tensor, keep: int, rows: int, value: float) -> Tensor:
+    """Return a state tensor with more rows; those after the first ``keep`` have ``value``."""
+    if tensor.is_cpu and tensor.is_shared():
+        requirement = f"the state {name!r} of a parameter that grows must not be in shared memory"
+        raise InputError(message(requirement, "one that other processes may have"))
+    shape, dtype = torch.Size([rows, *tensor.shape[1:]]), tensor.dtype
+    new = pages.full(shape, in_dtype(dtype, value), dtype, tensor.device)
+    new[:keep] = tensor.detach()[:keep]
+    return new
+
+
+class StateStore:
+    """The memory of an optimizer's parameters and their state.
+
+    Attributes:
+        addresses: by ``id(param)``, the parameter (kept alive so the id stays unique) and the data
+            pointers that passed the write check. The core reads and compares them.
+        huge_pages: tensors that wait for huge pages.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, tuple[Any, ...]] = {}
+        self.huge_pages: HugePages = HugePages()
+
+    def check_writable(
+        self,
+        param: Tensor,
+        memory: Tensor,
+        state: list[Tensor] | None = None,
+        gradient: IndexedGrad | None = None,
+        *,
+        num_params: int = 0,
+        iteration: int = 0,
+    ) -> None:
+        """Refuse memory that cannot be written; skips memory that passed before.
+
+        Args:
+            param: the parameter.
+            memory: the tensor that holds its values.
+            state: its state tensors, if they exist.
+            gradient: the checked gradient of an update; then the result is cached.
+            num_params: the number of the optimizer's parameters.
+            iteration: the number of the optimizer's iteration.
+        """
+        tensors = (memory, *(state or ()))
+        addresses = tuple(map(parameters.address, tensors))
+        known = self.addresses.get(id(param))
+        before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
+        # The address does not tell a negative view from its base.
+        if before == addresses and not any(map(_has_lazy_sign, tensors)):
+            return
+        names = ("a parameter", *("its state" for _ in tensors[1:]))
+        for name, tensor in zip(names, tensors, strict=True):
+            parameters.check_writable(name, tensor)
+        if gradient is None or any(tensor.is_inference() for tensor in tensors):
+            return  # inference tensors are writable only in inference mode
+        if gradient.indices is not None:  # dense sweeps don't benefit from huge pages
+            for tensor in tensors[len(before) :]:
+                self.huge_pages.add(tensor, gradient.indices.numel(), iteration)
+        if known is None and len(self.addresses) > num_params:
+            self.addresses.clear()  # parameters were removed from the groups
+        self.addresses[id(param)] = (param, *addresses)
+
+    def drop(self, param: Tensor) -> None:
+        """Forget the memory of a parameter that gets other memory."""
+        self.addresses.pop(id(param), None)
+        self.huge_pages.remove(param)
+
+
+def _has_lazy_sign(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor.is_conj()
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
+    """Return row indices of a parameter as int64 of one dim; raise if they are none.
+
+    Args:
+        name: names them in messages.
+        rows: the indices, of any integer dtype and shape.
+        param: the parameter.
+
+    Example:
+        >>> check_rows("rows", torch.tensor([[2], [0]], dtype=torch.uint8), torch.zeros(3, 4))
+        tensor([2, 0])
+    """
+    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(message("rows must be an integer tensor", got))
+    rows, count = rows.reshape(-1).long(), len(param) if param.dim() else 1
+    if rows.numel():
+        low, high = rows.aminmax()
+        if int(low) < 0 or int(high) >= count:
+            outside = int(low) if int(low) < 0 else int(high)
+            raise InputError(message(f"{name} must be in [0, {count})", outside))
+    return rows
+
+
+def describe_other(param: Any) -> str:
+    """Describe what was passed instead of a parameter of the optimizer."""
+    shape = getattr(param, "shape", None)
+    return type(param).__name__ if shape is None else f"another, of shape {tuple(shape)}"

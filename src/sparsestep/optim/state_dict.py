@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX, FLOATS
-from sparsestep.memory.lazy import strided
+from sparsestep.memory.lazy import saved_by_row, strided
 from sparsestep.optim import state as states
-from sparsestep.optim.param_groups import name_of
-from sparsestep.optim.records import StateKeeper
+from sparsestep.optim.param_groups import Group, describe_param
+from sparsestep.optim.step import Steps
 from sparsestep.rules.int8 import recoded
 from sparsestep.rules.rule import Rule, State
-
-Group = dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
@@ -33,7 +31,7 @@ class Checkpoint(NamedTuple):
     state: list[tuple[Tensor, dict[str, Any]]]
 
 
-def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoint | None:
+def read_state_dict(optimizer: Steps, saved: Any, names: tuple[str, ...]) -> Checkpoint | None:
     """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
 
     Args:
@@ -45,10 +43,8 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
         ``None`` where groups or parameters are not as many as they should be, which torch says.
     """
     who = type(optimizer).__name__
-    try:
+    with error_prefix(who):
         _check_form(saved)
-    except InputError as error:
-        raise InputError(f"{who}: {error}") from None
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
     sizes = [[len(group["params"]) for group in each] for each in (groups, saved_groups)]
     if sizes[0] != sizes[1]:
@@ -58,22 +54,20 @@ def read(optimizer: StateKeeper, saved: Any, names: tuple[str, ...]) -> Checkpoi
         missing = {name: group[name] for name in names if name in group and name not in new}
         known = {**missing, **new, "params": group["params"]}
         found.missing.append(missing)
-        try:
+        with error_prefix(f"{who}: group {group_index} of the checkpoint"):
             rule = _rule_of(optimizer, group_index, known)
             _check_class(optimizer, rule, new)
-        except InputError as error:
-            raise InputError(f"{who}: group {group_index} of the checkpoint: {error}") from None
         for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
             if key not in saved["state"]:
                 continue
-            try:
+            with error_prefix(describe_param(who, group, group_index, index)):
                 replaced = optimizer.state.get(param) or {}
                 state_dtype = known.get("state_dtype")
                 record = _state_of(rule, param, saved["state"][key], state_dtype, replaced)
-            except InputError as error:
-                raise InputError(f"{name_of(who, group, group_index, index)}: {error}") from None
             if record.get("step") is not None:
-                record["step"] = optimizer._new_count(known, param, int(record["step"]))
+                record["step"] = states.new_count(
+                    known, param, int(record["step"]), is_tensor=optimizer.step_is_tensor
+                )
             found.state.append((param, record))
     return found
 
@@ -100,7 +94,7 @@ def _check_form(saved: Any) -> None:
             raise InputError(message(requirement, keys or f"a {type(group).__name__}"))
 
 
-def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
+def _check_class(optimizer: Steps, rule: Rule, saved: Group) -> None:
     """Refuse a group of another optimizer class.
 
     A missing option alone is no sign of it: torch's classes got new options over time. Options of
@@ -115,13 +109,13 @@ def _check_class(optimizer: StateKeeper, rule: Rule, saved: Group) -> None:
         raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
-def _rule_of(optimizer: StateKeeper, group_index: int, group: Group) -> Rule:
+def _rule_of(optimizer: Steps, group_index: int, group: Group) -> Rule:
     """Return the rule that a group selects; refuse options that the constructor would refuse."""
     optimizer.check_group(group)
     rule = optimizer.stored_rule_for(group)
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
-        optimizer._groups.read(optimizer, group_index, dict(group))
+        optimizer.groups.read(optimizer, group_index, dict(group))
     masks.checked(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
     return rule
 
@@ -184,3 +178,17 @@ def _check_count(saved: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, got))
     if not 0 <= count < float("inf"):
         raise InputError(message(requirement, count))
+
+
+def saved_by_rows(optimizer: Steps) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the state of parameters with a mask by rows: as it is, and as it is saved."""
+    for group in optimizer.param_groups:
+        if group.get("mask") is None:
+            continue
+        names = [spec.name for spec in optimizer.stored_rule_for(group).state]
+        listed = masks.listed(group["mask"], group["params"])
+        for param, mask in zip(group["params"], listed, strict=True):
+            record = optimizer.state.get(param)
+            if record and isinstance(mask, Tensor) and mask.dim() == 1:
+                saved = {n: saved_by_row(record[n]) for n in names if n in record}
+                yield record, {**record, **saved}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import coo_indices, disable_compiler, labelled
-from sparsestep.deferred.rows import PendingCatchUps
+from sparsestep.deferred.rows import PendingCatchUps, RowClock
 from sparsestep.engines import SparseEngines, native_engine, rounding
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.finishing import finish
 from sparsestep.engines.native import Recorded
-from sparsestep.engines.torch_fused import TorchKernels
+from sparsestep.engines.torch_fused import Batch, TorchKernels
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.compact import CompactGrad
@@ -28,9 +29,9 @@ from sparsestep.grads.layouts import Gradient, in_rows, touched
 from sparsestep.grads.masks import Selection
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
-from sparsestep.optim import dense_embedding
 from sparsestep.optim import state as states
-from sparsestep.optim.records import StateKeeper
+from sparsestep.optim.explain import DENSE_EMBEDDING, embedding_warning, looks_like_embedding
+from sparsestep.optim.param_groups import Declares, Group, Groups, Selections
 from sparsestep.rules.rule import Rule, State
 
 
@@ -131,7 +132,7 @@ def local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradi
 
 
 def examined(
-    optimizer: StateKeeper,
+    optimizer: Steps,
     group: dict[str, Any],
     settings: Settings,
     index: int,
@@ -150,7 +151,7 @@ def examined(
     """
     rule, dense = settings.rule, optimizer.semantics == "dense"
     memory, grad = local(param, grad, by_row=rule.by_row or dense)
-    optimizer._look_at(param, memory)
+    optimizer.store.check_writable(param, memory)
     gradient = touched(memory, grad, by_row=rule.by_row or dense)
     if dense:
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
@@ -160,7 +161,14 @@ def examined(
     else:
         states.check_count(rule, record)
         tensors = states.checked(rule, memory, record)
-    optimizer._look_at(param, memory, tensors, gradient)
+    optimizer.store.check_writable(
+        param,
+        memory,
+        tensors,
+        gradient,
+        num_params=sum(len(each["params"]) for each in optimizer.param_groups),
+        iteration=optimizer.iterations,
+    )
     return ParamUpdate(settings, group, index, param, memory, grad, gradient, record, tensors)
 
 
@@ -231,8 +239,28 @@ def _kind(grad: Gradient) -> str:
     return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
 
 
-Group = dict[str, Any]
-Selections = list[masks.Selection | None]
+class Steps(Declares, Protocol):
+    """What a step needs of ``RuleOptimizer``, which imports this module."""
+
+    engine: str
+    state: defaultdict[Tensor, Any]
+    groups: Groups
+    store: states.StateStore
+    deferred: dict[int, RowClock]
+    used_engines: dict[int, tuple[Tensor, str, str]]
+    dense_embeddings: dict[int, tuple[Tensor, bool]]
+    iterations: int
+    updates: int
+    step_is_tensor: ClassVar[bool]
+
+    def params(self) -> Iterator[Tensor]:
+        """Iterate over all parameters of all groups."""
+        ...
+
+    @staticmethod
+    def torch_kernel(batch: Batch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        ...
 
 
 class Plan:
@@ -246,7 +274,7 @@ class Plan:
         repeats: (group, parameter) of parameters that were given more than once.
     """
 
-    def __init__(self, optimizer: StateKeeper, recorded: Sequence[Recorded] = ()) -> None:
+    def __init__(self, optimizer: Steps, recorded: Sequence[Recorded] = ()) -> None:
         self._optimizer = optimizer
         self._native = native_engine(optimizer.engine)
         if recorded and self._native is not None:
@@ -284,10 +312,10 @@ class Plan:
         if grads is not None:
             some = some[: len(grads)]  # others may be added meanwhile
         try:
-            settings = optimizer._groups.settings_of(optimizer, group_index, group)
+            settings = optimizer.groups.settings_of(optimizer, group_index, group)
             selections = None
             if group.get("mask") is not None:
-                selections = optimizer._groups.selections_of(optimizer, group, settings)
+                selections = optimizer.groups.selections_of(optimizer, group, settings)
         except InputError as error:
             given = [param.grad for param in some] if grads is None else grads
             if all(grad is None for grad in given):
@@ -311,7 +339,7 @@ class Plan:
             try:
                 update = examined(optimizer, group, settings, index, param, grad)
                 self._add(update, selection)
-            except InputError as error:
+            except InputError as error:  # cheaper than error_prefix for each parameter
                 raise InputError(f"{settings.who(index)}: {error}") from None
         self._params_before += len(params)
 
@@ -321,9 +349,9 @@ class Plan:
 
     def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
         if selection is None and update.touched.indices is None:
-            known = self._optimizer._embeddings.get(id(update.owner))
+            known = self._optimizer.dense_embeddings.get(id(update.owner))
             if known is None or known[0] is not update.owner:
-                is_embedding = dense_embedding.looks_like_embedding(update.grad)
+                is_embedding = looks_like_embedding(update.grad)
                 self._are_embeddings.append((update, is_embedding))
         if self._catch_ups is not None:
             self._catch_ups.add(update, selection)
@@ -357,7 +385,14 @@ class Plan:
                 return indices
             for_core = [None if s is None else s.for_core for s in selections[first : indices.stop]]
         declined = native.try_claim(
-            settings, params, optimizer.state, optimizer._known, self._seen, for_core, grads, first
+            settings,
+            params,
+            optimizer.state,
+            optimizer.store.addresses,
+            self._seen,
+            for_core,
+            grads,
+            first,
         )
         if self._catch_ups is not None:
             given = [param.grad for param in params] if grads is None else grads
@@ -398,6 +433,19 @@ class Plan:
             self.cancel()
             raise
 
+    def run_with_repeats(self) -> None:
+        """Run, then update parameters that were listed more than once."""
+        self.run()
+        self.run_repeats()
+
+    def run_repeats(self) -> None:
+        """Update parameters that were listed more than once, each time from the new value."""
+        optimizer = self._optimizer
+        for group_index, index in self.repeats:
+            another = Plan(optimizer)
+            another.add_group(group_index, optimizer.param_groups[group_index], only=index)
+            another.run()
+
     def prepare(self) -> None:
         """Do everything that can raise. ``commit`` or ``cancel`` must follow."""
         if self.is_all_claimed:
@@ -428,15 +476,15 @@ class Plan:
         for update, is_embedding in self._are_embeddings:
             if is_embedding:
                 who = update.settings.who(update.index)
-                warn_once(SlowWarning, dense_embedding.warning(who, update.owner.shape))
-            self._optimizer._embeddings[id(update.owner)] = (update.owner, is_embedding)
+                warn_once(SlowWarning, embedding_warning(who, update.owner.shape))
+            self._optimizer.dense_embeddings[id(update.owner)] = (update.owner, is_embedding)
 
     def _note_engines(self) -> None:
         """For ``explain()``: who did what. A step that is done again is the core's."""
         optimizer = self._optimizer
         for param in optimizer.params():
             if id(param) in self._seen:
-                optimizer._ran[id(param)] = (param, "native", "")
+                optimizer.used_engines[id(param)] = (param, "native", "")
         dense = [] if self._torch is None else self._torch.claimed
         for update in (*self._updates, *dense):
             engine = update.engine or "torch"
@@ -444,10 +492,12 @@ class Plan:
                 update.reason if update.engine else "dense gradient: updated by torch's kernel."
             )
             if update.touched.indices is None:
-                owner, is_embedding = optimizer._embeddings.get(id(update.owner), (None, False))
+                owner, is_embedding = optimizer.dense_embeddings.get(
+                    id(update.owner), (None, False)
+                )
                 if is_embedding and owner is update.owner:
-                    reason = dense_embedding.REASON
-            optimizer._ran[id(update.owner)] = (update.owner, engine, reason)
+                    reason = DENSE_EMBEDDING
+            optimizer.used_engines[id(update.owner)] = (update.owner, engine, reason)
 
     def _prepare(self) -> None:
         """Do all that may raise."""
@@ -500,8 +550,7 @@ class Plan:
         optimizer, record, group = self._optimizer, update.record, update.group
         if record is None:
             assert update.state is not None
-            rule = update.settings.rule
-            record = optimizer._new_record(group, rule, update.owner, update.state)
+            record = _new_record(optimizer, update)
             if record:  # as with torch's SGD, nothing may show that the parameter is known
                 self._enter(optimizer.state, update.owner, record)
         count = record.get("step")
@@ -510,20 +559,34 @@ class Plan:
         elif count is not None:
             self._calls.append(partial(record.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            self._enter(record, "step", optimizer._new_count(group, update.param, update.step))
+            count = states.new_count(
+                group, update.param, update.step, is_tensor=optimizer.step_is_tensor
+            )
+            self._enter(record, "step", count)
 
 
 _uncompiled_run = disable_compiler(Plan.run)
 
 
-def _first_record(optimizer: StateKeeper, update: ParamUpdate) -> dict[str, Any]:
+def _first_record(optimizer: Steps, update: ParamUpdate) -> dict[str, Any]:
     """The state of a parameter whose first step this is."""
     group, rule = update.group, update.settings.rule
     dtype = update.settings.state_dtype
     update.state = states.new(rule, update.param, group, dtype)
     if mapped_files:
         announce_checked(update.param, update.state, update.touched)
-    return optimizer._new_record(group, rule, update.owner, update.state)
+    return _new_record(optimizer, update)
+
+
+def _new_record(optimizer: Steps, update: ParamUpdate) -> dict[str, Any]:
+    assert update.state is not None
+    return states.new_record(
+        update.group,
+        update.settings.rule,
+        update.owner,
+        update.state,
+        step_is_tensor=optimizer.step_is_tensor,
+    )
 
 
 _ANY = State("any")
@@ -539,9 +602,7 @@ class StepInBackward:
     Until then the parameters hold on to the optimizer, and it to them.
     """
 
-    def __init__(
-        self, optimizer: StateKeeper, params: Iterable[Tensor] | None, backwards: int
-    ) -> None:
+    def __init__(self, optimizer: Steps, params: Iterable[Tensor] | None, backwards: int) -> None:
         if not isinstance(backwards, int) or backwards < 1:
             raise InputError(message("backwards must be an integer, at least 1", backwards))
         places = {
@@ -558,7 +619,7 @@ class StepInBackward:
                 requirement = "step_in_backward needs parameters of this optimizer"
                 got = f"a {type(param).__name__}"
                 if isinstance(param, Tensor):
-                    got = f"another, of shape {tuple(param.shape)}"
+                    got = states.describe_other(param)
                 raise InputError(message(requirement, got))
             if source_of(param) is not None:
                 requirement = "step_in_backward needs gradients that are complete after backward"

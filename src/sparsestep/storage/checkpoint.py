@@ -24,9 +24,8 @@ from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, o
 from sparsestep.memory.mapped_state import copy_rows, to_be_replaced
 from sparsestep.memory.replace_file import Replacements
 from sparsestep.memory.row_layout import TABLE, described, name_of
-from sparsestep.optim.arguments import check_model_and_optimizer
-from sparsestep.optim.catching_up import row_numbers
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
+from sparsestep.optim.state import check_rows
 from sparsestep.storage import journal
 from sparsestep.storage import manifest as manifests
 from sparsestep.storage.journal import Rows, write_base
@@ -394,7 +393,7 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
     """
     check_table("writing", table)
     # A mask, or a row counted from the end, would be taken for other rows, which are then saved.
-    flat = None if rows is None else row_numbers("rows to write", rows, len(table))
+    flat = None if rows is None else check_rows("rows to write", rows, table)
     file = file_of(table)
     if file is not None:
         beside = (found.tensor() for at in file.beside.values() if (found := at()) is not None)

@@ -23,8 +23,7 @@ from sparsestep.distributed.collectives import Wire, new_group_like
 from sparsestep.errors import InputError, message
 from sparsestep.memory.replace_file import sync_folder
 from sparsestep.nn.vocabulary.id_table import Options
-from sparsestep.optim.arguments import check_model_and_optimizer
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
