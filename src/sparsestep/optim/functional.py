@@ -8,7 +8,6 @@ parallel.
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index, methodcaller
@@ -456,16 +455,16 @@ class FunctionalOptimizer:
         locks = [self._lock_of(key) for key in sorted({id(param) for param in params})]
         held: list[RLock] = []
         # A signal handler may raise between any two bytecodes. So locks are acquired and noted, and
-        # later released, inside single calls of C functions; the second release finds none left.
+        # later released, inside single calls of C functions; a second release finds none left.
         releases = map(methodcaller("release"), held)
         try:
             held.extend(filter(methodcaller("acquire"), locks))
             yield
         finally:
             try:
-                deque(releases, 0)
+                any(releases)
             finally:
-                deque(releases, 0)
+                any(releases)
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Bring rows up to date that are behind under ``semantics="dense"``."""
