@@ -67,6 +67,18 @@ def test_ranks_at_different_places_are_told(rank: Rank):
     assert_next_step_works(rank, table, opt)
 
 
+@ranks(2)
+@each_kind
+def test_ranks_that_look_up_different_tables_are_told(rank: Rank, kind: str):
+    model = nn.ModuleList([nn.Embedding(7, 2), nn.Embedding(7, 2)])
+    shard(model, plan=kind)
+    message = said(lambda: model[rank.index](torch.tensor([1])))
+    for part in ("must call sharded tables in the same order", "looks up '0'", "looks up '1'"):
+        assert part in message
+    for table in model:
+        assert table(torch.tensor([1, 2])).shape == (2, 2)
+
+
 @ranks(2, 3)
 @each_kind
 def test_a_loss_may_leave_a_table_out(rank: Rank, kind: str):
@@ -161,7 +173,7 @@ def test_a_model_trains_in_ddp_as_in_one_process(rank: Rank):
         assert norm == pytest.approx(expected, rel=1e-4)
         assert set(rank.gather(norm)) == {norm}
     kinds = {type(table.weight.grad).__name__ for table in model.tables.tables.values()}
-    assert kinds <= {"Compact", "NoneType"}
+    assert kinds <= {"CompactGrad", "NoneType"}
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         kind = PLAN.get(name.split(".")[-2], "copy")
         found = whole(rank, ours, kind, len(theirs))

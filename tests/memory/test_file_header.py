@@ -50,3 +50,12 @@ def test_a_header_that_says_something_else_is_refused(tmp_path: Path):
     (tmp_path / "table").write_bytes(page.replace(b'"exp_avg": 96', b'"exp_avg": 97'))
     with pytest.raises(sparsestep.InputError, match=r"must be as mapped\(\) has created it"):
         mapped(tmp_path / "table", (ROWS, DIM))
+
+
+@pytest.mark.parametrize("bytes_more", [-4096, 4096])
+def test_a_file_that_was_truncated_or_extended_is_refused(bytes_more: int, tmp_path: Path):
+    mapped(tmp_path / "table", (ROWS, DIM))
+    gc.collect()
+    os.truncate(tmp_path / "table", os.path.getsize(tmp_path / "table") + bytes_more)
+    with pytest.raises(sparsestep.InputError, match=r"the file must have [0-9,]+ bytes"):
+        mapped(tmp_path / "table", (ROWS, DIM))

@@ -135,13 +135,17 @@ def test_a_gradient_of_zeros_without_memory(optimizer: type[torch.optim.Optimize
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_positions_in_the_memory_of_the_parameter(engine: str):
-    """They are overwritten by the step that reads them."""
-    positions = torch.zeros(40, dtype=torch.int64)
-    param = positions.view(torch.float64)
-    grad = sparsestep.IndexedGrad(positions, torch.ones(40, dtype=torch.float64))
-    sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
-    assert param.tolist() == [-20.0] + [0.0] * 39
+@pytest.mark.parametrize("field", ["indices", "value_index"])
+def test_indices_in_the_memory_of_the_parameter(engine: str, field: str):
+    """They are overwritten by the step that reads them: as floats, small integers are tiny."""
+    entries = torch.arange(40)
+    numbers = entries.flip(0)
+    values = (entries - entries // 2).view(torch.float64)
+    grad = sparsestep.IndexedGrad(numbers, values)
+    if field == "value_index":
+        grad = sparsestep.IndexedGrad(entries, values, value_index=numbers)
+    sparsestep.functional.sgd_(numbers.view(torch.float64), grad, lr=1.0, engine=engine)
+    assert torch.equal(numbers, entries.flip(0) // 2)
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])

@@ -149,6 +149,33 @@ def test_journals_are_written_into_the_base(tmp_path: Path, monkeypatch, togethe
 
 
 @in_each_layout
+def test_files_are_on_the_disk_before_the_manifest_names_them(
+    together, tmp_path: Path, monkeypatch
+):
+    run = Run(tmp_path, sparsestep.Adam, together)
+    fsync, replace = os.fsync, os.replace
+    flushed: set[int] = set()
+    renamed = []
+
+    def note_flushed(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def check_flushed(source: Any, target: Any) -> None:
+        if Path(target).name == manifest.MANIFEST:
+            renamed.append(target)
+            assert {path.stat().st_ino for path in Path(target).parent.iterdir()} <= flushed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flushed)
+    monkeypatch.setattr(os, "replace", check_flushed)
+    for _ in range(3):
+        run.train(1)
+        run.save()
+    assert len(renamed) == 3
+
+
+@in_each_layout
 def test_a_new_optimizer_begins_a_new_base(together, tmp_path: Path):
     run = Run(tmp_path, together=together)
     run.train()

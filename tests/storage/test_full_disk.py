@@ -61,6 +61,14 @@ def test_training_until_the_disk_is_full(kind, tmp_path: Path):
     assert "'full'" in done.stdout
 
 
+def test_a_table_in_memory_has_all_its_pages(tmp_path: Path, monkeypatch):
+    """On tmpfs, to read a page that is not there may end the process."""
+    monkeypatch.setattr(file_pages, "_file_system", lambda _: "tmpfs")
+    mapped(tmp_path / "table", (1000, 16))
+    found = os.stat(tmp_path / "table")
+    assert found.st_blocks * 512 >= found.st_size
+
+
 def test_file_systems_that_cannot_reserve_blocks(tmp_path: Path, monkeypatch):
     """Pages are made writable instead, which fails where a write would end the process."""
     model = embedding(table_in(tmp_path / "table"))
