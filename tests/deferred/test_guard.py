@@ -42,6 +42,21 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
     assert not clock.is_behind
 
 
+def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    model, opt = made(True)
+    opt.track(model, guard=True)
+    train(model, opt, range(5))
+    with monkeypatch.context() as patched:
+        patched.setattr("sparsestep.optim.step.SparseEngines.prepare", fail)
+        with pytest.raises(MemoryError):
+            train(model, opt, range(5, 6))
+    model.table.weight.sum()
+    assert not opt.deferred[id(model.table.weight)].is_behind
+
+
 def test_a_guard_that_is_removed_leaves_an_ordinary_parameter():
     model, opt = made(True)
     weight = model.table.weight

@@ -79,6 +79,22 @@ def test_ranks_that_look_up_different_tables_are_told(rank: Rank, kind: str):
         assert table(torch.tensor([1, 2])).shape == (2, 2)
 
 
+@ranks(2)
+@each_kind
+def test_ranks_with_different_options_are_told(rank: Rank, kind: str):
+    table, opt = sharded(kind)
+    opt.param_groups[0]["lr"] = 1.0 + rank.index
+    table(torch.tensor([1])).sum().backward()
+    before = table.weight.detach().clone()
+    message = said(opt.step)
+    for part in ("with the same optimizer and options", "1.0 on rank 0, 2.0 on rank 1"):
+        assert part in message
+    assert torch.equal(before, table.weight)
+    opt.param_groups[0]["lr"] = 1.0
+    opt.zero_grad()
+    assert_next_step_works(rank, table, opt, kind)
+
+
 @ranks(2, 3)
 @each_kind
 def test_a_loss_may_leave_a_table_out(rank: Rank, kind: str):
