@@ -169,6 +169,10 @@ def running_on(engine: str) -> Iterator[str]:
         _native.use_instruction_set(before)
 
 
+def randn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def state_tensors(opt: torch.optim.Optimizer) -> list[Tensor]:
     """All state tensors in the order of the params, then of the names."""
     return [

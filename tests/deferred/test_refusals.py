@@ -15,11 +15,10 @@ from tests.deferred.runs import (
     bookkeeping,
     coo,
     dense_run,
-    each_kind,
     kept,
     standard,
 )
-from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, snapshot, unchanged
+from tests.table import INSTRUCTION_SETS, Variant, snapshot, unchanged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,30 +113,6 @@ def test_what_is_refused_at_the_step(
 
 
 # A step that raises
-
-
-@each_kind
-@each_engine
-@pytest.mark.parametrize("bad", [24, -1, 2**40])
-def test_a_bad_index_in_the_last_parameter_changes_nothing(variant: Variant, engine: str, bad: int):
-    run = standard(20)
-    params = [run.param(), run.param()]
-    with running_on(engine) as name:
-        opt = variant(
-            [{"params": params[:1]}, {"params": params[1:]}], semantics="dense", engine=name
-        )
-        for t in range(6):
-            opt.catch_up()
-            for param in params:
-                param.grad = run.sparse(t, torch.float64)
-            opt.step()
-        params[0].grad = run.sparse(7, torch.float64)
-        params[1].grad = coo([1, bad], torch.ones(2, 3).double(), (24, 3))
-        before, books = snapshot(opt), bookkeeping(opt)
-        with pytest.raises(InputError, match=rf"param 0 of group 1: .*Got {bad}"):
-            opt.step()
-    assert unchanged(opt, before)
-    assert same_bookkeeping(bookkeeping(opt), books)
 
 
 @pytest.mark.skipif(not INSTRUCTION_SETS, reason="there is no native engine")

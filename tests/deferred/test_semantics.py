@@ -15,7 +15,6 @@ from tests.deferred.runs import (
     VARIANTS,
     assert_close,
     coo,
-    each_kind,
     each_variant,
     kept,
     on_both_engines,
@@ -23,7 +22,6 @@ from tests.deferred.runs import (
     room_for,
     standard,
 )
-from tests.generate.cases import Case, cases, each_case
 from tests.table import WITH_DENSE, Variant, each_engine, on_each_engine, running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -165,27 +163,3 @@ def test_without_eps_rows_that_had_no_gradient_are_not_nan(variant: Variant, eng
     almost = variant([tiny], lr=0.1, eps=1e-200)
     run.train(almost, tiny)
     assert_close(kept(opt, ours), kept(almost, tiny))
-
-
-@each_case(case=cases(max_steps=5))
-@each_kind
-@on_both_engines
-def test_any_shape_and_any_gradient(variant: Variant, engine: str, case: Case):
-    """0-d to 4-d, empty, sparse in any number of dims, dense or none at all; two groups."""
-    ours = [torch.nn.Parameter(p) for p in case.params(torch.float64)]
-    theirs = [torch.nn.Parameter(p) for p in case.params(torch.float64)]
-    with running_on(engine) as name:
-        opt = variant(case.groups(ours), **case.options, semantics="dense", engine=name)
-        dense = variant(case.groups(theirs), **case.options)
-        for gradients in case.steps:
-            opt.catch_up()
-            for p, q, gradient in zip(ours, theirs, gradients, strict=True):
-                p.grad = None if gradient is None else gradient.tensor(torch.float64)
-                q.grad = None if gradient is None else gradient.dense()
-            opt.step()
-            dense.step()
-        opt.catch_up()
-    for p, q in zip(ours, theirs, strict=True):
-        if p.numel():
-            assert_close(kept(opt, p), kept(dense, q))
-        assert opt.state.get(p, {}).get("step") == dense.state.get(q, {}).get("step")

@@ -1,9 +1,9 @@
-"""The cases that property tests are fed: parameters of several shapes, their gradients, options."""
+"""Cases of property tests: parameters, their gradients step by step, masks and options."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -14,26 +14,34 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.generate.grads import Drawn, Kind, any_grad
+from tests.generate.params import DTYPES, any_mask, any_param
+from tests.generate.source import DrawnSource
+from tests.subject import Subject, by_hand_class
+from tests.table import Variant
+
 # Fewer examples for each of the many combinations; ``make fuzz-properties`` has no such limit.
 IN_CI = settings.get_current_profile_name() == "ci"
 EXAMPLES = 16 if IN_CI else settings.default.max_examples
 
 
-def each_case(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+def each_case(
+    examples: int = EXAMPLES, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Any]:
     """``given``, for a test that is run with many combinations of its other arguments.
 
     To draw a case takes longer than to test it. In CI all combinations have the same cases, so they
     are drawn once. Where a case fails, and where cases are random, it is ``given`` itself.
     """
-    examples = settings(max_examples=EXAMPLES)
+    limited = settings(max_examples=examples if IN_CI else settings.default.max_examples)
 
     def decorate(test: Callable[..., None]) -> Any:
         drawn: list[dict[str, Any]] = []
         seeded = seed(test.__name__)
-        search = examples(given(**strategies)(test))
+        search = limited(given(**strategies)(test))
 
         @seeded
-        @examples
+        @limited
         @given(**strategies)
         def draw(**case: Any) -> None:
             drawn.append(case)
@@ -60,114 +68,88 @@ def each_case(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., N
 
 
 @dataclass
-class Gradient:
-    """A COO gradient, or a dense one where ``indices`` is ``None``."""
-
-    shape: tuple[int, ...]
-    indices: Tensor | None
-    values: Tensor
-    coalesced: bool = False
-
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        """A copy, so that it shows if somebody writes into it."""
-        values = self.values.to(dtype, copy=True)
-        if self.indices is None:
-            return values
-        coo = torch.sparse_coo_tensor(self.indices.clone(), values, self.shape)
-        return coo.coalesce() if self.coalesced else coo
-
-    def dense(self) -> Tensor:
-        """The sum of all entries, in float64."""
-        if self.indices is None:
-            return self.values.double()
-        return self.tensor(torch.float64).to_dense()
-
-    def mask(self) -> Tensor:
-        """Which elements are touched."""
-        if self.indices is None:
-            return torch.ones(self.shape, dtype=torch.bool)
-        ones = torch.ones(self.values.shape, dtype=torch.float64)
-        return torch.sparse_coo_tensor(self.indices, ones, self.shape).to_dense() > 0
-
-
-@dataclass
 class Case:
-    """Params of several shapes, their gradients step by step, and options."""
+    """Parameters, their gradients step by step, masks and options.
 
-    shapes: list[tuple[int, ...]]
-    steps: list[list[Gradient | None]]
+    Attributes:
+        start: what the parameters are at the start, with any strides.
+        steps: a gradient or none of each parameter, for each step.
+        masks: a mask or none of each parameter; of elements, or of rows.
+        by_hand: whether some gradients can only be passed to a functional optimizer.
+        options: lr and maximize.
+    """
+
+    start: list[Tensor]
+    steps: list[list[Drawn | None]]
+    masks: list[Tensor | None]
+    by_hand: bool
     options: dict[str, Any]
-    seed: int
 
-    def params(self, dtype: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        return [torch.randn(s, generator=generator).to(dtype) for s in self.shapes]
+    def applies(self, variant: Variant) -> bool:
+        return variant.cls.supports_complex or not self.start[0].is_complex()
 
-    def run(
-        self, optimizer: Callable[..., Any], dtype: torch.dtype, **extra: Any
-    ) -> tuple[list[Tensor], Any]:
-        """Train through all steps; half of the params in a second group with another lr."""
-        params = [torch.nn.Parameter(p) for p in self.params(dtype)]
-        opt = optimizer(self.groups(params), **self.options, **extra)
-        for gradients in self.steps:
-            take_step(opt, params, gradients, dtype)
-        return [p.detach() for p in params], opt
+    def params(self) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(copy.deepcopy(values)) for values in self.start]
 
-    def groups(self, params: list[Tensor]) -> list[dict[str, Any]]:
+    def subject(self, variant: Variant, engine: str, *, masked: bool = False) -> Subject:
+        """A functional optimizer, or an optimizer with two groups of different rates."""
+        params, options = self.params(), {**self.options, "engine": engine}
+        masks = [_of_rows(mask) if variant.rule.by_row else mask for mask in self.masks]
+        if self.by_hand:
+            if not variant.has_twin and engine == "native":
+                options["engine"] = "auto"
+            front: Any = by_hand_class(variant.cls)(params, **{**variant.options, **options})
+            if masked:
+                front.param_group["mask"] = masks
+            return Subject(front)
+        front = variant(self.groups(params), **options)
+        if masked:
+            half = len(front.param_groups[0]["params"])
+            for group, some in zip(front.param_groups, (masks[:half], masks[half:]), strict=False):
+                group["mask"] = some
+        return Subject(front)
+
+    def groups(self, params: list[Any]) -> list[dict[str, Any]]:
         half = (len(params) + 1) // 2
         groups: list[dict[str, Any]] = [{"params": params[:half]}]
         if params[half:]:
             groups.append({"params": params[half:], "lr": 0.05})
         return groups
 
-
-def take_step(
-    opt: torch.optim.Optimizer,
-    params: list[Tensor],
-    gradients: list[Gradient | None],
-    dtype: torch.dtype,
-) -> None:
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = None if gradient is None else gradient.tensor(dtype)
-    opt.step()
+    def run(self, variant: Variant, engine: str) -> Subject:
+        """Take all steps."""
+        subject = self.subject(variant, engine)
+        for drawn in self.steps:
+            subject.give(drawn)
+            subject.step_on_any_engine()
+        return subject
 
 
-# Values are small multiples of 1/8, so that sums of duplicates are exact in every dtype and every
-# order: what differs between two ways to compute a step is then the step alone.
-def _values(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    return torch.randint(-16, 17, shape, generator=generator) / 8
+def _of_rows(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dim() < 2 else mask.flatten(1).any(1)
 
 
 @st.composite
-def gradients(draw: st.DrawFn, shape: tuple[int, ...], *, dense: bool = True) -> Gradient:
-    if dense and draw(st.integers(0, 5)) == 0:
-        return Gradient(shape, None, _values(draw, shape))
-    sparse_dim = draw(st.integers(0, len(shape)))
-    if not dense and len(shape) > 0:
-        sparse_dim = max(1, sparse_dim)
-    entries = draw(st.integers(0, 12)) if math.prod(shape[:sparse_dim]) else 0
-    rows = [
-        draw(st.lists(st.integers(0, max(0, size - 1)), min_size=entries, max_size=entries))
-        for size in shape[:sparse_dim]
-    ]
-    indices = torch.tensor(rows, dtype=torch.int64).reshape(sparse_dim, entries)
-    values = _values(draw, (entries, *shape[sparse_dim:]))
-    return Gradient(shape, indices, values, coalesced=draw(st.booleans()))
+def cases(
+    draw: st.DrawFn,
+    *,
+    max_steps: int = 4,
+    exact: bool = True,
+    dtypes: dict[torch.dtype, int] = DTYPES,
+    kinds: tuple[Kind, ...] = (),
+) -> Case:
+    """``exact=False``: sums of duplicates depend on their order."""
+    chance = DrawnSource(draw, exact=exact)
+    by_hand = not kinds and chance.one_in(2)
+    dtype = chance.weighted(dtypes)
+    params = [any_param(chance, dtype)[0] for _ in range(chance.integer(1, 3))]
+    masks = [any_mask(chance, p, by_row=False) if p.dim() else None for p in params]
 
+    def grad(param: Tensor) -> Drawn | None:
+        if chance.one_in(6):
+            return None
+        return any_grad(chance, param, by_hand=by_hand, kinds=kinds)
 
-shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple) | st.sampled_from(
-    [(), (1,), (40,), (7, 33), (3, 0), (0, 4), (4, 600)]
-)
-
-
-@st.composite
-def cases(draw: st.DrawFn, *, dense: bool = True, max_steps: int = 6) -> Case:
-    """``dense=False``: only what torch.optim.SparseAdam takes as well."""
-    several = draw(st.lists(shapes, min_size=1, max_size=3))
-    steps = [
-        [draw(st.none() | gradients(shape, dense=dense)) for shape in several]
-        for _ in range(draw(st.integers(1, max_steps)))
-    ]
-    options = {"maximize": draw(st.booleans()), "lr": draw(st.sampled_from([1e-3, 0.1, 1.0]))}
-    return Case(several, steps, options, draw(st.integers(0, 2**16)))
+    steps = [[grad(param) for param in params] for _ in range(chance.integer(1, max_steps))]
+    options = {"maximize": chance.one_in(2), "lr": chance.pick([1e-3, 0.1, 1.0])}
+    return Case([p.detach() for p in params], steps, masks, by_hand, options)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
@@ -40,12 +41,14 @@ class Wrapper(Tensor):
         return tree_map(lambda t: Wrapper(t) if isinstance(t, Tensor) else t, found)
 
 
+NO_TENSORS: list[Any] = [
+    *({}, [], (), 3, 0.5, "gradient", True, object(), int, len, torch.float32, torch.Size([2])),
+    *(np.ones((4, 6)), [1.0], {"grad": 1}, b"bytes", range(3), 1j, torch.nn.Identity(), Tensor),
+]
+
+
 def no_tensor(chance: Source, param: Tensor) -> Bad:
-    things: list[Any] = [
-        *({}, [], (), 3, 0.5, "gradient", True, object(), int, len, torch.float32, torch.Size([2])),
-        *(np.ones(tuple(param.shape)), [1.0], {"grad": 1}, b"bytes", range(3), 1j),
-    ]
-    thing = chance.pick(things)
+    thing = chance.pick(NO_TENSORS)
     return thing, f"a gradient that is {type(thing).__name__}", True
 
 
@@ -155,20 +158,20 @@ def broken_compressed(chance: Source, param: Tensor) -> Bad:
     return grad, f"{good.layout} with a broken {what}", True
 
 
-def broken_touched(chance: Source, param: Tensor) -> Bad:
+def broken_indexed(chance: Source, param: Tensor) -> Bad:
     shape = tuple(param.shape)
     rows, block = (shape[0] if shape else 1), math.prod(shape[1:])
     if not rows or not block:
         raise NotApplicableError
     n = chance.integer(1, 4)
     fields: dict[str, Any] = {
-        "positions": torch.tensor(chance.integers(n, rows)),
+        "indices": torch.tensor(chance.integers(n, rows)),
         "values": chance.numbers((n, block), param.dtype),
-        "slots": rows,
-        "block": block,
-        "source": None,
+        "num_slots": rows,
+        "slot_size": block,
+        "value_index": None,
         "scale": None,
-        "held": None,
+        "element_mask": None,
     }
     name = chance.pick(list(fields))
     bad, must = chance.pick(_broken(chance, name, n, rows, block, param))
@@ -186,10 +189,10 @@ def _broken(
 ) -> list[tuple[Any, bool]]:
     """Values for one field, and whether each has to be refused."""
     things: list[tuple[Any, bool]] = [("x", True), ([0], True), (1.5, True), ({}, True)]
-    if name in ("slots", "block"):
-        wrong = (rows if name == "slots" else block) + 1
+    if name in ("num_slots", "slot_size"):
+        wrong = (rows if name == "num_slots" else block) + 1
         return [*things, (-1, True), (2**62, True), (wrong, True), (None, True), (True, False)]
-    if name == "held":
+    if name == "element_mask":
         return [(torch.ones(n, block, dtype=torch.bool), True), ("x", True)]
     sparse = torch.eye(n).to_sparse_coo()
     meta = torch.zeros(n, dtype=torch.int64, device="meta")
@@ -206,7 +209,7 @@ def _broken(
     return [*things, (at, True), (at, True), (floats, True), (longer, True)]
 
 
-def positions_in_the_param(chance: Source, param: Tensor) -> Bad:
+def indices_in_the_param(chance: Source, param: Tensor) -> Bad:
     """Positions that the step itself would write over while it reads them."""
     fits = param.dtype == torch.float64 and param.dim() and param.is_contiguous() and param.numel()
     if not fits:
@@ -225,8 +228,8 @@ GARBAGE: dict[Callable[[Source, Tensor], Bad], int] = {
     odd: 3,
     indices_outside: 4,
     broken_compressed: 4,
-    broken_touched: 8,
-    positions_in_the_param: 1,
+    broken_indexed: 8,
+    indices_in_the_param: 1,
 }
 
 
@@ -236,3 +239,149 @@ def any_garbage(chance: Source, param: Tensor) -> Bad:
             return chance.weighted(GARBAGE)(chance, param)
         except NotApplicableError:
             continue
+
+
+# By name, for a parameter of 4 x 6 in float32
+
+
+def compressed_of(
+    starts: list[Any],
+    others: list[Any],
+    values: Tensor,
+    layout: torch.layout = torch.sparse_csr,
+    shape: tuple[int, ...] = (4, 6),
+) -> Callable[[], Tensor]:
+    return lambda: torch.sparse_compressed_tensor(
+        torch.tensor(starts), torch.tensor(others), values, shape, layout=layout
+    )
+
+
+def indexed(*args: Any, **kwargs: Any) -> Callable[[], IndexedGrad]:
+    return lambda: IndexedGrad(*args, **kwargs)
+
+
+def ids(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def fake() -> Tensor:
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(WHOLE)
+
+
+class Unusable(Tensor):
+    """A tensor without memory that knows no operation."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+ONES, WHOLE = torch.ones(2, 6), torch.ones(4, 6)
+CSR, CSC, BSR, BSC = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
+UNREADABLE: dict[str, Callable[[], Any]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(2, 6)]),
+    "quantized": lambda: torch.quantize_per_tensor(WHOLE, 0.1, 0, torch.qint8),
+    "mkldnn": WHOLE.to_mkldnn,
+    "meta": lambda: WHOLE.to("meta"),
+    "fake": fake,
+    "wrapper": lambda: Unusable(WHOLE),
+}
+# What may be a gradient, but not a part of an IndexedGrad.
+NO_PARTS: dict[str, Callable[[], Any]] = {
+    "zeros without memory": lambda: torch._efficientzerotensor((4, 6)),
+    "coo": WHOLE.to_sparse,
+    "csr": WHOLE.to_sparse_csr,
+    "bsr": lambda: WHOLE.to_sparse_bsr((2, 2)),
+    "masked": lambda: masked_tensor(WHOLE, WHOLE > 0),
+    "indexed": lambda: IndexedGrad(None, WHOLE),
+    "number": lambda: 2.5,
+    "string": lambda: "x",
+    "list": lambda: [1.0],
+}
+BROKEN: dict[str, Callable[[], Any]] = {
+    "index too large": indexed(ids(0, 4), ONES),
+    "index negative": indexed(ids(0, -1), ONES),
+    "index 2**62": indexed(ids(0, 2**62), ONES),
+    "index 2**62 of slots that are cut": indexed(ids(0, 2**62), torch.ones(2, 8), 3, 8),
+    "index of an element": indexed(ids(0, 24), torch.ones(2), 24, 1),
+    "value_index too large": indexed(ids(0, 1), ONES, 4, 6, ids(0, 2)),
+    "value_index negative": indexed(ids(0, 1), ONES, 4, 6, ids(-1, 0)),
+    "value_index too short": indexed(ids(0, 1), ONES, 4, 6, ids(0)),
+    "value_index without indices": indexed(None, torch.ones(4, 6), value_index=ids(0)),
+    "scale too short": indexed(ids(0, 1), ONES, scale=torch.ones(1)),
+    "scale of integers": indexed(ids(0, 1), ONES, scale=ids(1, 1)),
+    "scale without indices": indexed(None, torch.ones(4, 6), scale=torch.ones(4)),
+    "scale that is no tensor": indexed(ids(0, 1), ONES, scale=2.0),
+    "more indices than values": indexed(ids(0, 1, 2), ONES),
+    "fewer indices than values": indexed(ids(0), ONES),
+    "values of half a row": indexed(ids(0, 1), torch.ones(2, 3)),
+    "values of half a row with a value_index": indexed(ids(0, 1), torch.ones(5), 4, 6, ids(0, 0)),
+    "dense values of another shape": indexed(None, torch.ones(6, 4)),
+    "num_slots x slot_size": indexed(ids(0, 1), ONES, 5, 6),
+    "num_slots without slot_size": indexed(ids(0, 1), ONES, 4),
+    "negative num_slots": indexed(ids(0, 1), ONES, -4, -6),
+    "num_slots that are no integer": indexed(ids(0), ONES, 4.0, 6),
+    "float indices": indexed(torch.tensor([0.0, 1.0]), ONES),
+    "bool indices": indexed(torch.tensor([True, False]), ONES),
+    "float value_index": indexed(ids(0, 1), ONES, 4, 6, torch.tensor([0.0, 1.0])),
+    "list of indices": indexed([0, 1], ONES),
+    "sparse values": indexed(ids(0, 1), ONES.to_sparse_coo()),
+    "no values": indexed(ids(0, 1), None),
+    "integer values": indexed(ids(0, 1), ONES.long()),
+    "complex values": indexed(ids(0, 1), ONES * 1j),
+    "values elsewhere": indexed(ids(0, 1), ONES.to("meta")),
+    "crow that falls": compressed_of([0, 2, 1, 3, 3], [0, 1, 2], torch.ones(3)),
+    "crow that begins late": compressed_of([1, 1, 2, 2, 2], [0, 1], torch.ones(2)),
+    "crow that ends early": compressed_of([0, 0, 1, 1, 1], [0, 1], torch.ones(2)),
+    "ccol that falls": compressed_of([0, 2, 1, 3, 3, 3, 3], [0, 1, 2], torch.ones(3), CSC),
+    "crow too short": compressed_of([0, 1, 2], [0, 1], torch.ones(2)),
+    "crow too long": compressed_of([0] * 5 + [1, 2], [0, 1], torch.ones(2)),
+    "no crow": compressed_of([], [0], torch.ones(1)),
+    "crow of floats": compressed_of([0.0, 1, 1, 1, 1], [0], torch.ones(1)),
+    "crow of a batch": compressed_of([[0, 1, 1, 1, 1]], [[0]], torch.ones(1, 1)),
+    "fewer values than columns": compressed_of([0, 1, 2, 2, 2], [0, 1], torch.ones(1)),
+    "more values than columns": compressed_of([0, 1, 2, 2, 2], [0, 1], torch.ones(3)),
+    "column too large": compressed_of([0, 1, 2, 2, 2], [0, 6], torch.ones(2)),
+    "column negative": compressed_of([0, 1, 2, 2, 2], [0, -1], torch.ones(2)),
+    "row too large": compressed_of([0, 1, 2, 2, 2, 2, 2], [0, 4], torch.ones(2), CSC),
+    "column of blocks too large": compressed_of([0, 1, 2], [0, 2], torch.ones(2, 2, 3), BSR),
+    "row of blocks too large": compressed_of([0, 1, 2], [0, 2], torch.ones(2, 2, 3), BSC),
+    "blocks that do not divide the shape": compressed_of([0, 1], [0], torch.ones(1, 3, 4), BSR),
+    "blocks without elements": compressed_of([0, 0], [], torch.ones(0, 0, 0), BSR),
+    "values that are no blocks": compressed_of([0, 1, 1], [0], torch.ones(1), BSR),
+    "COO index out of its dim": lambda: torch.sparse_coo_tensor(
+        [[1, 0], [-1, 3]], torch.ones(2), (4, 6)
+    ),
+    "COO row out of its dim": lambda: torch.sparse_coo_tensor([[1, 4]], torch.ones(2, 6), (4, 6)),
+    "CSR of another shape": compressed_of([0, 1, 2], [0, 1], torch.ones(2), shape=(2, 6)),
+    "strided of another shape": lambda: torch.ones(6, 4),
+    "CSR of integers": compressed_of([0, 1, 1, 1, 1], [0], torch.ones(1, dtype=torch.int64)),
+    "MaskedTensor of another shape": lambda: masked_tensor(torch.ones(6, 4), torch.ones(6, 4) > 0),
+    "MaskedTensor of integers": lambda: masked_tensor(
+        torch.ones(4, 6).long(), torch.ones(4, 6) > 0
+    ),
+    "unknown layout": lambda: torch.ones(4, 6).to_mkldnn(),
+    "element_mask of another shape": indexed(ids(0, 1), ONES, element_mask=torch.ones(3, 6) > 0),
+    "COO index 2**62": lambda: torch.sparse_coo_tensor([[1, 2**62]], ONES, (4, 6)),
+    "COO second index 2**62": lambda: torch.sparse_coo_tensor(
+        [[1, 0], [0, 2**62]], torch.ones(2), (4, 6)
+    ),
+    "complex": lambda: torch.ones(4, 6, dtype=torch.complex64),
+    "COO on meta": lambda: WHOLE.to_sparse().to("meta"),
+    **{f"no tensor: {type(thing).__name__}": lambda t=thing: t for thing in NO_TENSORS},
+    **UNREADABLE,
+}
+
+
+def broken_parts() -> Iterator[tuple[str, IndexedGrad]]:
+    """Every field of an IndexedGrad replaced by every tensor or object that it cannot be."""
+    for kind, make in {**UNREADABLE, **NO_PARTS}.items():
+        yield f"values {kind}", IndexedGrad(torch.arange(4), make())
+        yield f"whole values {kind}", IndexedGrad(None, make())
+        yield f"indices {kind}", IndexedGrad(make(), torch.ones(1, 6))
+        for field in ("value_index", "scale", "element_mask"):
+            yield f"{field} {kind}", IndexedGrad(ids(1), torch.ones(1, 6), **{field: make()})

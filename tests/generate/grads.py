@@ -73,11 +73,8 @@ def any_grad(
 ) -> Drawn:
     """A valid gradient, of one of ``kinds``; by hand also those that ``.grad`` cannot be."""
     dtype = _dtype(chance, param, by_hand)
-    weights = {
-        kind: weight
-        for kind, (weight, applies) in _KINDS.items()
-        if (kind in kinds or not kinds) and (by_hand or kind in _GRADS) and applies(param, dtype)
-    }
+    allowed = kinds or (_BY_HAND if by_hand else _GRADS)
+    weights = {kind: _KINDS[kind][0] for kind in allowed if _KINDS[kind][1](param, dtype)}
     return chance.weighted(weights)(chance, param, dtype)
 
 
@@ -86,26 +83,31 @@ def _dtype(chance: Source, param: Tensor, by_hand: bool) -> torch.dtype:
     return chance.pick(REAL) if mixed else param.dtype
 
 
+def disguised(chance: Source, values: Tensor, text: str) -> tuple[Tensor, str]:
+    """The same numbers: mostly as they are, or with other strides, or lazily negated."""
+    form = chance.integer(0, 9)
+    if form == 9 and values.dim() > 1:
+        return values.transpose(0, -1).contiguous().transpose(0, -1), text + " transposed"
+    if form == 8 and values.dim():
+        return values.repeat_interleave(2, -1)[..., ::2], text + " with gaps"
+    if form == 7 and values.dim():
+        return values.repeat_interleave(2, 0)[::2], text + " with gaps between rows"
+    if form == 6 and values.is_complex():
+        return values.conj_physical().conj(), text + " conjugated"
+    if form == 6:
+        return torch._neg_view(values.neg()), text + " negated"
+    return values, text
+
+
 # Strided
 
 
 def strided(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     values, text = chance.numbers(param.shape, dtype), f"strided {dtype}"
-    form = chance.integer(0, 9)
-    if form == 0 and values.dim() > 1:
-        values, text = values.transpose(0, -1).contiguous().transpose(0, -1), text + " transposed"
-    elif form == 1 and values.dim():
-        values = values.repeat_interleave(2, -1)[..., ::2]
-        text += " with gaps"
-    elif form == 2 and values.dim() and values.shape[0]:
-        values = values[:1].expand(values.shape)
-        text += " expanded"
-    elif form == 3 and not dtype.is_complex:
-        values = torch._neg_view(values)
-        text += " negated"
-    elif form == 4 and dtype.is_complex:
-        values = values.conj()
-        text += " conjugated"
+    if values.dim() and values.shape[0] and chance.one_in(10):
+        values, text = values[:1].expand(values.shape), text + " expanded"
+    else:
+        values, text = disguised(chance, values, text)
     dense = values.resolve_conj().resolve_neg().to(wide(dtype), copy=True)
     return Drawn(values, dense, torch.ones(param.shape, dtype=torch.bool), text)
 
@@ -134,15 +136,12 @@ def coo(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     ).reshape(sparse_dim, nnz)
     values = chance.numbers((nnz, *shape[sparse_dim:]), dtype)
     text = f"COO {dtype} sparse_dim={sparse_dim} indices={indices.tolist()}"
-    form = chance.integer(0, 7)
-    if form == 0:
+    if chance.one_in(8):
         indices, text = indices.repeat_interleave(2, 1)[:, ::2], text + " indices with gaps"
-    elif form == 1 and nnz:
+    if nnz and chance.one_in(8):
         values, text = values[:1].expand(values.shape), text + " values expanded"
-    elif form == 2:
-        values, text = values.repeat_interleave(2, 0)[::2], text + " values with gaps"
-    elif form == 3 and not dtype.is_complex:
-        values, text = torch._neg_view(values), text + " values negated"
+    else:
+        values, text = disguised(chance, values, text)
     dense, held = scattered(shape, leading, indices, values)
     grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
     if chance.one_in(3) and sparse_dim:
@@ -150,6 +149,18 @@ def coo(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
         grad = torch.sparse_coo_tensor(indices, plain, shape, check_invariants=False).coalesce()
         text += " coalesced"
     return Drawn(grad, dense, held, text)
+
+
+def plain_coo(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
+    """Of entries that torch.optim.SparseAdam takes as well."""
+    rows = param.shape[0] if param.dim() else 1
+    nnz = chance.pick([0, 1, 2, 5, 12]) if rows else 0
+    indices = torch.tensor([chance.integers(nnz, rows)], dtype=torch.int64)
+    values = chance.numbers((nnz, *param.shape[1:]), dtype)
+    dense, held = scattered(tuple(param.shape), (rows,), indices, values)
+    indices = indices[: param.dim()]
+    grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+    return Drawn(grad.coalesce() if param.dim() and chance.one_in(3) else grad, dense, held)
 
 
 def scattered(
@@ -288,8 +299,7 @@ def touched(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
         positions = positions.int()
     if chance.one_in(4):
         positions = positions.reshape(1, -1)
-    if chance.one_in(4):
-        values = values.repeat_interleave(2, -1)[..., ::2]
+    values, text = disguised(chance, values, text)
     sizes = () if by_rows and chance.one_in(2) else (slots, block)
     if not sizes:
         return Drawn(
@@ -332,8 +342,7 @@ def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     if not blocked:
         entries = entries.squeeze(batch_dims + 2).squeeze(batch_dims + 1)
     integers = chance.pick([torch.int64, torch.int64, torch.int32])
-    if chance.one_in(5) and entries.dim():
-        entries = entries.repeat_interleave(2, 0)[::2]
+    entries, disguise = disguised(chance, entries, "")
     grad = torch.sparse_compressed_tensor(
         starts.to(integers).expand(*batch, -1).contiguous(),
         others.to(integers).expand(*batch, -1).contiguous(),
@@ -344,7 +353,7 @@ def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     )
     held = grid.repeat_interleave(high, 0).repeat_interleave(width, 1)
     held = held.reshape(rows, columns, *[1] * dense_dims).expand(shape)
-    text = f"{layout} {dtype} {integers} blocks {high} x {width}, {len(others)} entries"
+    text = f"{layout} {dtype} {integers} blocks {high} x {width}, {len(others)} entries{disguise}"
     held = held.contiguous()
     return Drawn(grad, torch.where(held, values, 0).to(wide(dtype)), held, text)
 
@@ -377,9 +386,11 @@ def can_be_compressed(param: Tensor, dtype: torch.dtype) -> bool:
 _KINDS: dict[Kind, tuple[int, Callable[[Tensor, torch.dtype], bool]]] = {
     strided: (4, _always),
     coo: (8, _always),
+    plain_coo: (1, _always),
     masked: (1, _can_be_masked),
     compact: (2, _can_be_compact),
     touched: (5, _always),
     compressed: (5, can_be_compressed),
 }
 _GRADS = (strided, coo, masked, compact)
+_BY_HAND = (*_GRADS, touched, compressed)

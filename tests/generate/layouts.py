@@ -11,9 +11,8 @@ from torch.masked import masked_tensor
 
 from sparsestep import IndexedGrad
 from sparsestep.grads.layouts import Gradient as AnyGradient
-from tests.generate.cases import Gradient
+from tests.generate.grads import BY_ROW, Drawn
 
-BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -50,8 +49,9 @@ class Entries:
         whole = self.unit[1] == self.held.shape[1]
         return self.held[:, 0].nonzero().squeeze(1) if whole else None
 
-    def oracle(self) -> Gradient:
-        return Gradient(tuple(self.held.shape), self.held.nonzero().t(), self.values[self.held])
+    def drawn(self, grad: AnyGradient) -> Drawn:
+        """One way to store it, with what it means."""
+        return Drawn(grad, torch.where(self.held, self.values, 0.0).double(), self.held)
 
     def scattered(self, places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """In any order, and some of it in parts that are to be summed."""

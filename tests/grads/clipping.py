@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from tests.generate.grads import as_dense
+
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
 
 
@@ -21,18 +23,13 @@ def coo(indices: list, values: Tensor | list, shape: tuple, dtype=torch.float32)
     return torch.sparse_coo_tensor(torch.tensor(indices).reshape(-1, len(values)), values, shape)
 
 
-def dense(grad: Tensor) -> Tensor:
-    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return wide.to_dense() if wide.is_sparse else wide
-
-
 def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
     for our, their in zip(ours, theirs, strict=True):
         if their.grad is None:
             assert our.grad is None
             continue
         assert our.grad.dtype == their.grad.dtype
-        left, right = dense(our.grad), dense(their.grad)
+        left, right = as_dense(our.grad), as_dense(their.grad)
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 

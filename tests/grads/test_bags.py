@@ -13,7 +13,7 @@ from sparsestep import IndexedGrad, InputError, _native
 from sparsestep.engines.reference import summed
 from sparsestep.grads.norms import slot_norms
 from tests.generate.cases import each_case
-from tests.grads.layout_runs import Run
+from tests.subject import by_hand
 from tests.table import ENGINES, EVERY, Variant, dtypes, on_each_engine, running_on, same_bits
 
 
@@ -52,10 +52,10 @@ def test_what_is_written_out_gives_the_same_bits(
     grad = of_dtype(grad, dtype)
     start = torch.linspace(-1, 1, grad.num_slots * grad.slot_size).reshape(7, -1).to(dtype)
     with running_on(engine) as name:
-        ours, plain = (Run(variant, name, start) for _ in range(2))
+        ours, plain = (by_hand(variant, name, start) for _ in range(2))
         for _ in range(2):
-            ours.step(grad)
-            plain.step(grad.expanded())
+            ours.take(grad)
+            plain.take(grad.expanded())
         assert ours.same_as(plain)
 
 

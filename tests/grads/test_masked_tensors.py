@@ -9,26 +9,35 @@ from torch import Tensor
 from sparsestep import functional
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.generate.layouts import Entries
-from tests.grads.layout_runs import MARKS, Run, each_kind, randn
-from tests.table import Variant, each_optimizer, running_on, same_bits, state_tensors
+from tests.properties.marks import QUIET
+from tests.subject import by_hand
+from tests.table import (
+    Variant,
+    each_engine,
+    each_optimizer,
+    randn,
+    running_on,
+    same_bits,
+    state_tensors,
+)
 
-pytestmark = [*MARKS, pytest.mark.usefixtures("one_thread")]
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 
 
 @each_optimizer
-@each_kind
+@each_engine
 def test_masked_tensors_as_grad(optimizer: type[RuleOptimizer], engine: str):
     """The optimizer classes take from .grad what their functional twins are handed."""
     steps = [Entries.random((6, 8), (1, 1), 0.4, seed).stored(torch.float32) for seed in range(3)]
     with running_on(engine) as name:
         for layout in ("masked", "masked strides", "masked coo", "masked coo rows", "coo"):
-            run = Run(Variant(optimizer, {}), name, randn((6, 8)))
+            run = by_hand(Variant(optimizer, {}), name, randn((6, 8)))
             param = torch.nn.Parameter(randn((6, 8)))
             opt = optimizer([param], engine=name)
             for stored in steps:
                 grad, _ = stored[layout]
                 assert isinstance(grad, Tensor)
-                run.step(grad)
+                run.take(grad)
                 param.grad = grad
                 opt.step()
                 opt.zero_grad()
@@ -61,7 +70,7 @@ def notebook() -> tuple[Tensor, Entries, Tensor]:
     return torch.arange(8.0).reshape(2, 4), Entries(values, values != 0), torch.full((2, 4), 0.5)
 
 
-@each_kind
+@each_engine
 def test_the_example_of_the_notebook(engine: str):
     start, entries, _ = notebook()
     theirs = torch.nn.Parameter(start.clone())

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.optim.functional import FunctionalOptimizer
-from tests.optim.layouts import (
-    CASES,
-    LAYOUTS,
-    each_kind,
-    each_layout,
-    of_compressed,
-    of_masked_tensors,
-)
-from tests.optim.own_rules import SHAPE, close, randn, table_of
-from tests.table import same_bits, snapshot, unchanged
+from tests.generate.layouts import Entries
+from tests.optim.own_rules import SHAPE, adagrad, close, randn, table_of
+from tests.properties.marks import QUIET
+from tests.subject import by_hand
+from tests.table import Variant, same_bits, sm3_by_rows, snapshot, unchanged
+
+pytestmark = QUIET
 
 
 @sparsestep.rule(state={"sum": 0.0})
@@ -38,37 +35,26 @@ def sm3_in_place(param, grad, accumulator, *, lr=0.1, eps=1e-10):
     return param, accumulator
 
 
-class FunctionalInPlace(FunctionalOptimizer):
-    optimizer_class = adagrad_in_place
-
-
-class FunctionalSm3InPlace(FunctionalOptimizer):
-    optimizer_class = sm3_in_place
-
-
-@each_layout
-@each_kind
-@of_masked_tensors
-@of_compressed
+@pytest.mark.parametrize("rules", [(adagrad, adagrad_in_place), (sm3_by_rows, sm3_in_place)])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_formula_may_work_in_place(layout: str, kind: str, decay: float):
+def test_a_formula_may_work_in_place(rules: tuple[Any, Any], decay: float):
     """Its arguments are copies: numbers and gradients are as if it did not.
 
     Decay moves the whole row that a rule by rows sees, of which only what is held counts.
     """
-    in_place = {"per element": FunctionalInPlace, "per row": FunctionalSm3InPlace}[kind]
-    _, functional, _, name, _ = CASES[kind]
-    weights = [randn(*SHAPE), randn(*SHAPE)]
-    options = {"lr": 0.1, "weight_decay": decay}
-    opts = [functional([weights[0]], **options), in_place([weights[1]], **options)]
-    for seed in range(4):
-        given = [LAYOUTS[layout](seed) for _ in range(3)]
-        for opt, each in zip(opts, given, strict=False):
-            opt.step([each.grad])
-        assert close(*weights)
-        assert close(*(opt.state[w][name] for opt, w in zip(opts, weights, strict=True)))
-        if layout == "strided":
-            assert same_bits(given[1].grad, given[2].grad)
+    several = [Entries.random(SHAPE, (2, 2), 0.4, seed) for seed in range(4)]
+    stored = [entries.stored(torch.float32, by_row=True) for entries in several]
+    for layout in stored[0]:
+        plain, in_place = (
+            by_hand(Variant(rule, {"lr": 0.1}), "auto", randn(*SHAPE), weight_decay=decay)
+            for rule in rules
+        )
+        for entries, each in zip(several, stored, strict=True):
+            grad = entries.drawn(each[layout][0])
+            plain.take(grad.grad)
+            in_place.take(grad.grad)
+            assert grad.is_as_given(), layout
+        assert all(map(close, plain.tensors, in_place.tensors)), layout
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (4,), ()], ids=str)

@@ -1,4 +1,4 @@
-"""A user's own formula takes every layout, and masks."""
+"""What a user's formula is given: slots, each once, in the widest dtype."""
 
 from __future__ import annotations
 
@@ -8,84 +8,8 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.errors import InputError
 from sparsestep.optim.functional import FunctionalOptimizer
-from tests.optim.layouts import (
-    CASES,
-    LAYOUTS,
-    Given,
-    each_kind,
-    each_layout,
-    of_compressed,
-    of_masked_tensors,
-)
-from tests.optim.own_rules import SHAPE, close, randn, table_of, trained
-from tests.table import same_bits
-
-# What torch lets be assigned to ``param.grad`` of a strided param.
-ASSIGNABLE = ["COO, rows", "COO, elements", "MaskedTensor", "strided"]
-
-
-@each_layout
-@each_kind
-@of_masked_tensors
-@of_compressed
-def test_every_layout_by_hand(layout: str, kind: str):
-    _, functional, oracle, name, shape = CASES[kind]
-    weight = randn(*SHAPE)
-    expected, kept = weight.clone(), torch.zeros(shape)
-    opt = functional([weight], lr=0.1)
-    for seed in range(4):
-        given = LAYOUTS[layout](seed)
-        expected, kept = oracle(expected, kept, given)
-        opt.step([given.grad])
-        assert close(weight, expected)
-        assert close(opt.state[weight][name], kept)
-    assert same_bits(weight, randn(*SHAPE)) is False
-
-
-@pytest.mark.parametrize("layout", ASSIGNABLE)
-@each_kind
-@of_masked_tensors
-def test_every_layout_that_torch_lets_be_a_grad(layout: str, kind: str):
-    cls, _, oracle, name, shape = CASES[kind]
-    param = table_of()
-    expected, kept = param.detach().clone(), torch.zeros(shape)
-    opt = cls([param], lr=0.1)
-    for seed in range(4):
-        given = LAYOUTS[layout](seed)
-        expected, kept = oracle(expected, kept, given)
-        param.grad = given.grad
-        opt.step()
-        assert close(param.detach(), expected)
-        assert close(opt.state[param][name], kept)
-
-
-@pytest.mark.parametrize("layout", ["strided", "COO, rows", "COO, elements"])
-@pytest.mark.parametrize("by", ["row", "element"])
-@each_kind
-def test_a_mask(layout: str, by: str, kind: str):
-    cls, _, oracle, name, shape = CASES[kind]
-    mask = torch.tensor([True, True, False, False, True, False])
-    if by == "element":
-        mask = mask[:, None] & torch.tensor([True, False, True, True])
-    param = table_of()
-    if (by, kind) == ("element", "per row"):
-        with pytest.raises(InputError, match=r"mask 0 must have shape \(6,\)"):
-            cls([param], lr=0.1, mask=mask)
-        return
-    whole = mask if by == "element" else mask[:, None].expand(SHAPE)
-    expected, kept = param.detach().clone(), torch.zeros(shape)
-    opt = cls([param], lr=0.1, mask=mask)
-    for seed in range(4):
-        given = LAYOUTS[layout](seed)
-        param.grad = given.grad
-        given = Given(given.grad, given.total * whole, given.held & whole)
-        expected, kept = oracle(expected, kept, given)
-        opt.step()
-        assert close(param.detach(), expected)
-        assert close(opt.state[param][name], kept)
-    assert same_bits(param.detach()[~whole], randn(*SHAPE)[~whole])
+from tests.optim.own_rules import trained
 
 
 def test_what_the_function_sees():

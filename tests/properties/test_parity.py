@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
 import sparsestep
-from tests.generate.cases import Case, cases, take_step
+from tests.generate.cases import Case, cases
+from tests.generate.grads import Drawn, plain_coo
+from tests.properties.marks import QUIET
 from tests.table import each_dtype, each_engine, running_on, same_bits
+
+pytestmark = QUIET
+
+
+def take_step(opt: torch.optim.Optimizer, params: list, drawn: list[Drawn | None]) -> None:
+    for param, each in zip(params, drawn, strict=True):
+        param.grad = None if each is None else each.grad.to(param.dtype)
+    opt.step()
 
 
 def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
@@ -23,26 +32,23 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
 
 
 @each_engine
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@given(case=cases(dense=False, max_steps=20))
+@given(case=cases(max_steps=20, dtypes={torch.float32: 1, torch.float64: 1}, kinds=(plain_coo,)))
 @settings(max_examples=settings.default.max_examples // 2)  # of up to twenty steps each
-def test_step_by_step_like_torch(engine: str, dtype: torch.dtype, case: Case):
+def test_step_by_step_like_torch(engine: str, case: Case):
     """Both start each step from torch's params, so that the distance is that of one step."""
-    ours = [torch.nn.Parameter(p) for p in case.params(dtype)]
-    theirs = [torch.nn.Parameter(p) for p in case.params(dtype)]
+    ours, theirs = case.params(), case.params()
     with running_on(engine) as name:
         our_opt = sparsestep.SparseAdam(case.groups(ours), **case.options, engine=name)
         their_opt = torch.optim.SparseAdam(case.groups(theirs), **case.options)
-        for gradients in case.steps:
+        for drawn in case.steps:
             before = [p.detach().clone() for p in theirs]
-            take_step(our_opt, ours, gradients, dtype)
-            take_step(their_opt, theirs, gradients, dtype)
-            for our, their, old, gradient in zip(ours, theirs, before, gradients, strict=True):
-                limit = 1e-6 if dtype == torch.float32 else 1e-14
+            take_step(our_opt, ours, drawn)
+            take_step(their_opt, theirs, drawn)
+            for our, their, old, each in zip(ours, theirs, before, drawn, strict=True):
+                limit = 1e-6 if our.dtype == torch.float32 else 1e-14
                 assert distance(our.detach(), their.detach(), old) <= limit
-                if gradient is not None:
-                    untouched = ~gradient.mask()
-                    assert same_bits(our.detach()[untouched], old[untouched])
+                if each is not None:
+                    assert same_bits(our.detach()[~each.held], old[~each.held])
                 our.data.copy_(their.data)
         for our, their in zip(ours, theirs, strict=True):
             assert our_opt.state[our].keys() == their_opt.state[their].keys()
@@ -55,24 +61,21 @@ def test_step_by_step_like_torch(engine: str, dtype: torch.dtype, case: Case):
 
 
 @each_engine
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@given(case=cases(dense=False, max_steps=20))
+@given(case=cases(max_steps=20, dtypes={torch.float16: 1, torch.bfloat16: 1}, kinds=(plain_coo,)))
 @settings(max_examples=settings.default.max_examples // 2)  # of up to twenty steps each
-def test_half_precision_is_torch_in_float32_rounded_once(
-    engine: str, dtype: torch.dtype, case: Case
-):
+def test_half_precision_is_torch_in_float32_rounded_once(engine: str, case: Case):
     """What torch computes in float32 from the same params, to half of the last place."""
-    ours = [torch.nn.Parameter(p) for p in case.params(dtype)]
+    ours = case.params()
     theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
     with running_on(engine) as name:
         our_opt = sparsestep.SparseAdam(case.groups(ours), **case.options, engine=name)
         their_opt = torch.optim.SparseAdam(case.groups(theirs), **case.options)
-        for gradients in case.steps:
+        for drawn in case.steps:
             before = [p.detach().clone() for p in theirs]
-            take_step(our_opt, ours, gradients, dtype)
-            take_step(their_opt, theirs, gradients, torch.float32)
+            take_step(our_opt, ours, drawn)
+            take_step(their_opt, theirs, drawn)
             for our, their, old in zip(ours, theirs, before, strict=True):
-                info = torch.finfo(dtype)
+                info = torch.finfo(our.dtype)
                 value = their.detach()
                 half_place = value.abs() * (info.eps / 2) + info.smallest_normal * info.eps
                 in_float32 = 1e-6 * torch.maximum(value.abs(), (value - old).abs())

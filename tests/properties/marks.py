@@ -1,0 +1,10 @@
+"""Marks that property tests share."""
+
+import pytest
+
+# What torch warns of in gradients of rare layouts, and sparsestep in parameters of rare strides.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors"),
+    pytest.mark.filterwarnings("ignore::sparsestep.SlowWarning"),
+]

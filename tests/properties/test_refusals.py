@@ -1,0 +1,433 @@
+"""Invalid input is refused with one sentence, through every entry point, and nothing changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sparsestep
+from sparsestep import InputError
+from sparsestep.optim.optimizer import RuleOptimizer
+from tests.generate.cases import each_case
+from tests.generate.garbage import BROKEN, Unusable, any_garbage, broken_parts, fake
+from tests.generate.grads import any_grad
+from tests.generate.params import any_param
+from tests.generate.source import DrawnSource
+from tests.properties.marks import QUIET
+from tests.subject import Subject, by_hand, by_hand_class, refused
+from tests.table import (
+    FUNCTIONS,
+    PLAIN,
+    STATEFUL,
+    WITH_DENSE,
+    Variant,
+    each_optimizer,
+    on_each_engine,
+    randn,
+    running_on,
+    same_bits,
+)
+
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's, of experimental tensors
+]
+SHAPE = (4, 6)
+
+
+class Handed(torch.nn.Parameter):
+    """A parameter whose gradient is whatever it was handed: torch itself refuses some bad ones."""
+
+    handed: Any = None
+
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        return self.handed
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.handed = value
+
+
+def coo(rows: list[int], shape: tuple[int, ...] = SHAPE) -> Tensor:
+    values = randn((len(rows), *shape[1:]), len(rows))
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, shape)
+
+
+# Entry points: an optimizer, and how the gradient of its last parameter reaches it.
+
+Way = tuple[Any, Callable[[Any], Any]]
+
+
+def steps(variant: Variant, engine: str, *, later: int = 0, **options: Any) -> Way:
+    params: list[Any] = [Handed(randn(SHAPE), requires_grad=False) for _ in range(3)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05}]
+    opt = variant(groups, engine=engine, **options)
+    for _ in range(later):
+        for param in params:
+            param.grad = coo([1, 1, 3])
+        opt.step()
+
+    def step(grad: Any) -> None:
+        for param in params[:-1]:
+            param.grad = coo([2, 0])
+        params[-1].grad = grad
+        opt.step()
+
+    return opt, step
+
+
+def masked(variant: Variant, engine: str) -> Way:
+    opt, step = steps(variant, engine, later=1)
+    for group in opt.param_groups:
+        group["mask"] = [torch.tensor([True, False, True, True]) for _ in group["params"]]
+    return opt, step
+
+
+def deferred(variant: Variant, engine: str) -> Way:
+    return steps(variant, engine, later=2, semantics="dense")
+
+
+def functional_step(variant: Variant, engine: str) -> Way:
+    subject = by_hand(variant, engine, randn(SHAPE))
+    return subject.front, lambda grad: subject.front.step([grad])
+
+
+def step_param(variant: Variant, engine: str) -> Way:
+    """Of a parameter that the optimizer has not seen before."""
+    front = by_hand(variant, engine, randn(SHAPE)).front
+    return front, lambda grad: front.step_param(randn(SHAPE), grad)
+
+
+ENTRIES: dict[str, Callable[[Variant, str], Way]] = {
+    "first step": steps,
+    "replayed step": lambda variant, engine: steps(variant, engine, later=3),
+    "masked step": masked,
+    "dense semantics": deferred,
+    "functional step": functional_step,
+    "step_param": step_param,
+}
+each_entry = pytest.mark.parametrize("entry", ENTRIES)
+
+
+@each_entry
+@on_each_engine(PLAIN)
+def test_broken_gradients(variant: Variant, engine: str, entry: str):
+    """Gradients of all sorts in the last parameter, one after the other; then a valid one."""
+    if entry == "dense semantics" and variant.cls not in WITH_DENSE:
+        return
+    with running_on(engine) as name:
+        opt, give = ENTRIES[entry](variant, name)
+        for kind, make in BROKEN.items():
+            if make() is None:
+                continue
+            with refused(opt, note=kind):
+                give(make())
+        give(coo([1, 3]))
+
+
+@pytest.mark.parametrize("entry", ["first step", "functional step"])
+@pytest.mark.parametrize("variant", [PLAIN[1], PLAIN[5]], ids=str)
+def test_indexed_grads_with_a_broken_field(variant: Variant, entry: str):
+    opt, give = ENTRIES[entry](variant, "auto")
+    for kind, grad in broken_parts():
+        with refused(opt, note=kind):
+            give(grad)
+
+
+@pytest.mark.parametrize("cls", FUNCTIONS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("engine", ["reference", "native"])
+def test_functions(cls: type[RuleOptimizer], engine: str):
+    """Bad gradients, state and options: refused by a message that begins with the function."""
+    function = FUNCTIONS[cls]
+    takes = inspect.signature(function).parameters
+    variant = Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {})
+    options = {**variant.options, "engine": engine, "step": 1}
+    options = {name: value for name, value in options.items() if name in takes}
+    param = randn(SHAPE)
+    state = fresh_state(variant, param)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+
+    def assert_refused(grad: Any, note: str, **wrong: Any) -> None:
+        with pytest.raises(InputError) as raised:
+            function(param, grad, **{**state, **options, **wrong})
+        text = str(raised.value)
+        assert text.startswith(f"{function.__name__}: "), (note, text)
+        assert "\n" not in text, note
+        assert same_bits(param, randn(SHAPE)), note
+        assert all(same_bits(state[name], old) for name, old in before.items()), note
+
+    for kind, make in BROKEN.items():
+        assert_refused(make(), kind)
+    mask = torch.tensor([True, False, True, True])
+    assert_refused(coo([1, 4]), "index under a mask", mask=mask)
+    assert_refused(None, "no gradient")
+    name = list(state)[-1]
+    for kind, bad in bad_state(state[name]).items():
+        assert_refused(coo([1]), kind, **{name: bad})
+    for kind, wrong in BAD_OPTIONS.items():
+        if wrong.keys() <= takes.keys():
+            assert_refused(coo([1]), kind, **wrong)
+    for option, value in INVALID.items():
+        if option in takes:
+            assert_refused(coo([1]), option, **{option: value})
+            with pytest.raises(InputError):
+                cls([param], **{**variant.options, option: value})
+
+
+def fresh_state(variant: Variant, param: Tensor) -> dict[str, Tensor]:
+    opt = variant([param.clone()])
+    opt.materialize_state()
+    (record,) = opt.state.values()
+    return {spec.name: record[spec.name] for spec in variant.rule.state}
+
+
+def bad_state(good: Tensor) -> dict[str, Any]:
+    return {
+        "state of another shape": torch.zeros(*good.shape, 2),
+        "state of integers": good.long(),
+        "complex state": good.to(torch.complex64),
+        "state on meta": good.to("meta"),
+        "state with shared memory": torch.zeros(1).expand(good.shape),
+        "sparse state": good.to_sparse_coo(),
+        "state that is a number": 0.0,
+        "fake state": fake(),
+        "state without memory": Unusable(good),
+    }
+
+
+ROWS = torch.ones(4, dtype=torch.bool)
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "step 0": {"step": 0},
+    "step -1": {"step": torch.tensor(-1.0)},
+    "step 1.5": {"step": 1.5},
+    "step nan": {"step": torch.tensor(float("nan"))},
+    "step 2**63": {"step": 1 << 63},
+    "two steps": {"step": torch.tensor([1, 2])},
+    "engine": {"engine": "quantum"},
+    "two lrs": {"lr": torch.tensor([0.1, 0.2])},
+    "mask of numbers": {"mask": ROWS.float()},
+    "mask of another length": {"mask": ROWS[1:]},
+    "list of masks": {"mask": [ROWS]},
+    "seed": {"seed": torch.ones(2)},
+}
+INVALID: dict[str, Any] = {
+    "lr": -1.0,
+    "eps": -1e-8,
+    "weight_decay": -0.1,
+    "betas": (0.5, 1.0),
+    "lr_decay": -1.0,
+    "alpha": -0.5,
+    "momentum": -0.9,
+    "beta": -1.0,
+    "l1": -1.0,
+    "l2": -1.0,
+}
+
+
+# Parameters and state
+
+
+def replace(param: Any, data: Tensor, grad: Tensor) -> None:
+    param.grad = None
+    param.data = data
+    param.grad = grad
+
+
+SPOILED: dict[str, Callable[[Any], None]] = {
+    "resized after backward": lambda p: setattr(p, "data", torch.zeros(3, 6)),
+    "of another shape than its state": lambda p: replace(p, torch.zeros(3, 6), coo([1], (3, 6))),
+    "integers": lambda p: replace(p, torch.zeros(SHAPE).long(), torch.ones(SHAPE).long()),
+    "elements that share memory": lambda p: replace(p, torch.zeros(1, 6).expand(SHAPE), coo([1])),
+}
+
+
+@on_each_engine(STATEFUL)
+@pytest.mark.parametrize("kind", SPOILED)
+def test_a_parameter_that_does_not_fit_any_more(variant: Variant, engine: str, kind: str):
+    with running_on(engine) as name:
+        opt, _ = steps(variant, name, later=2)
+        last = opt.param_groups[1]["params"][-1]
+        last.grad = coo([1, 3])
+        SPOILED[kind](last)
+        with refused(opt):
+            opt.step()
+
+
+# SGD takes a missing buffer for a first step, as torch does.
+@on_each_engine([variant for variant in STATEFUL if variant.cls is not sparsestep.SGD])
+def test_state_that_does_not_fit_any_more(variant: Variant, engine: str):
+    with running_on(engine) as name:
+        opt, give = steps(variant, name, later=2)
+        record = opt.state[opt.param_groups[1]["params"][-1]]
+        for key in [spec.name for spec in variant.rule.state]:
+            good = record[key]
+            for kind, bad in bad_state(good).items():
+                if kind in ("state on meta", "fake state", "state without memory"):
+                    continue  # a snapshot cannot read them
+                record[key] = bad
+                with refused(opt, note=f"{key}: {kind}"):
+                    give(coo([1]))
+            record[key] = good
+        del record[key]
+        with refused(opt):
+            give(coo([1]))
+        record[key] = good
+        give(coo([1]))
+
+
+def bad_masks() -> dict[str, Any]:
+    return {
+        "too short": torch.ones(3, dtype=torch.bool),
+        "too long": torch.ones(5, dtype=torch.bool),
+        "of columns": torch.ones(6, dtype=torch.bool),
+        "a column": torch.ones(4, 1, dtype=torch.bool),
+        "a number": torch.tensor(True),
+        "of floats": torch.ones(4),
+        "of bytes": torch.ones(4, dtype=torch.uint8),
+        "of indices": torch.arange(4),
+        "elsewhere": torch.ones(4, dtype=torch.bool, device="meta"),
+        "a list of too many": [ROWS, None],
+        "an empty list": [],
+        "a list of lists": [[True] * 4],
+        "a dict": {"rows": ROWS},
+    }
+
+
+@on_each_engine(PLAIN)
+def test_masks_that_do_not_fit(variant: Variant, engine: str):
+    """When an optimizer is made, when a group is added, and later: options are the user's."""
+    masks = bad_masks()
+    if variant.rule.by_row:
+        masks["of elements"] = torch.ones(SHAPE, dtype=torch.bool)
+    param = torch.nn.Parameter(randn(SHAPE))
+    with running_on(engine) as name:
+        opt = variant([torch.zeros(2)], engine=name)
+        for kind, mask in masks.items():
+            with pytest.raises(InputError):
+                variant([{"params": [torch.zeros(SHAPE)], "mask": mask}])
+            with refused(opt, note=kind):
+                opt.add_param_group({"params": [param], "mask": mask})
+        opt.add_param_group({"params": [param], "mask": ROWS})  # the parameter is still free
+        for grad in (torch.ones(SHAPE), coo([1, 3])):
+            param.grad = grad
+            opt.param_groups[1]["mask"] = ROWS
+            opt.step()
+            for kind, mask in masks.items():
+                opt.param_groups[1]["mask"] = mask
+                with refused(opt, note=kind):
+                    opt.step()
+
+
+@pytest.mark.parametrize("cls", [sparsestep.SparseAdam, sparsestep.Adam, sparsestep.AdamW])
+def test_counts_per_row_refuse_masks_of_elements(cls: type[RuleOptimizer]):
+    mask = torch.ones(SHAPE, dtype=torch.bool)
+    with pytest.raises(InputError):
+        cls([{"params": [torch.zeros(SHAPE)], "mask": mask}], bias_correction="per_row")
+
+
+# Any garbage
+
+
+@st.composite
+def garbage(draw: st.DrawFn) -> tuple[Tensor, Any, str, bool, Any]:
+    chance = DrawnSource(draw)
+    param, _ = any_param(chance, torch.float32)
+    bad, text, must = any_garbage(chance, param)
+    return param.detach(), bad, text, must, any_grad(chance, param, by_hand=True)
+
+
+@pytest.mark.parametrize("variant", PLAIN, ids=str)
+@each_case(case=garbage())
+def test_any_garbage_is_refused_or_used(variant: Variant, case: tuple[Any, ...]):
+    start, bad, text, must, good = case
+    params = [start.clone(), start.clone()]
+    subject = Subject(by_hand_class(variant.cls)(params, **variant.options, lr=0.1))
+    subject.give_grads([good.grad, bad])
+    if must:
+        with refused(subject.front, note=text):
+            subject.step()
+        return
+    try:
+        subject.step()
+    except InputError:
+        assert same_bits(params[0], start)
+
+
+# Others
+
+
+def test_messages_name_the_parameter():
+    table = torch.nn.Embedding(6, 3, sparse=True)
+    opt = sparsestep.Adam(table.named_parameters())
+    table.weight.grad = coo([9], (6, 3))
+    with pytest.raises(InputError, match=r"^Adam: param 0 of group 0 \(weight\): "):
+        opt.step()
+
+
+def test_bad_input_is_both_a_value_error_and_a_runtime_error():
+    param = torch.nn.Parameter(torch.zeros(SHAPE))
+    opt = sparsestep.SGD([param])
+    param.grad = coo([7])
+    for kind in (ValueError, RuntimeError):
+        with refused(opt, error=kind):
+            opt.step()
+
+
+@each_optimizer
+def test_a_closure_that_raises(optimizer: type[RuleOptimizer]):
+    param = torch.nn.Parameter(torch.zeros(SHAPE))
+    opt = optimizer([param])
+
+    def closure() -> float:
+        param.grad = torch.ones(SHAPE)
+        raise ArithmeticError("the loss could not be computed")
+
+    with refused(opt, error=ArithmeticError):
+        opt.step(closure)
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_the_wrong_number_of_gradients(count: int):
+    opt = sparsestep.FunctionalAdam([torch.zeros(2) for _ in range(3)])
+    with refused(opt):
+        opt.step([torch.ones(2)] * count)
+
+
+def test_every_dtype_is_used_or_refused():
+    dtypes = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+    reals = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    rows, starts = torch.tensor([1]), torch.tensor([0, 1, 1, 1, 1])
+    makers: list[Callable[[torch.dtype], Any]] = [
+        lambda d: torch.zeros(SHAPE, dtype=d),
+        lambda d: torch.sparse_coo_tensor(rows[None], torch.zeros(1, 6, dtype=d), SHAPE),
+        lambda d: torch.sparse_csr_tensor(starts, rows, torch.zeros(1, dtype=d), SHAPE),
+        lambda d: sparsestep.IndexedGrad(rows, torch.zeros(1, 6, dtype=d)),
+        lambda d: sparsestep.IndexedGrad(None, torch.zeros(SHAPE, dtype=d)),
+    ]
+    for own in (torch.float32, torch.complex64):
+        opt = sparsestep.FunctionalAdam([torch.zeros(SHAPE, dtype=own)])
+        for dtype in dtypes:
+            for make in makers:
+                try:
+                    grad = make(dtype)
+                except (RuntimeError, NotImplementedError):
+                    continue  # torch has no such tensor
+                if dtype in reals if own is torch.float32 else dtype is own:
+                    opt.step([grad])
+                else:
+                    with refused(opt, note=str(dtype)):
+                        opt.step([grad])
+
+
+def test_a_parameter_that_cannot_be_written():
+    for param in ("x", fake(), Unusable(torch.ones(SHAPE)), torch._efficientzerotensor(SHAPE)):
+        with pytest.raises(InputError):
+            sparsestep.functional.sgd_(param, torch.ones(SHAPE))
