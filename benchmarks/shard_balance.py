@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsestep.distributed._packing import distinct, split_singles
+from sparsestep.distributed._packing import split_by_owner, unique_ids
 
 
 def zipf(count: int, rows: int, draw: torch.Generator) -> Tensor:
@@ -32,15 +32,15 @@ def busiest(ranks: int, rows: int, ids_per_rank: int) -> dict[str, float]:
         rows: of the table.
         ids_per_rank: that each looks up.
     """
-    names = ("dealt, distinct", "dealt, all", "blocks, distinct", "blocks, all")
+    names = ("round-robin, distinct", "round-robin, all", "blocks, distinct", "blocks, all")
     asked = {name: torch.zeros(ranks, dtype=torch.int64) for name in names}
     draw = torch.Generator().manual_seed(0)
     block = -(-rows // ranks)
     for _ in range(ranks):
         ids = zipf(ids_per_rank, rows, draw)
-        for name, some in (("distinct", distinct(ids, rows)[0]), ("all", ids)):
-            counts = split_singles(some, ranks, torch.int64).counts
-            asked[f"dealt, {name}"] += torch.tensor(counts)
+        for name, some in (("distinct", unique_ids(ids, rows)[0]), ("all", ids)):
+            counts = split_by_owner(some, None, ranks, torch.int64).ids_per_rank
+            asked[f"round-robin, {name}"] += torch.tensor(counts)
             asked[f"blocks, {name}"] += torch.bincount(some // block, minlength=ranks)
     return {name: float(each.max() / each.double().mean()) for name, each in asked.items()}
 

@@ -125,7 +125,7 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     """Several lookups, several backward calls, a discarded gradient, a graph before the step."""
     if kind == "rows in chunks":
         kind = "rows"
-        rank.monkeypatch.setattr("sparsestep.distributed.collectives.CHUNK", 24)
+        rank.monkeypatch.setattr("sparsestep.distributed.collectives.MAX_MESSAGE_BYTES", 24)
     table, opt = sharded(kind, order="global")
     ones = torch.ones(2, 2)
     table(torch.tensor([5, 6])).backward(ones)
@@ -141,7 +141,7 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     del first, second
     with torch.no_grad():
         table(torch.tensor([0]))
-    assert not table._exchange._ledger.answers, "no lookup is kept for ever"
+    assert not table.sharding.served, "no lookup is kept for ever"
     after = begin()
     for index in range(rank.world):
         for row in (0, index, 1, 0, 2, 2, 1, 0):  # the last two from the graph before the step
@@ -262,17 +262,17 @@ STEPS = 6
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How many lookups send ids when they are done."""
-    from sparsestep.distributed import lookup as lookups
+    from sparsestep.distributed import lookup
 
     calls: list[int] = []
-    real = lookups.send_ids
+    real = lookup.exchange_ids
 
-    def send_ids(*arguments: Any) -> Any:
+    def exchange_ids(*arguments: Any) -> Any:
         calls.append(1)
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookups, "send_ids", send_ids)
+        patch.setattr(lookup, "exchange_ids", exchange_ids)
         yield calls
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep._torch import group_timeout
-from sparsestep.distributed import checkpoint as writing
+from sparsestep.distributed import checkpoint
 from sparsestep.distributed._handshake import Peers
-from sparsestep.distributed.checkpoint import _manifest as files
-from sparsestep.distributed.checkpoint import _manifest as manifest
-from sparsestep.distributed.checkpoint import _state as contents
+from sparsestep.distributed.checkpoint._files import _Files, _Summed
+from sparsestep.distributed.checkpoint._manifest import Manifest
+from sparsestep.distributed.checkpoint._state import TensorLayouts
 from tests.distributed.runs import (
     STEPS,
     Batch,
@@ -130,25 +130,25 @@ def assert_bits(ours: Results, theirs: Results) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_training_goes_on_from_a_checkpoint_of_any_number_of_ranks(runs: Any, name: str):
     """Into the same kind and into another, as if there had been one process all the time."""
-    folder, found = runs
+    folder, trained = runs
     case = CASES[name]
     model, opt = begin(case, "plain")
     half = go_on(case, model, opt, HALF)
     whole = go_on(case, model, opt, REST)
     keys = itertools.product((name,), (case.kind, OTHER[name]), (1, 2, 3), (1, 2, 3))
     for key in keys:
-        assert_bits(found[key], whole)
+        assert_bits(trained[key], whole)
     for world in (1, 2, 3):  # a checkpoint becomes an ordinary one
-        checkpoint = sparsestep.distributed.consolidate(folder / f"{name}-{world}")
+        found = sparsestep.distributed.consolidate(folder / f"{name}-{world}")
         plain = Tables()
-        plain.load_state_dict(checkpoint["model"])
+        plain.load_state_dict(found["model"])
         other = case.make(plain.parameters(), lr=1.0, semantics=case.semantics)
-        other.load_state_dict(checkpoint["optimizer"])
+        other.load_state_dict(found["optimizer"])
         assert other.param_groups[0]["lr"] == 0.1
         assert_bits(go_on(case, plain, other, range(0)), half)
     if case.make is sparsestep.SparseAdam:
         theirs = torch.optim.SparseAdam(list(Tables().parameters()))
-        theirs.load_state_dict(checkpoint["optimizer"])
+        theirs.load_state_dict(found["optimizer"])
 
 
 def test_a_plain_model_saves_what_a_sharded_one_loads(tmp_path: Path):
@@ -255,12 +255,12 @@ def test_ranks_that_do_not_share_a_disk(rank: Rank):
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 SAVES: dict[str, tuple[int, tuple[Any, str], BaseException]] = {
-    "disk full on 1": (1, (files._Summed, "write"), FULL),
-    "disk full on 0": (0, (files._Summed, "write"), FULL),
-    "disk full at the end": (0, (manifest.Manifest, "encode"), FULL),
-    "interrupted": (1, (files._Files, "create_stream"), KeyboardInterrupt()),
-    "out of memory": (1, (files._Files, "create_stream"), MemoryError("none")),
-    "out of memory before": (1, (contents.About, "pack"), MemoryError("none")),
+    "disk full on 1": (1, (_Summed, "write"), FULL),
+    "disk full on 0": (0, (_Summed, "write"), FULL),
+    "disk full at the end": (0, (Manifest, "encode"), FULL),
+    "interrupted": (1, (_Files, "create_stream"), KeyboardInterrupt()),
+    "out of memory": (1, (_Files, "create_stream"), MemoryError("none")),
+    "out of memory before": (1, (TensorLayouts, "pack"), MemoryError("none")),
 }
 
 
@@ -341,13 +341,13 @@ def test_a_rank_without_memory_for_the_last_agreement_takes_back_its_consent(ran
 
 @ranks(2)
 def test_the_group_that_saves_in_the_background_has_the_timeout_of_the_user(rank: Rank):
-    training, write, groups = Training(1, rank), writing.write, []
+    training, write, groups = Training(1, rank), checkpoint._dcp_save, []
 
     def watching(content: Any, folder: Path, peers: Any) -> None:
         groups.append((peers.group, group_timeout(peers.group)))
         write(content, folder, peers)
 
-    rank.monkeypatch.setattr(writing, "write", watching)
+    rank.monkeypatch.setattr(checkpoint, "_dcp_save", watching)
     training.async_save(rank.folder / "checkpoint")
     ((group, timeout),) = groups
     assert group is not torch.distributed.group.WORLD

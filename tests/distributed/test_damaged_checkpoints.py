@@ -27,8 +27,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sparsestep.distributed import checkpoint as writing
-from sparsestep.distributed.checkpoint import _manifest as files
+from sparsestep.distributed.checkpoint import _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from tests.table import EVERYTHING
 
@@ -173,14 +172,14 @@ def test_a_folder_that_is_none_is_refused(here: Training, tmp_path: Path):
 
 def test_a_checkpoint_of_torch_alone_is_refused(here: Training, tmp_path: Path):
     """It says nothing of param groups and vocabularies."""
-    with writing._quiet():
+    with ignore_dcp_warnings():
         torch.distributed.checkpoint.save(here.model.state_dict(), checkpoint_id=tmp_path / "dcp")
     refuse(here, tmp_path / "dcp", MANIFEST)
 
 
 def test_torch_reads_the_tensors(folder: Path):
     weight = torch.empty(8, 3)
-    with writing._quiet():
+    with ignore_dcp_warnings():
         torch.distributed.checkpoint.load({"model.table.weight": weight}, checkpoint_id=folder)
     assert torch.equal(weight, sparsestep.distributed.consolidate(folder)["model"]["table.weight"])
     assert str(folder.parent).encode() not in (folder / METADATA).read_bytes()
@@ -378,7 +377,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(
     expected, replaced = found.snapshot(), later.snapshot()
     faults = Faults(monkeypatch, error)
     faults.add(Stream, "write")
-    faults.add(files._Files, "create_stream")
+    faults.add(_files._Files, "create_stream")
     create_stream = FileSystem.create_stream
 
     @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.distributed import _functional_optim as scripted
+from sparsestep.distributed._functional_optim import SharedOptimizer, make_functional
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from tests.table import same_bits
@@ -110,7 +110,7 @@ def test_a_held_optimizer_lives_as_long_as_it_is_needed():
             made.append(weakref.ref(self))
 
     weight = torch.zeros(6, 3)
-    opt = held(scripted.functional(Noted, [weight], lr=1.0))
+    opt = held(make_functional(Noted, [weight], lr=1.0))
     gc.collect()
     opt.step([torch.ones(6, 3)])
     opt.step([None])
@@ -140,7 +140,7 @@ def test_optimizers_of_the_same_parameters_wait_for_each_other():
     weights = [torch.zeros(200, 64), torch.zeros(200, 64)]
     grad = torch.sparse_coo_tensor(torch.arange(200)[None], torch.ones(200, 64), (200, 64))
     opts = [
-        scripted.Served(sparsestep.FunctionalSGD(order, lr=1.0, engine="reference"))
+        SharedOptimizer(sparsestep.FunctionalSGD(order, lr=1.0, engine="reference"))
         for order in (weights, weights[::-1])
     ]
     threads = [
@@ -163,7 +163,7 @@ def test_optimizers_of_the_same_parameters_wait_for_each_other():
 def test_a_parameter_given_twice_does_not_wait_for_itself():
     weight = torch.zeros(6, 3)
     with pytest.warns(UserWarning, match="duplicate"):
-        opt = scripted.Served(sparsestep.FunctionalSGD([weight, weight], lr=1.0))
+        opt = SharedOptimizer(sparsestep.FunctionalSGD([weight, weight], lr=1.0))
     opt.step([torch.ones(6, 3), torch.ones(6, 3)])
     assert weight.unique().tolist() == [-2.0]
 

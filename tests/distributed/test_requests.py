@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed._table import Table
-from sparsestep.distributed.collectives import Wire
-from sparsestep.distributed.exchange import Exchange
-from sparsestep.distributed.plan import Placement
-from sparsestep.distributed.shard import make_sharded
+from sparsestep.distributed._table import ShardedTable, TableGroup
+from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.grads import ShardedGradSource
+from sparsestep.distributed.placement import PLACEMENTS
+from sparsestep.distributed.shard import _convert_table
 from sparsestep.nn import lookup
 from tests.distributed.runs import KINDS, each_kind
 
@@ -39,20 +39,28 @@ class Hall:
         return found
 
 
-class Threads(Wire):
+class Threads(Collectives):
     def __init__(self, hall: Hall, rank: int) -> None:
-        self.group, self.hall, self.rank, self.world = None, hall, rank, WORLD
+        self.group, self.hall, self.rank, self.world_size = None, hall, rank, WORLD
         self._allocate_buffers()
 
-    def numbers(self, outgoing: Tensor) -> Tensor:
+    def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         return torch.stack(self.hall.swap(self.rank, list(outgoing)))
 
-    def _swap(self, outgoing: Tensor, incoming: Tensor, lengths: Any, sizes: Any) -> None:
+    def _exchange_bytes(
+        self, outgoing: Tensor, incoming: Tensor, outgoing_sizes: Any, incoming_sizes: Any
+    ) -> None:
+        others = [n for rank, n in enumerate(outgoing_sizes) if rank != self.rank]
         with self.hall.lock:
-            self.hall.sent += sum(max(0, n - 1) for r, n in enumerate(lengths) if r != self.rank)
-        found = self.hall.swap(self.rank, list(outgoing.split(lengths)))
-        assert [len(each) for each in found] == list(sizes)
+            self.hall.sent += sum(max(0, n - 1) for n in others)
+        found = self.hall.swap(self.rank, list(outgoing.split(outgoing_sizes)))
+        assert [len(each) for each in found] == list(incoming_sizes)
         incoming.copy_(torch.cat(found))
+
+
+def placement_of(kind: str, rows: int) -> Any:
+    owner = {"owner": 1} if kind == "tables" else {}
+    return PLACEMENTS[kind]("", rows, DIM, 4, **owner)  # type: ignore[arg-type]
 
 
 def on_threads(
@@ -64,12 +72,15 @@ def on_threads(
 
     def work(rank: int) -> None:
         try:
-            wire, module = Threads(hall, rank), modules[rank]
-            options: Any = {"kind": kind, "owner": 1, "reduce": "sum", "order": order}
-            table = Table("", 0, module, wire, **options)
-            table.make_rows(0)
+            ranks, module = Threads(hall, rank), modules[rank]
+            placement = placement_of(kind, module.num_embeddings)
+            options: Any = {"reduce": "sum", "order": order}
+            table = ShardedTable(0, module, placement, ranks, **options)
+            table.init_rows(0)
             table.build_local(module)
-            make_sharded(module, table, Exchange(wire, [table], 1))
+            group = TableGroup(ranks, [table], 1)
+            group.grads = ShardedGradSource(group)
+            _convert_table(module, table, group)
             outputs[rank] = module(*calls[rank])
             outputs[rank].backward(grads[rank])
             sparsestep.SGD(module.parameters(), lr=0.5).step()
@@ -258,8 +269,7 @@ def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
         calls.append(((begin + batch * torch.arange(length)) % rows,))
     grads = [torch.ones(batch, DIM)] * WORLD
     on_threads(lambda: nn.EmbeddingBag(rows, DIM, mode="sum"), kind, "fast", calls, grads, hall)
-    placement: Any = Placement("", rows, DIM, 4, kind)  # type: ignore[arg-type]
-    said = WORLD * placement.bytes_per_step(WORLD, batch, length)
+    said = WORLD * placement_of(kind, rows).bytes_per_step(WORLD, batch, length)
     if kind == "rows" and length == 3:  # all ids of a bag have one owner here: fewer parts
         assert hall.sent < said
     else:

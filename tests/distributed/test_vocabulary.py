@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed._packing import owner_of
+from sparsestep.distributed.placement import hash_owner
 from sparsestep.errors import InputError
 from sparsestep.nn.vocabulary.id_table import public_hash
 from tests.distributed.runs import said, whole
@@ -62,7 +62,7 @@ class OneProcess:
     def __call__(self, batches: list[Tensor]) -> list[Tensor]:
         """The rows of each rank's ids."""
         ids = torch.cat([each.reshape(-1) for each in batches])
-        owners, rows = owner_of(ids, self.world), torch.empty_like(ids)
+        owners, rows = hash_owner(ids, self.world), torch.empty_like(ids)
         for rank, part in enumerate(self.parts):
             rows[owners == rank] = part(ids[owners == rank]) * self.world + rank
         split = rows.split([each.numel() for each in batches])
@@ -83,7 +83,7 @@ def assert_ids_alike(rank: Rank, vocabulary: Any, reference: OneProcess) -> None
     together = {key: row for each in everything for key, row in each.items()}
     assert len(together) == sum(map(len, everything)) == len(set(together.values()))
     assert {row % rank.world for row in known.values()} == {rank.index}
-    assert set(owner_of(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
+    assert set(hash_owner(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
 
 
 @ranks(2, 3)
@@ -311,7 +311,7 @@ def test_merging_is_that_of_each_rank(rank: Rank):
     plain, ids = sparsestep.nn.Vocabulary(60), torch.arange(9)
     plain(ids)
     merged = vocabulary.merge(plain)
-    owned, is_mine = sparsestep.nn.Vocabulary(60), owner_of(ids, world) == index
+    owned, is_mine = sparsestep.nn.Vocabulary(60), hash_owner(ids, world) == index
     owned(ids[is_mine])
     assert torch.equal(merged[1:][is_mine], local.merge(owned)[1:] * world + index)
     assert rank.gather(merged.tolist()) == [merged.tolist()] * world
@@ -333,7 +333,7 @@ def test_merging_that_a_rank_refuses(rank: Rank):
         message = said(lambda wrong=wrong: vocabulary.merge(wrong))
         assert message.startswith("Vocabulary.merge: all ranks must pass the same")
     ids, many = torch.arange(10 * MERGED), sparsestep.nn.Vocabulary(MERGED)
-    many(ids[owner_of(ids, rank.world) == rank.world - 1][: MERGED // rank.world])
+    many(ids[hash_owner(ids, rank.world) == rank.world - 1][: MERGED // rank.world])
     doing = "merges ids of the table with others"
     wanted = "there must be", "free rows. Got"
     assert_named(rank, lambda: vocabulary.merge(many), doing, *wanted)
@@ -372,7 +372,7 @@ def test_what_is_exported(rank: Rank):
 
 @given(ids=st.lists(st.integers(-(2**63), 2**63 - 1)), world=st.integers(1, 5000))
 def test_the_owner_is_a_hash_of_the_id(ids: list[int], world: int):
-    found = owner_of(torch.tensor(ids, dtype=torch.int64), world).tolist()
+    found = hash_owner(torch.tensor(ids, dtype=torch.int64), world).tolist()
     assert found == [(public_hash(each) >> 32) % world for each in ids]
 
 

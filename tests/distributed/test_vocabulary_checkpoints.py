@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed import collectives as wire
-from sparsestep.distributed._packing import owner_of
+from sparsestep.distributed import collectives
+from sparsestep.distributed.placement import hash_owner
 from tests.distributed.runs import said
 from tests.ranks import on_ranks
 
@@ -176,7 +176,7 @@ def load_ordinary(folder: Path) -> Found:
     model, optimizer = begin(case, "rows")
     model["ids"] = sparsestep.nn.Vocabulary(ROWS, **case.ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "CHUNK", 24)
+        patch.setattr(collectives, "MAX_MESSAGE_BYTES", 24)
         sparsestep.distributed.load(folder / "per row-2", model, optimizer)
     return {"ordinary": (model["ids"].as_dict(), looked_up(model))}
 
@@ -271,7 +271,7 @@ def test_every_id_finds_its_values_and_its_state(runs: Any, name: str):
         for rank, each in enumerate(each[after] for each in ranks[:world]):
             assert {i: each["looked up"][i] for i in expected} == expected
             assert {row % world for row in each["rows"].values()} == {rank}
-            owners = owner_of(torch.tensor(list(each["rows"])), world)
+            owners = hash_owner(torch.tensor(list(each["rows"])), world)
             assert set(owners.tolist()) == {rank}
 
 
@@ -342,7 +342,7 @@ def test_ids_are_given_up_in_the_order_of_eviction(runs: Any, name: str):
     saved, rows = (of_all(ranks, ("full", name), what) for what in ("ids", "rows"))
     given_up = 0
     for rank, each in enumerate(ranks):
-        mine = [i for i in saved if int(owner_of(torch.tensor([i]), 3)) == rank]
+        mine = [i for i in saved if int(hash_owner(torch.tensor([i]), 3)) == rank]
         mine.sort(key=lambda i: (name == "lfu" and saved[i][-2], -saved[i][-1], rows[i]))
         room = len(range(rank, FEW, 3)) - 1
         given_up += max(0, len(mine) - room)

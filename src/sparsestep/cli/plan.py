@@ -13,7 +13,8 @@ import sys
 from collections import Counter
 
 from sparsestep.cli.options import float_in_range, int_in_range
-from sparsestep.distributed.plan import KINDS, Placement, Plan, placed, shown
+from sparsestep.distributed.placement import PLACEMENTS
+from sparsestep.distributed.plan import Plan, TableSize, choose_placements, format_bytes
 from sparsestep.errors import InputError, message
 
 _MOST = 1 << 40
@@ -82,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
         requirement = "every table must have a name of its own"
         print(f"sparsestep plan: {message(requirement, f'{twice[0]!r} twice')}", file=sys.stderr)
         return 2
-    tables = [Placement(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
+    tables = [TableSize(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
     asked = {name: kind for name, _, _, kind in options.tables if kind}
     try:
-        chosen = placed(tables, options.ranks, asked)
+        chosen = choose_placements(tables, options.ranks, asked)
     except InputError as error:
         print(f"sparsestep plan: {error}", file=sys.stderr)
         return 2
@@ -105,31 +106,33 @@ def format_totals(plan: Plan, state: float, network: float) -> str:
         network: Gbit/s.
 
     Example:
-        >>> plan = Plan([Placement("user", 1_000_000, 64, 4, "rows")], world=4, batch=1024)
+        >>> import sparsestep
+        >>> tables = [sparsestep.distributed.ByRow("user", 1_000_000, 64, 4)]
+        >>> plan = Plan(tables, world_size=4, batch=1024)
         >>> print(format_totals(plan, state=2.0, network=10.0))
         <BLANKLINE>
-        most on a rank: 192.0 MB (64.0 MB of tables, 128.0 MB of state)
+        memory per rank, at most: 192.0 MB (64.0 MB of tables, 128.0 MB of state)
         sent by a rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
-        by the busiest: 396.3 kB a step, 0.3 ms at 10 Gbit/s
+        busiest rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
     """
-    most = max(range(plan.world), key=plan.bytes_on)
+    most = max(range(plan.world_size), key=plan.bytes_on)
     weights = plan.bytes_on(most)
-    of_state = state * sum(4 * p.rows_on(most, plan.world) * p.dim for p in plan.placements)
+    of_state = state * sum(4 * p.rows_on(most, plan.world_size) * p.dim for p in plan.placements)
     sent = sum(
-        p.bytes_per_step(plan.world, plan.batch, plan.lengths.get(p.name, 1.0))
+        p.bytes_per_step(plan.world_size, plan.batch, plan.lengths.get(p.name, 1.0))
         for p in plan.placements
     )
-    busiest = max(plan.bytes_sent_by(rank) for rank in range(plan.world))
+    busiest = max(plan.bytes_sent_by(rank) for rank in range(plan.world_size))
 
     def a_step(size: float) -> str:
         milliseconds = 8e3 * size / (network * 1e9)
-        return f"{shown(size)} a step, {milliseconds:.1f} ms at {network:g} Gbit/s"
+        return f"{format_bytes(size)} a step, {milliseconds:.1f} ms at {network:g} Gbit/s"
 
     return (
-        f"\nmost on a rank: {shown(weights + of_state)} ({shown(weights)} of tables, "
-        f"{shown(of_state)} of state)\n"
+        f"\nmemory per rank, at most: {format_bytes(weights + of_state)} "
+        f"({format_bytes(weights)} of tables, {format_bytes(of_state)} of state)\n"
         f"sent by a rank: {a_step(sent)}\n"
-        f"by the busiest: {a_step(busiest)}"
+        f"busiest rank: {a_step(busiest)}"
     )
 
 
@@ -140,8 +143,10 @@ def _parse_table(text: str) -> tuple[str, int, int, str]:
     if not name or not _is_positive_int(rows) or not _is_positive_int(dim):
         requirement = "a table must be NAME=ROWSxDIM, like user=1000000x64"
         raise argparse.ArgumentTypeError(message(requirement, repr(text)))
-    if rest != size and kind not in KINDS:
-        requirement = f"what follows the size must be one of {', '.join(f':{k}' for k in KINDS)}"
+    if rest != size and kind not in PLACEMENTS:
+        requirement = (
+            f"what follows the size must be one of {', '.join(f':{k}' for k in PLACEMENTS)}"
+        )
         raise argparse.ArgumentTypeError(message(requirement, repr(f":{kind}")))
     return name, int(rows), int(dim), kind
 

@@ -1,14 +1,19 @@
-"""Updates in DistributedDataParallel while the gradients of other parameters are being reduced.
+"""register: our optimizers in ``torch.distributed.optim`` and in DistributedDataParallel.
 
-Torch's own class silently skips sparse gradients: it only reads the dense ones of a bucket. This
-one takes a sparse gradient from the bucket's buffer.
+Up to torch 2.13, ``DistributedOptimizer`` compiles its functional optimizers to TorchScript, which
+a Python class around a C++ core cannot be. Without ours it would set ``param.grad`` and call
+``step()``. But then it leaves ``param.grad`` in place, and a parameter that the next batch does not
+use is updated with the gradient of the one before. So it gets a class of one line that it can
+compile and that calls Python. Later releases call it from Python.
+
+There is no ``from __future__ import annotations``: TorchScript needs them as types.
 """
 
-from __future__ import annotations
-
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +21,54 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import register_overlapped
+from sparsestep.errors import InputError, message
+from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
 
 
-def functional(
+def register() -> None:
+    """Register the optimizers with ``torch.distributed``, which can then use them like its own.
+
+    - ``torch.distributed.optim.utils.as_functional_optim`` creates the functional optimizer of the
+      same name.
+    - ``torch.distributed.optim.DistributedOptimizer`` trains parameters in other processes over
+      RPC, with gradients of any layout. Call this first, in the process that creates it.
+    - ``DistributedDataParallel._register_fused_optim`` updates parameters while the gradients of
+      others are being reduced. With torch's optimizers, it skips sparse gradients.
+
+    Torch's own optimizers are not affected. You do not need this for ``DistributedDataParallel`` or
+    ``ZeroRedundancyOptimizer``. You may call it more than once.
+
+    Raises:
+        InputError: torch was built without ``torch.distributed``.
+
+    Example:
+        >>> import torch, sparsestep.distributed
+        >>> sparsestep.distributed.register()
+        >>> from torch.distributed.optim.utils import as_functional_optim
+        >>> optimizer = as_functional_optim(sparsestep.SGD, lr=0.5)
+        >>> type(optimizer).__name__
+        'FunctionalSGD'
+        >>> weight = torch.zeros(3, 2)
+        >>> optimizer.step_param(weight, torch.eye(3, 2).to_sparse_coo())
+        >>> weight.tolist()
+        [[-0.5, 0.0], [0.0, -0.5], [0.0, 0.0]]
+    """
+    if not torch.distributed.is_available():
+        requirement = "sparsestep.distributed needs a torch that was built with torch.distributed"
+        remedy = "With a single process there is nothing to register"
+        raise InputError(message(requirement, f"torch {torch.__version__} without it", remedy))
+    with warnings.catch_warnings():
+        # Older releases compile their own functional optimizers here, and warn of the compiler.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", module=r"torch\.jit")
+        from torch.distributed.optim.utils import register_functional_optim
+    for cls in FUNCTIONAL:
+        register_functional_optim(cls.optimizer_class, partial(make_functional, cls))
+    register_overlapped(RuleOptimizer, OverlappedOptimizer)
+
+
+def make_functional(
     cls: type[FunctionalOptimizer],
     params: list[Tensor],
     *args: Any,
@@ -29,15 +77,17 @@ def functional(
 ) -> Any:
     """Make the functional optimizer that the caller can use.
 
-    Whoever passes ``_allow_empty_param_list`` works in Python and gets the optimizer itself. Only
+    Callers that pass ``_allow_empty_param_list`` work in Python and get the optimizer itself. Only
     ``DistributedOptimizer`` does not: it has all its parameters from the beginning.
     """
     optimizer = cls(params, *args, _allow_empty_param_list=_allow_empty_param_list, **options)
-    return optimizer if _allow_empty_param_list else Scripted(_token_of(Served(optimizer)))
+    if _allow_empty_param_list:
+        return optimizer
+    return ScriptableOptimizer(_make_token(SharedOptimizer(optimizer)))
 
 
-class Served:
-    """An optimizer of parameters that several trainers may have optimizers of.
+class SharedOptimizer:
+    """An optimizer of parameters for which several trainers may have optimizers.
 
     Each trainer's ``DistributedOptimizer`` has its own here, with its own state. Updates of one
     parameter wait for each other nevertheless, so that none is lost.
@@ -49,22 +99,21 @@ class Served:
     def __init__(self, optimizer: FunctionalOptimizer) -> None:
         self._optimizer = optimizer
         self._params = optimizer.param_group["params"]
-        with Served._guard:
-            self._locks = {
-                id(p): Served._all_locks.setdefault(p, fork_safe_lock()) for p in self._params
-            }
+        locks = SharedOptimizer._all_locks
+        with SharedOptimizer._guard:
+            self._locks = {id(p): locks.setdefault(p, fork_safe_lock()) for p in self._params}
 
     def step(self, gradients: list[Tensor | None]) -> None:
         """Update every parameter whose gradient is not ``None``."""
         pairs = zip(self._params, gradients, strict=False)
         with ExitStack() as stack:
-            # Everybody takes the locks in the same order.
+            # All threads take the locks in the same order.
             for key in sorted({id(param) for param, grad in pairs if grad is not None}):
                 stack.enter_context(self._locks[key])
             self._optimizer.step(gradients)
 
 
-class Scripted:
+class ScriptableOptimizer:
     """A functional optimizer that TorchScript can compile."""
 
     def __init__(self, token: Tensor) -> None:
@@ -72,38 +121,27 @@ class Scripted:
 
     def step(self, gradients: list[Tensor | None]) -> None:
         """Update every parameter whose gradient is not ``None``."""
-        _step(self.token, gradients)
+        _call_step(self.token, gradients)
 
 
-def _token_of(served: Served) -> Tensor:
-    """What a compiled object can keep, and what keeps the optimizer alive for as long.
-
-    It cannot have Python objects but tensors, and a tensor keeps its Python attributes.
-    """
+def _make_token(shared: SharedOptimizer) -> Tensor:
+    """A tensor that a scripted object can hold and that keeps the optimizer alive."""
     token = torch.empty(0)
-    token.served = served  # type: ignore[attr-defined]
+    token.shared = shared  # type: ignore[attr-defined]
     return token
 
 
 @torch.jit.ignore
-def _step(token: Tensor, gradients: list[Tensor | None]) -> None:
-    token.served.step(gradients)  # type: ignore[attr-defined]
+def _call_step(token: Tensor, gradients: list[Tensor | None]) -> None:
+    token.shared.step(gradients)  # type: ignore[attr-defined]
 
 
-if TYPE_CHECKING:
-    from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
-    from torch.nn.parallel import DistributedDataParallel
+class OverlappedOptimizer:
+    """Updates parameters in DDP while the gradients of others are being reduced.
 
-    Future = torch.futures.Future[Tensor]
-
-
-def register() -> None:
-    """Have DDP take :class:`Overlapped` for every optimizer of this package."""
-    register_overlapped(RuleOptimizer, Overlapped)
-
-
-class Overlapped:
-    """What ``DistributedDataParallel._register_fused_optim`` makes of an optimizer class."""
+    ``DistributedDataParallel._register_fused_optim`` makes it of an optimizer class. Torch's own
+    class silently skips sparse gradients: it only reads the dense ones of a bucket.
+    """
 
     def __init__(
         self,
@@ -115,29 +153,30 @@ class Overlapped:
         from torch.distributed.optim.utils import as_functional_optim
 
         self._optimizer = as_functional_optim(optimizer_class, *args, **options)
-        self._chosen = None if params is None else set(params)
+        self._params = None if params is None else set(params)
 
-    def register_ddp(self, ddp: DistributedDataParallel) -> None:
+    def register_ddp(self, ddp: Any) -> None:
         """Update each parameter of the model when its gradient has been reduced."""
-        # Taken on in the model's order, not as gradients arrive: the bits of stochastic rounding
-        # depend on a parameter's number, and must be the same in every process.
+        # In the model's order, not that of gradients: the bits of stochastic rounding depend on a
+        # parameter's number, and must be the same in every process.
         for param in ddp.module.parameters():
-            if self._is_meant(param):
+            if self._handles(param):
                 self._optimizer.step_param(param, None)
-        # DDP looks at the annotations of a hook, as types; a lambda has none.
+        # DDP reads the annotations of a hook as types; a lambda has none.
         ddp.register_comm_hook(ddp.process_group, lambda group, bucket: self._hook(group, bucket))
 
-    def _is_meant(self, param: Tensor) -> bool:
-        return self._chosen is None or param in self._chosen
+    def _handles(self, param: Tensor) -> bool:
+        return self._params is None or param in self._params
 
-    def _hook(self, group: ProcessGroup, bucket: GradBucket) -> Future:
+    def _hook(self, group: Any, bucket: Any) -> Any:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        def step(_: Future) -> Tensor:
-            grads = bucket.gradients() or [bucket.buffer()]  # sparse: one parameter, no views
+        def step(_: Any) -> Tensor:
+            buffer: Tensor = bucket.buffer()
+            grads = bucket.gradients() or [buffer]  # sparse: one parameter, no views
             for param, grad in zip(bucket.parameters(), grads, strict=True):
-                if self._is_meant(param):
+                if self._handles(param):
                     self._optimizer.step_param(param, grad)
-            return bucket.buffer()
+            return buffer
 
         return allreduce_hook(group, bucket).then(step)

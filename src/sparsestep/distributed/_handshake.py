@@ -1,7 +1,7 @@
-"""Every exchange starts with a line of numbers for each rank: what is coming, and do all agree?
+"""Handshake: every exchange starts with one fixed-size status row per peer.
 
-The line always has the same length. So ranks that are at different places in the program find out,
-instead of misreading each other's numbers or waiting forever.
+Ranks that are at different places in the program find out, instead of misreading each other's
+numbers or waiting forever. Checkpoints are rare, and gather errors as objects (``Peers``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,103 +18,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsestep.distributed.collectives import Wire, describe_failure, raise_failure, status_of
+from sparsestep.distributed.collectives import (
+    Collectives,
+    describe_failure,
+    raise_failure,
+    status_of,
+)
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, is_out_of_memory, message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
+Facts = Mapping[str, str]
 
-class Doing(IntEnum):
+# If one of these differs, other facts differ because of it.
+_STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
+_MAX_SHOWN = 3
+
+
+class Operation(IntEnum):
     """What an exchange is for."""
 
-    LOOK_UP = 1
-    ARRIVAL = 2
+    LOOKUP = 1
+    EXCHANGE_GRADS = 2
     NORM = 3
-    BATCH = 4
-    IDS = 5
-    LOAD = 6
-    GROW = 7
-    MERGE = 8
-    EXPORT = 9
+    VOCABULARY_LOOKUP = 4
+    LOAD = 5
+    GROW = 6
+    MERGE = 7
+    EXPORT = 8
 
 
-_DOES = {
-    Doing.LOOK_UP: "looks up {}",
-    Doing.ARRIVAL: "needs gradients, as step() and clipping do",
-    Doing.NORM: "clips gradients",
-    Doing.BATCH: "asks for a batch",
-    Doing.IDS: "looks up ids of {}",
-    Doing.LOAD: "loads a checkpoint of {}",
-    Doing.GROW: "grows {}",
-    Doing.MERGE: "merges ids of {} with others",
-    Doing.EXPORT: "exports {}",
+_DESCRIPTIONS = {
+    Operation.LOOKUP: "looks up {}",
+    Operation.EXCHANGE_GRADS: "needs gradients, as step() and clipping do",
+    Operation.NORM: "clips gradients",
+    Operation.VOCABULARY_LOOKUP: "looks up ids of {}",
+    Operation.LOAD: "loads a checkpoint of {}",
+    Operation.GROW: "grows {}",
+    Operation.MERGE: "merges ids of {} with others",
+    Operation.EXPORT: "exports {}",
 }
 
 
-class Line:
-    """The numbers that go to all ranks and those that go to each.
+@dataclass
+class Status:
+    """What a rank says to all others at the start of an exchange."""
+
+    operation: Operation
+    table: int = -1  # index of the table, or of the first of several; -1: all
+    sequence: int = 0  # number of lookups so far
+    oldest_pending: int = 0  # oldest lookup whose gradient may still come from this rank
+    num_tables: int = 0  # tables of a lookup
+    max_bytes: int = 0  # most bytes that this rank will send another
+    max_reply_bytes: int = 0  # most bytes that it expects from another in return
+    value: int = 0  # depends on the operation
+    prefetched: int = 0  # number of the prefetched ids that are used; 0: none
+    error: int = 0  # status of this rank's error
+    digest: int = 0  # of facts that must be the same on all ranks; 0: none
+
+
+_FIELDS = [each.name for each in fields(Status)]
+_MUST_AGREE = ("operation", "table", "sequence", "num_tables")
+
+
+class PeerStatus:
+    """The status of all ranks.
 
     Attributes:
-        doing: what the exchange is for.
-        table: which table, or the first of several; -1 for all.
-        turn: how many lookups there were before.
-        count: how many tables are looked up.
-        oldest: the oldest lookup whose gradient may still come from this rank.
-        largest: the most bytes that this rank will send another.
-        back: the most bytes that it expects from another in return.
-        payload: whatever else the exchange needs.
-        ahead: which ids have been sent already; 0 for none.
-        digest: of facts that must be the same on all ranks; 0 if there are none.
-    """
-
-    FIELDS = (
-        *("status", "doing", "table", "turn", "count", "oldest"),
-        *("largest", "back", "payload", "ahead", "digest"),
-    )
-    # What all ranks must say alike.
-    AGREED = ("doing", "table", "turn", "count")
-
-    status: int
-    doing: Doing
-    table: int
-    turn: int
-    count: int
-    oldest: int
-    largest: int
-    back: int
-    payload: int
-    ahead: int
-    digest: int
-
-    def __init__(self, doing: Doing, table: int = -1, turn: int = 0, oldest: int = 0) -> None:
-        self.status, self.doing, self.table, self.turn, self.oldest = 0, doing, table, turn, oldest
-        self.count = self.largest = self.back = self.payload = self.ahead = self.digest = 0
-
-    def numbers(self) -> list[int]:
-        """What all ranks get."""
-        return [int(getattr(self, name)) for name in self.FIELDS]
-
-
-class Lines:
-    """What all ranks have said.
-
-    Attributes:
-        room: for each rank, the numbers that it has for this one alone.
+        counts: for each rank, the numbers that it has for this one alone.
     """
 
     def __init__(self, incoming: Tensor) -> None:
-        fields = len(Line.FIELDS)
         rows: list[list[int]] = incoming.tolist()
-        self._of = {name: [row[n] for row in rows] for n, name in enumerate(Line.FIELDS)}
-        self.room: list[list[int]] = [row[fields:] for row in rows]
+        self._of = {name: [row[n] for row in rows] for n, name in enumerate(_FIELDS)}
+        self.counts: list[list[int]] = [row[len(_FIELDS) :] for row in rows]
 
     def __getitem__(self, name: str) -> list[int]:
         return self._of[name]
 
-
-Facts = Mapping[str, str]
+    def describe(self, rank: int, names: list[str]) -> str:
+        """What a rank does, in words."""
+        table, operation = self["table"][rank], self["operation"][rank]
+        name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
+        return _DESCRIPTIONS[Operation(operation)].format(name)
 
 
 def digest(facts: Facts) -> int:
@@ -129,123 +119,102 @@ def digest(facts: Facts) -> int:
     return int.from_bytes(code, "little", signed=True) or 1
 
 
-def agree(
-    wire: Wire,
-    line: Line,
-    room: Tensor,
+def handshake(
+    collectives: Collectives,
+    status: Status,
+    counts: Tensor,
     names: list[str],
     error: BaseException | None = None,
     facts: Facts | None = None,
-) -> Lines:
-    """Exchange lines; raise on every rank where one refuses, or does something else.
+) -> PeerStatus:
+    """Exchange status rows; raise on every rank if one has an error or does something else.
 
     Args:
-        wire: the ranks.
-        line: for all ranks.
-        room: for each rank a row of numbers, always equally many.
+        collectives: the ranks.
+        status: for all ranks.
+        counts: for each rank a row of numbers, always equally many.
         names: of the tables.
-        error: why this rank refuses.
+        error: of this rank.
         facts: what must be the same on all ranks.
     """
-    line.status, line.digest = status_of(error), digest(facts or {})
-    fields = len(Line.FIELDS)
+    status.error, status.digest = status_of(error), digest(facts or {})
+    world_size, width = collectives.world_size, len(_FIELDS)
 
-    def packed() -> Tensor:
-        outgoing = room.new_empty(wire.world, fields + room.shape[1])
-        outgoing[:, :fields] = torch.tensor(line.numbers())
-        outgoing[:, fields:] = room
+    def pack() -> Tensor:
+        outgoing = counts.new_empty(world_size, width + counts.shape[1])
+        outgoing[:, :width] = torch.tensor([int(value) for value in astuple(status)])
+        outgoing[:, width:] = counts
         return outgoing
 
-    incoming = wire.numbers(certain(packed))
-    lines = certain(lambda: Lines(incoming))
+    incoming = collectives.all_to_all_rows(certain(pack))
+    peers = certain(lambda: PeerStatus(incoming))
     if error is not None:
         raise error
-    for rank, status in enumerate(lines["status"]):
-        if status:
-            what = f"rank {rank}, which {_says(lines, rank, names)}, {describe_failure(status)}"
+    for rank, failure in enumerate(peers["error"]):
+        if failure:
+            what = f"rank {rank}, which {peers.describe(rank, names)}, {describe_failure(failure)}"
             raise InputError(f"{what}; see that rank's message. Nothing has changed on any rank.")
-    for rank in range(wire.world):
-        if any(lines[name][rank] != int(getattr(line, name)) for name in Line.AGREED):
+    for rank in range(world_size):
+        if any(peers[name][rank] != int(getattr(status, name)) for name in _MUST_AGREE):
             requirement = "all ranks must call sharded tables in the same order"
-            here, there = (_says(lines, each, names) for each in (wire.rank, rank))
-            got = f"rank {wire.rank}, which {here}, and rank {rank}, which {there}"
+            here, there = (peers.describe(each, names) for each in (collectives.rank, rank))
+            got = f"rank {collectives.rank}, which {here}, and rank {rank}, which {there}"
             remedy = "A rank without data must take part with empty batches: see lockstep"
             raise InputError(message(requirement, got, remedy))
-    if len(set(lines["digest"])) > 1:
+    if len(set(peers["digest"])) > 1:
         requirement = "all ranks must train sharded tables with the same optimizer and options"
-        raise different_facts(wire, facts or {}, requirement)
-    return lines
+        raise _different_facts(collectives, facts or {}, requirement)
+    return peers
 
 
 def compare_facts(
-    wire: Wire, facts: Facts, requirement: str, error: BaseException | None = None
+    collectives: Collectives, facts: Facts, requirement: str, error: BaseException | None = None
 ) -> None:
     """Raise on every rank if one has an error, or facts differ.
 
     Args:
-        wire: the ranks.
+        collectives: the ranks.
         facts: what must be the same on all ranks.
-        requirement: what the message says is required.
+        requirement: the requirement, for the message.
         error: of this rank.
     """
-    numbers = [status_of(error), digest(facts)]
-    theirs = wire.numbers(certain(lambda: torch.tensor(numbers).repeat(wire.world, 1)))
-    statuses, digests = certain(lambda: theirs.t().tolist())
+    row = [status_of(error), digest(facts)]
+    outgoing = certain(lambda: torch.tensor(row).repeat(collectives.world_size, 1))
+    incoming = collectives.all_to_all_rows(outgoing)
+    statuses, digests = certain(lambda: incoming.t().tolist())
     raise_failure(statuses, error)
     if len(set(digests)) > 1:
-        raise different_facts(wire, facts, requirement)
+        raise _different_facts(collectives, facts, requirement)
 
 
-def different_facts(wire: Wire, facts: Facts, requirement: str) -> InputError:
-    """Exchange facts that ranks do not agree on; the same message for all ranks.
-
-    Args:
-        wire: the ranks.
-        facts: of this rank.
-        requirement: what is required.
-    """
-    everybody: list[dict[str, str]] = list(map(json.loads, wire.texts(json.dumps(facts))))
-    first = everybody[0]
-    rank = next((n for n, each in enumerate(everybody) if each != first), 0)
-    other = everybody[rank]
+def _different_facts(collectives: Collectives, facts: Facts, requirement: str) -> InputError:
+    """Exchange facts that differ, for a message that is the same on all ranks."""
+    texts = collectives.all_gather_texts(json.dumps(facts))
+    of_ranks: list[dict[str, str]] = list(map(json.loads, texts))
+    first = of_ranks[0]
+    rank = next((n for n, each in enumerate(of_ranks) if each != first), 0)
+    other = of_ranks[rank]
     found = []
     for name in dict.fromkeys([*first, *other]):
         mine, theirs = first.get(name, "none"), other.get(name, "none")
         if mine != theirs:
             found.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
-            if name in STRUCTURE:  # the rest follows from it
+            if name in _STRUCTURE:
                 break
-    shown = "; ".join(found[:_MOST_SHOWN])
-    more = len(found) - _MOST_SHOWN
+    shown = "; ".join(found[:_MAX_SHOWN])
+    more = len(found) - _MAX_SHOWN
     got = f"{shown}; and {more} more" if more > 0 else shown
     return InputError(message(requirement, got, "Nothing has changed on any rank"))
 
 
-STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
-_MOST_SHOWN = 3
-
-
-def _says(lines: Lines, rank: int, names: list[str]) -> str:
-    """What a rank does, in words."""
-    table, doing = lines["table"][rank], lines["doing"][rank]
-    name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
-    return _DOES[Doing(doing)].format(name)
-
-
-T = TypeVar("T")
+# Checkpoints
 
 
 class Failure(NamedTuple):
-    """An error as other ranks see it.
+    """An error as other ranks see it."""
 
-    Attributes:
-        kind: the class to raise: ``MemoryError``, ``OSError`` or ``InputError``.
-        message: the text of the error.
-        errno: of an ``OSError``.
-    """
-
-    kind: type[Exception]
-    text: str
+    kind: type[Exception]  # MemoryError, OSError or InputError
+    message: str
     errno: int | None = None
 
     @staticmethod
@@ -266,42 +235,31 @@ class Failure(NamedTuple):
         return Failure(InputError, f"{type(error).__name__}: {error}".rstrip(": "))
 
     def raised_by(self, rank: int) -> Exception:
-        """Create the error that the other ranks raise."""
-        text = f"rank {rank}: {self.text}"
+        """The error that the other ranks raise."""
+        text = f"rank {rank}: {self.message}"
         return self.kind(text) if self.errno is None else self.kind(self.errno, text)
 
 
 class Peers:
-    """The ranks that save or load together.
-
-    Attributes:
-        group: their process group; ``None`` for a single process.
-        rank: the rank of this process in the group.
-        world: the number of ranks.
-    """
+    """The ranks that save or load together: an error on one rank is raised on all of them."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group: ProcessGroup | None = group
         self.rank: int = 0 if group is None else dist.get_rank(group)
-        self.world: int = 1 if group is None else dist.get_world_size(group)
+        self.world_size: int = 1 if group is None else dist.get_world_size(group)
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def dcp_options(self) -> dict[str, Any]:
         """Arguments of ``torch.distributed.checkpoint`` that select these ranks."""
         return {"no_dist": True} if self.group is None else {"process_group": self.group}
 
     def gather(self, mine: T) -> list[T]:
-        """Gather an object from every rank; all ranks call it.
-
-        Example:
-            >>> Peers(None).gather("alone")
-            ['alone']
-        """
-        if self.world == 1:
+        """Gather an object from every rank; all ranks call it."""
+        if self.world_size == 1:
             return [mine]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
 
     def agree(self, error: BaseException | None, undo: Callable[[], None] | None = None) -> None:
         """Raise if any rank has an error; all ranks call it.
@@ -322,11 +280,7 @@ class Peers:
 
     @contextmanager
     def agreeing(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Run a block without collectives on every rank; if it raises on one, all ranks raise.
-
-        Args:
-            undo: as for :meth:`agree`.
-        """
+        """Run a block without collectives on every rank; if it raises on one, all ranks raise."""
         error: BaseException | None = None
         try:
             yield
@@ -335,11 +289,7 @@ class Peers:
         self.agree(error, undo)
 
     def error_of(self, failures: Mapping[int, tuple[BaseException, Any]]) -> BaseException:
-        """The error to raise for the failures that ``torch.distributed.checkpoint`` reports.
-
-        Args:
-            failures: by rank, the exception and its traceback.
-        """
+        """The error to raise for the failures that ``torch.distributed.checkpoint`` reports."""
         if self.rank in failures:
             return as_documented(failures[self.rank][0])
         rank, (error, _) = next(iter(failures.items()))
@@ -347,7 +297,7 @@ class Peers:
 
 
 def as_documented(error: BaseException) -> BaseException:
-    """Torch's error for a failed allocation as a ``MemoryError``; any other as it is.
+    """Torch's error for a failed allocation as a ``MemoryError``; any other unchanged.
 
     Example:
         >>> as_documented(RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"))

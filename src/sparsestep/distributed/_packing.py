@@ -1,171 +1,228 @@
-"""Which ids go to which rank: row ``i`` is rank ``i % world``'s, which calls it ``i // world``.
-
-The core does it in two passes over the ids; without it, torch sorts. Ids of any value, which have
-no row yet, go where a hash of them says (``owner_of``).
-"""
+"""Ids, rows and gradients, to and from the buffers that ranks send each other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsestep._native import ext
+from sparsestep._torch import cat
 from sparsestep.grads.indexed import HALVES
 
 
-class Split(NamedTuple):
-    """Ids in the order of the ranks that own their rows, and otherwise in their own.
+class BagSplit(NamedTuple):
+    """Bags of ids, sorted by the ranks that own the ids."""
 
-    Attributes:
-        rows: the owner's number of each row.
-        counts: how many of them each rank has.
-        order: which id it was; empty where nobody asks for it.
-        bags: of the bags of which a rank has a part, which they are; empty where every rank has
-            a part of each.
-        lengths: how many ids such a part has; int32.
-        parts: how many parts each rank has.
-    """
-
-    rows: Tensor
-    counts: list[int]
-    order: Tensor
-    bags: Tensor
-    lengths: Tensor
-    parts: list[int]
+    rows: Tensor  # each id as its owner numbers it
+    ids_per_rank: list[int]
+    order: Tensor  # which id each was; empty if not requested
+    bags: Tensor  # the bag of each part; empty if every rank gets a part of every bag
+    lengths: Tensor  # ids of each part, int32
+    parts_per_rank: list[int]
 
 
-def split(
+def split_by_owner(
     ids: Tensor,
-    starts: Tensor,
-    world: int,
+    offsets: Tensor | None,
+    world_size: int,
     dtype: torch.dtype,
     *,
-    wants_order: bool = True,
-    wants_all: bool = False,
-) -> Split:
-    """Divide bags of ids among the owners of their rows.
+    needs_order: bool = True,
+    to_all_ranks: bool = False,
+) -> BagSplit:
+    """Split bags of ids among the owners of round-robin rows.
 
     Args:
         ids: rows of a table, one bag after the other.
-        starts: where each bag begins, and where the last one ends; int64.
-        world: how many ranks there are.
-        dtype: of the owner's numbers.
-        wants_order: whether to say which id is where.
-        wants_all: whether every rank has a part of every bag, and be it empty.
+        offsets: where each bag begins, and where the last one ends, int64; ``None``: one id each.
+        world_size: the number of ranks.
+        dtype: of the owners' row numbers.
+        needs_order: whether to return ``order``.
+        to_all_ranks: whether every rank gets a part of every bag, even an empty one.
 
     Example:
-        >>> found = split(torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4]), 2, torch.int32)
-        >>> found.rows.tolist(), found.counts, found.order.tolist()
+        >>> ids, offsets = torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4])
+        >>> split = split_by_owner(ids, offsets, 2, torch.int32)
+        >>> split.rows.tolist(), split.ids_per_rank, split.order.tolist()
         ([2, 1, 2, 1], [2, 2], [1, 2, 0, 3])
-        >>> found.bags.tolist(), found.lengths.tolist(), found.parts
+        >>> split.bags.tolist(), split.lengths.tolist(), split.parts_per_rank
         ([0, 0, 1], [2, 1, 1], [1, 2])
     """
     ids, count = ids.long().contiguous(), len(ids)
+    offsets = torch.arange(count + 1) if offsets is None else offsets.contiguous()
     if ext is None:
-        return _split_by_torch(ids, starts, world, dtype, wants_all=wants_all)
+        return _split_by_owner_torch(ids, offsets, world_size, dtype, to_all_ranks=to_all_ranks)
     rows = torch.empty(count, dtype=dtype)
-    order = torch.empty(count if wants_order else 0, dtype=torch.int64)
-    bags = torch.empty(0 if wants_all else count, dtype=torch.int64)
-    most = world * (len(starts) - 1) if wants_all else count
-    lengths = torch.empty(most, dtype=torch.int32)
-    counts, parts = ext.split_by_owner(
-        *(ids, starts.contiguous(), world, rows, order if wants_order else None),
-        *(None if wants_all else bags, lengths),
+    order = torch.empty(count if needs_order else 0, dtype=torch.int64)
+    bags = torch.empty(0 if to_all_ranks else count, dtype=torch.int64)
+    num_lengths = world_size * (len(offsets) - 1) if to_all_ranks else count
+    lengths = torch.empty(num_lengths, dtype=torch.int32)
+    ids_per_rank, parts_per_rank = ext.split_by_owner(
+        ids,
+        offsets,
+        world_size,
+        rows,
+        order if needs_order else None,
+        None if to_all_ranks else bags,
+        lengths,
     )
-    total = sum(parts)
-    return Split(rows, counts, order, bags[:total], lengths[:total], parts)
+    total = sum(parts_per_rank)
+    return BagSplit(rows, ids_per_rank, order, bags[:total], lengths[:total], parts_per_rank)
 
 
-def _split_by_torch(
-    ids: Tensor, starts: Tensor, world: int, dtype: torch.dtype, *, wants_all: bool = False
-) -> Split:
-    owners = ids % world
+def _split_by_owner_torch(
+    ids: Tensor, offsets: Tensor, world_size: int, dtype: torch.dtype, *, to_all_ranks: bool = False
+) -> BagSplit:
+    owners = ids % world_size
     order = torch.argsort(owners, stable=True)
-    count = len(starts) - 1
-    bag_of_id = torch.repeat_interleave(starts.diff(), output_size=len(ids))
-    pairs, lengths = torch.unique_consecutive(
-        owners[order] * count + bag_of_id[order], return_counts=True
+    num_bags = len(offsets) - 1
+    bag_of_id = torch.repeat_interleave(offsets.diff(), output_size=len(ids))
+    parts, lengths = torch.unique_consecutive(
+        owners[order] * num_bags + bag_of_id[order], return_counts=True
     )
-    parts = torch.bincount(pairs.div(max(count, 1), rounding_mode="floor"), minlength=world)
-    rows = ids[order].div(world, rounding_mode="floor").to(dtype)
-    counts = torch.bincount(owners, minlength=world)
-    if wants_all:
-        whole = torch.zeros(world * count, dtype=torch.int32)
-        whole[pairs] = lengths.int()
-        return Split(rows, counts.tolist(), order, pairs[:0], whole, [count] * world)
-    which = pairs % max(count, 1)
-    return Split(rows, counts.tolist(), order, which, lengths.int(), parts.tolist())
+    rows = ids[order].div(world_size, rounding_mode="floor").to(dtype)
+    ids_per_rank = torch.bincount(owners, minlength=world_size).tolist()
+    if to_all_ranks:
+        all_lengths = torch.zeros(world_size * num_bags, dtype=torch.int32)
+        all_lengths[parts] = lengths.int()
+        counts = [num_bags] * world_size
+        return BagSplit(rows, ids_per_rank, order, parts[:0], all_lengths, counts)
+    owner_of_part = parts.div(max(num_bags, 1), rounding_mode="floor")
+    parts_per_rank = torch.bincount(owner_of_part, minlength=world_size).tolist()
+    bags = parts % max(num_bags, 1)
+    return BagSplit(rows, ids_per_rank, order, bags, lengths.int(), parts_per_rank)
 
 
-def split_singles(ids: Tensor, world: int, dtype: torch.dtype) -> Split:
-    """The same for ids that are bags of their own.
-
-    Example:
-        >>> split_singles(torch.tensor([5, 4, 2]), 2, torch.int64).rows
-        tensor([2, 1, 2])
-    """
-    return split(ids, torch.arange(len(ids) + 1), world, dtype)
-
-
-def distinct(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Each id once, and which of these every id is.
+def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Each id once, and for each id the index of its one.
 
     Args:
         ids: rows of a table.
-        rows: how many the table has.
+        rows: the number of rows of the table.
 
     Example:
-        >>> found, which = distinct(torch.tensor([5, 3, 5]), 10)
-        >>> torch.equal(found[which], torch.tensor([5, 3, 5])), len(found)
+        >>> unique, inverse = unique_ids(torch.tensor([5, 3, 5]), 10)
+        >>> torch.equal(unique[inverse], torch.tensor([5, 3, 5])), len(unique)
         (True, 2)
     """
     ids = ids.long().contiguous()
     if ext is None:
-        found, which = torch.unique(ids, return_inverse=True)
-        return found, which
-    found, which = torch.empty_like(ids), torch.empty_like(ids)
-    return found[: ext.distinct(ids, rows, found, which)], which
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        return unique, inverse
+    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    return unique[: ext.distinct(ids, rows, unique, inverse)], inverse
 
 
-def added_up(values: Tensor, which: Tensor, count: int) -> Tensor:
-    """The sums of rows that are copies of the same; of halves, rounded once.
-
-    Args:
-        values: a row for each copy.
-        which: of what.
-        count: how many sums there are.
+def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """Sum the rows with the same index; half precision is rounded once.
 
     Example:
-        >>> added_up(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 0, 1]), 2).tolist()
+        >>> sum_duplicates(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 0, 1]), 2).tolist()
         [[2.0], [4.0]]
     """
     wide = values.float() if values.dtype in HALVES else values
     sums = wide.new_zeros(count, *wide.shape[1:])
-    return sums.index_add_(0, which, wide).to(values.dtype)
+    return sums.index_add_(0, inverse, wide).to(values.dtype)
 
 
-def owner_of(ids: Tensor, world: int) -> Tensor:
-    """The rank that owns each id: the upper half of its public hash, modulo the number of ranks.
-
-    Args:
-        ids: int64.
-        world: how many ranks there are.
+def split_by_rank(tensor: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank's non-empty slice.
 
     Example:
-        >>> from sparsestep.nn.vocabulary.id_table import public_hash
-        >>> ids = [0, 1, -1, 2**62 + 3]
-        >>> owner_of(torch.tensor(ids), 3).tolist() == [(public_hash(i) >> 32) % 3 for i in ids]
-        True
+        >>> list(split_by_rank(torch.tensor([1, 2, 3]), [2, 0, 1]))
+        [(0, tensor([1, 2])), (2, tensor([3]))]
     """
-    if world == 1:
-        return torch.zeros_like(ids)
-    bits = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
-    return _shifted(bits ^ _shifted(bits, 31), 32) % world
+    begin, total = 0, len(tensor)
+    for rank, count in enumerate(counts):
+        if count:
+            yield rank, tensor if count == total else tensor.narrow(0, begin, count)
+            begin += count
 
 
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+def concat(pieces: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Concatenate. A single non-empty piece is returned without a copy, whatever its dtype.
+
+    Example:
+        >>> whole = torch.ones(3)
+        >>> concat([whole[:0], whole]) is whole, concat([whole, whole]).shape
+        (True, torch.Size([6]))
+    """
+    some = [each for each in pieces if each.numel()] or pieces[:1]
+    if len(some) == 1:
+        return some[0]
+    if dtype is None:
+        return cat(some)
+    whole, begin = torch.empty(sum(map(len, some)), dtype=dtype), 0
+    for piece in some:
+        whole[begin : (begin := begin + len(piece))] = piece
+    return whole
+
+
+def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other."""
+    pieces = [as_bytes(each) for each in tensors if each.numel()]
+    if len(pieces) == 1:
+        return pieces[0]
+    return cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor; a view, if it is contiguous."""
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # a single element may have any
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return flat.view(torch.uint8)
+
+
+class BufferReader:
+    """Reads tensors from a message, in the order in which they were sent.
+
+    Example:
+        >>> reader = BufferReader(torch.tensor([1, 0, 0, 0, 7], dtype=torch.uint8))
+        >>> reader.read(1, torch.int32), reader.read(1, torch.uint8)
+        (tensor([1], dtype=torch.int32), tensor([7], dtype=torch.uint8))
+    """
+
+    def __init__(self, message: Tensor) -> None:
+        self._message = message
+        self._offset = 0
+
+    def read(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The next ``count`` elements."""
+        size = count * dtype.itemsize
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        piece = self._message.narrow(0, self._offset, size)
+        self._offset += size
+        if piece.storage_offset() % dtype.itemsize:  # unaligned
+            piece = piece.clone()
+        return piece.view(dtype)
+
+
+class LocalReader(BufferReader):
+    """Reads this rank's own tensors, which are never sent: without a copy, in their dtype."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = iter([each for each in tensors if each.numel()])
+
+    def read(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The next tensor, flat."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        found = next(self._tensors).reshape(-1)
+        assert found.numel() == count
+        return found
+
+
+class FailedReader(BufferReader):
+    """Stands for a message that this rank had no memory to copy: reading it raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def read(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Raise."""
+        raise self._error

@@ -1,237 +1,218 @@
-"""A sharded table: which of its rows are where, and the ordinary module that looks them up."""
+"""A sharded table, and the tables of one ``shard()`` call."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import is_watched
-from sparsestep.distributed.collectives import Wire
+from sparsestep.distributed._handshake import Facts, Operation, PeerStatus, Status, handshake
+from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.placement import EmbeddingModule, Placement
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.mapped_file import has_mapped_memory
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
 
-Kind: TypeAlias = Literal["tables", "rows", "copy"]
-Reduce: TypeAlias = Literal["mean", "sum"]
-Order: TypeAlias = Literal["fast", "global"]
-Module: TypeAlias = nn.Embedding | nn.EmbeddingBag
+if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
+    from sparsestep.distributed.lookup import LookupHandle
 
-_SMALL_ROWS = 1 << 31  # fewer rows than that are sent as int32
+Reduction: TypeAlias = Literal["mean", "sum"]
+SumOrder: TypeAlias = Literal["fast", "global"]
+# Maps the gradients of looked-up rows to gradients of the weight.
+RowGradFn: TypeAlias = Callable[[Tensor], Sequence[IndexedGrad]]
+
+NUM_COUNTS = 3  # numbers that a rank has for another, per table of a lookup or per gradient
+_INT32_ROWS = 1 << 31  # row numbers of smaller shards are sent as int32
 
 
-class Table:
-    """A table of which each rank has a part.
+class ShardedTable:
+    """A table of which each rank has a shard.
 
     Attributes:
-        name: what the plan and messages call it.
-        index: its number among the tables that were sharded together.
-        kind: ``"tables"``, ``"rows"`` or ``"copy"``.
-        owner: the rank that has it, for ``"tables"``.
-        rows: how many it has in all.
-        dim: how long a row is.
-        weight: the part that is here. Of ``"rows"`` every rank has equally many: where they do not
-            divide, the last one of some ranks is no row of the table.
-        local: the ordinary module that looks up rows of that part.
-        whole: what checks of ids look at; it has the shape of the whole and no memory.
+        weight: this rank's shard. All ranks have equally many round-robin rows: the last one of
+            some is no row of the table.
+        local: the ordinary module that looks up rows of the shard.
+        spec: has the options and the shape of the whole table, for checks of ids; no memory.
+        local_weight: the rows of the shard, until the module has them.
     """
 
     def __init__(
         self,
-        name: str,
         index: int,
-        module: Module,
-        wire: Wire,
+        module: EmbeddingModule,
+        placement: Placement,
+        collectives: Collectives,
         *,
-        kind: Kind,
-        owner: int,
-        reduce: Reduce,
-        order: Order,
+        reduce: Reduction,
+        order: SumOrder,
     ) -> None:
-        self.name: str = name
-        self.index: int = index
-        self.wire: Wire = wire
-        self.kind: Kind = kind
-        self.owner: int = owner
-        self.reduce: Reduce = reduce
-        self.order: Order = order
+        self.name: str = placement.name
+        self.index: int = index  # among the tables that were sharded together
+        self.placement: Placement = placement
+        self.collectives: Collectives = collectives
+        self.reduce: Reduction = reduce
+        self.order: SumOrder = order
         self.rows: int = module.num_embeddings
         self.dim: int = module.embedding_dim
         self.weight: Tensor = module.weight
         self.is_bag: bool = isinstance(module, nn.EmbeddingBag)
         self.mode: str = getattr(module, "mode", "sum")
-        self.padding: int | None = module.padding_idx
-        self.by_frequency: bool = bool(module.scale_grad_by_freq)
-        self.whole: Any = _whole(module, name)
-        self.here: Tensor = module.weight.detach()
+        self.padding_idx: int | None = module.padding_idx
+        self.scale_grad_by_freq: bool = bool(module.scale_grad_by_freq)
+        self.spec: Any = _shape_only_module(module, self.name)
+        self.local_weight: Tensor = module.weight.detach()
         self.local: Embedding | EmbeddingBag | None = None
-        self._is_simple: bool = self.mode != "max" and module.max_norm is None
+        self._has_max_norm = module.max_norm is not None
 
     @property
-    def is_here(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether this rank has rows of it."""
-        return self.kind != "tables" or self.owner == self.wire.rank
+        return self.placement.has_rows(self.collectives.rank)
+
+    @property
+    def row_stride(self) -> int:
+        """The number of rows of the table from one local row to the next."""
+        return self.placement.row_stride(self.collectives.world_size)
 
     @property
     def id_dtype(self) -> torch.dtype:
-        """What ids are sent as."""
-        count = -(-self.rows // self.wire.world) if self.kind == "rows" else self.rows
-        return torch.int32 if count < _SMALL_ROWS else torch.int64
+        """The dtype of ids on the wire."""
+        rows = self.placement.max_local_rows(self.collectives.world_size)
+        return torch.int32 if rows < _INT32_ROWS else torch.int64
 
     @property
     def row_bytes(self) -> int:
-        """What a row has on the wire."""
+        """Bytes of a row on the wire."""
         return self.dim * self.weight.dtype.itemsize
 
     @property
-    def is_plain(self) -> bool:
-        """Whether to look up rows is to read them: no norm to see to, nobody who watches."""
-        return self._is_simple and self.local is not None and not is_watched(self.local)
+    def is_plain_read(self) -> bool:
+        """Whether a lookup is a plain read: no ``max_norm``, no hooks."""
+        if self.mode == "max" or self._has_max_norm or self.local is None:
+            return False
+        return not is_watched(self.local)
 
     @property
-    def padding_here(self) -> int:
-        """The number here of the row that does not count; -1 where there is none."""
-        padding = self.padding
-        if padding is None or not self.is_here:
+    def local_padding_idx(self) -> int:
+        """The local number of the padding row; -1 if there is none on this rank."""
+        if self.padding_idx is None:
             return -1
-        if self.kind != "rows":
-            return padding
-        return padding // self.wire.world if self._has(padding) else -1
+        ranks = self.collectives
+        return self.placement.local_row(self.padding_idx, ranks.rank, ranks.world_size)
 
-    def make_rows(self, seed: int) -> None:
-        """Make the rows that are here, without changing the module.
+    def local_shard(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor with one entry per row of the table."""
+        ranks = self.collectives
+        return self.placement.local_shard(whole, ranks.rank, ranks.world_size)
+
+    def check_supported(self, module: EmbeddingModule) -> None:
+        """Raise if the table cannot be sharded."""
+        weight = module.weight
+        who = f"shard: {self.name!r}" if self.name else "shard: the table"
+        if has_mapped_memory(weight):
+            requirement = f"{who} must be in memory"
+            remedy = "Load it into memory (weight.detach().clone()), or train it in one process"
+            raise InputError(message(requirement, "a table in a file (storage.mapped)", remedy))
+        if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
+            requirement = f"{who} must have an ordinary weight on the CPU"
+            raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
+        self.placement.check_supported(module, who, self.collectives.world_size)
+
+    def init_rows(self, seed: int) -> None:
+        """Make the local rows, without changing the module.
 
         A weight on the device ``meta`` has none: they are drawn as torch draws them, but each rank
-        draws its own, so no rank ever has the whole of a table.
+        draws its own, so no rank ever has the whole table.
         """
-        self.here = part_here(self, self.weight.detach())
-        if self.kind == "copy" and self.wire.world > 1:
+        self.local_weight = self.local_shard(self.weight.detach())
+        if not self.placement.is_sharded and self.collectives.world_size > 1:
             # Rank 0 sends its values; until all ranks have them, the weight keeps its own.
-            self.here = torch.empty_like(self.here, memory_format=torch.contiguous_format).copy_(
-                self.here
-            )
+            mine = torch.empty_like(self.local_weight, memory_format=torch.contiguous_format)
+            self.local_weight = mine.copy_(self.local_weight)
         if not self.weight.is_meta:
             return
-        draw = torch.Generator().manual_seed(seed + self.wire.rank)
-        self.here = torch.empty(self.here.shape, dtype=self.here.dtype).normal_(generator=draw)
-        self.weight = nn.Parameter(self.here, self.weight.requires_grad)
-        if self.padding_here >= 0:
-            self.here[self.padding_here] = 0
-
-    def _has(self, row: int) -> bool:
-        return row % self.wire.world == self.wire.rank
+        generator = torch.Generator().manual_seed(seed + self.collectives.rank)
+        shape, dtype = self.local_weight.shape, self.local_weight.dtype
+        self.local_weight = torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        self.weight = nn.Parameter(self.local_weight, self.weight.requires_grad)
+        if self.local_padding_idx >= 0:
+            self.local_weight[self.local_padding_idx] = 0
 
     def build_local(self, module: Any) -> None:
-        """Make the module that looks up rows of the part that is here."""
+        """Make the module that looks up rows of the shard."""
+        padding = self.local_padding_idx
         options: dict[str, Any] = {
-            "padding_idx": None if self.padding_here < 0 else self.padding_here,
+            "padding_idx": None if padding < 0 else padding,
             "max_norm": module.max_norm,
             "norm_type": module.norm_type,
-            "scale_grad_by_freq": self.by_frequency,
-            "_weight": self.here,
+            "scale_grad_by_freq": self.scale_grad_by_freq,
+            "_weight": self.local_weight,
         }
         if self.is_bag:
-            # A mean is a sum here, of which who asks makes the mean: it has the whole bag.
+            # Owners return sums. The requester divides: only it knows the bag's length.
             options["mode"] = "max" if self.mode == "max" else "sum"
             options["include_last_offset"] = True
-        rows, dim = self.here.shape
-        made: Any = EmbeddingBag if self.is_bag else Embedding
-        self.local = made(rows, dim, **options)
-        assert self.local is not None
-        self.local.weight = self.weight
-        self.local.name = self.name
+        cls: Any = EmbeddingBag if self.is_bag else Embedding
+        local: Embedding | EmbeddingBag = cls(*self.local_weight.shape, **options)
+        local.weight = self.weight
+        local.name = self.name
+        self.local = local
 
-    def take_over(self, module: Any) -> None:
-        """Keep only the part that is here."""
+    def keep_local_shard(self, module: Any) -> None:
+        """Replace the module's weight by the shard."""
         self.weight.grad = None
-        self.weight.data = self.here
+        self.weight.data = self.local_weight
         if module.weight is not self.weight:
             module.weight = self.weight
 
-    def grow(self, rows: int) -> None:
-        """Say that there are more rows; the weight has those that are here already."""
-        self.rows, self.here = rows, self.weight.detach()
-        self.whole.weight = self.whole.weight[:1, :1].expand(rows, self.dim)
+    def set_num_rows(self, rows: int) -> None:
+        """Say that the table has more rows; the weight has the local ones already."""
+        self.rows, self.local_weight = rows, self.weight.detach()
+        self.spec.weight = self.spec.weight[:1, :1].expand(rows, self.dim)
 
-    def look_up(self, ids: Tensor, lengths: Tensor | None, factors: Tensor | None) -> Tensor:
-        """A row for each bag, by the module that has the rows.
+    def lookup(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+        """A row for each bag, by the local module.
 
         Args:
-            ids: numbers of rows here.
-            lengths: how many ids each bag has; ``None``: one each.
-            factors: one for each id.
+            ids: local rows.
+            lengths: ids of each bag; ``None``: one each.
+            weights: ``per_sample_weights``.
         """
         assert self.local is not None
-        found: Tensor
+        rows: Tensor
         if isinstance(self.local, Embedding):
-            found = self.local(ids)
+            rows = self.local(ids)
         elif lengths is None:
-            weights = None if factors is None else factors.unsqueeze(1)
-            found = self.local(ids.unsqueeze(1), None, weights)
+            weights = None if weights is None else weights.unsqueeze(1)
+            rows = self.local(ids.unsqueeze(1), None, weights)
         else:
-            starts = torch.zeros(len(lengths) + 1, dtype=ids.dtype)
-            torch.cumsum(lengths, 0, out=starts[1:])
-            found = self.local(ids, starts, factors)
-        return found
+            offsets = torch.zeros(len(lengths) + 1, dtype=ids.dtype)
+            torch.cumsum(lengths, 0, out=offsets[1:])
+            rows = self.local(ids, offsets, weights)
+        return rows
 
-    def bring_up_to_date(self, rows: Tensor) -> None:
-        """Have rows of a copy current that others have read, as ``optimizer.track`` does it."""
+    def catch_up(self, rows: Tensor) -> None:
+        """Catch up deferred rows of a replicated table that other ranks have read."""
         assert self.local is not None
         if is_watched(self.local):
-            self.look_up(rows, None, None)
+            self.lookup(rows, None, None)
 
 
-def part_here(table: Table, whole: Tensor) -> Tensor:
-    """The part of a tensor with a row for each of a table's that belongs to this rank.
-
-    Of ``"rows"``, row ``i`` lies on rank ``i % world``, as number ``i // world``.
-    """
-    world, rank = table.wire.world, table.wire.rank
-    if table.kind == "copy":
-        return whole
-    if table.kind == "tables":
-        return whole if table.owner == rank else whole.new_empty(0, *whole.shape[1:])
-    count = -(-len(whole) // world)
-    here = whole.new_zeros(count, *whole.shape[1:])
-    dealt = whole[rank::world]
-    here[: len(dealt)] = dealt
-    return here
-
-
-def check(table: Table, module: Any) -> None:
-    """Refuse what cannot be sharded."""
-    weight = module.weight
-    who = f"shard: {table.name!r}" if table.name else "shard: the table"
-    if has_mapped_memory(weight):
-        requirement = f"{who} must be in memory"
-        remedy = "Load it into memory (weight.detach().clone()), or train it in one process"
-        raise InputError(message(requirement, "a table in a file (storage.mapped)", remedy))
-    if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
-        requirement = f"{who} must have an ordinary weight on the CPU"
-        raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
-    if table.kind == "copy" and module.max_norm is not None and table.wire.world > 1:
-        requirement = (
-            f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
-        )
-        raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
-    if table.kind == "copy" and table.by_frequency and table.wire.world > 1:
-        requirement = f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
-        raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
-    if table.kind == "rows" and table.mode == "max":
-        requirement = f"{who} has mode='max', for which a bag's rows must be on one rank"
-        remedy = "Choose 'tables' or 'copy' for it"
-        raise InputError(message(requirement, "'rows'", remedy))
-
-
-def _whole(module: Module, name: str) -> Any:
-    """What has a table's options and shape, but no rows."""
-    kind = next(base for base in (nn.Embedding, nn.EmbeddingBag) if isinstance(module, base))
-    stand_in = type(kind.__name__, (SimpleNamespace,), {})
+def _shape_only_module(module: EmbeddingModule, name: str) -> Any:
+    """An object with a table's options and shape, but no rows."""
+    cls = next(base for base in (nn.Embedding, nn.EmbeddingBag) if isinstance(module, base))
     weight = torch.empty(1, dtype=module.weight.dtype)
-    return stand_in(
+    return type(cls.__name__, (SimpleNamespace,), {})(
         name=getattr(module, "name", "") or name,
         weight=weight.expand(module.num_embeddings, module.embedding_dim),
         mode=getattr(module, "mode", "sum"),
@@ -239,3 +220,89 @@ def _whole(module: Module, name: str) -> Any:
         scale_grad_by_freq=module.scale_grad_by_freq,
         padding_idx=module.padding_idx,
     )
+
+
+class ServedLookup:
+    """A lookup in one table, on the rank that owns the rows."""
+
+    def __init__(self, table: ShardedTable, grad_fn: RowGradFn | None, bags: list[int]) -> None:
+        self.table: ShardedTable = table
+        self.grad_fn: RowGradFn | None = grad_fn  # None: replicated, each rank has its own
+        self.bags_per_rank: list[int] = bags
+
+
+_indices = itertools.count()
+
+
+class TableGroup:
+    """The tables of one ``shard()`` call, and which of their lookups may still get a gradient.
+
+    Attributes:
+        index: in the order in which groups were made.
+        sequence: the number of lookups; that of the next handle.
+        pending: the handles of this rank whose gradient may still come.
+        served: the lookups that this rank has answered, by sequence number.
+        grads: exchanges gradients. Held here, because parameters refer to it weakly.
+    """
+
+    grads: ShardedGradSource
+
+    def __init__(
+        self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int
+    ) -> None:
+        self.index: int = next(_indices)
+        self.collectives: Collectives = collectives
+        self.tables: Sequence[ShardedTable] = tables
+        self.num_counts: int = NUM_COUNTS * max_tables  # per rank, at the start of an exchange
+        self.sequence: int = 0
+        self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
+        self.served: dict[int, ServedLookup] = {}
+
+    def status(self, operation: Operation, table: ShardedTable | None = None) -> Status:
+        """The status of this rank at the start of an exchange."""
+        index = -1 if table is None else table.index
+        return Status(operation, index, self.sequence, min(self.pending, default=self.sequence))
+
+    def new_counts(self) -> Tensor:
+        """Zeros: a row of numbers for each rank."""
+        return torch.zeros(self.collectives.world_size, self.num_counts, dtype=torch.int64)
+
+    def handshake(
+        self,
+        status: Status,
+        counts: Tensor | None,
+        error: BaseException | None = None,
+        facts: Facts | None = None,
+    ) -> PeerStatus:
+        """Start an exchange, and drop served lookups whose gradient cannot come from any rank."""
+        counts = certain(self.new_counts) if counts is None else counts
+        names = [table.name for table in self.tables]
+        peers = handshake(self.collectives, status, counts, names, error, facts)
+        oldest = min(peers["oldest_pending"])
+        for sequence in [each for each in self.served if each < oldest]:
+            del self.served[sequence]
+        return peers
+
+    def exchange_counts(
+        self,
+        operation: Operation,
+        table: ShardedTable,
+        counts: Tensor | None = None,
+        error: BaseException | None = None,
+        max_bytes: int = 0,
+    ) -> PeerStatus:
+        """Start an exchange that is no lookup; raises on all ranks if one has an error.
+
+        Args:
+            operation: what it is for.
+            table: whose.
+            counts: a number for each rank.
+            error: of this rank.
+            max_bytes: the most bytes that this rank will send another.
+        """
+        status, room = self.status(operation, table), None
+        status.max_bytes = max_bytes
+        if counts is not None:
+            room = certain(self.new_counts)
+            room[:, 0] = counts
+        return self.handshake(status, room, error)

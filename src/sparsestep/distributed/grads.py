@@ -1,12 +1,13 @@
-"""Arrivals: gradients to the owners of rows, all that are pending at once.
+"""Gradients to the owners of rows, all pending ones at once; the norm over all ranks.
 
 Each rank says which lookups it has a gradient of, and sends the gradients of the rows that it was
-sent. An owner knows what it has answered: it runs the backward of its own lookup. Of copies, every
-rank sends all others the rows that it has summed.
+sent. An owner runs the backward of the lookup that it has served. Of a replicated table, every rank
+sends all others the rows that it has summed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,71 +15,152 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sparsestep.distributed._handshake import Doing, Facts, Lines
-from sparsestep.distributed._packing import added_up
-from sparsestep.distributed._table import Table
-from sparsestep.distributed.collectives import joined, shares
-from sparsestep.distributed.ledger import Answer, Ledger, Ticket
-from sparsestep.distributed.sending import NUMBERS
-from sparsestep.grads.compact import (
-    CompactGrad,
-    compact,
-    parts_of,
-    positions_of,
-)
+from sparsestep.distributed._handshake import Facts, Operation, PeerStatus
+from sparsestep.distributed._packing import concat, split_by_rank, sum_duplicates
+from sparsestep.distributed._table import NUM_COUNTS, ServedLookup, ShardedTable, TableGroup
+from sparsestep.distributed.lookup import LookupHandle
+from sparsestep.errors import InputError, message
+from sparsestep.grads import exchange as arriving
+from sparsestep.grads.compact import CompactGrad, compact, parts_of, positions_of
 from sparsestep.grads.dedup import summed
 from sparsestep.grads.exchange import Pending, read_otherwise, source_of
 from sparsestep.grads.indexed import IndexedGrad
 
 
-class _Sent(NamedTuple):
-    """A gradient that this rank sends: to the owners, or of a copy to all."""
+class ShardedGradSource:
+    """The gradient source of the tables of one ``shard()`` call."""
 
-    ticket: Ticket
+    def __init__(self, group: TableGroup) -> None:
+        self.index: int = group.index
+        self._group = group
+        self.collectives = group.collectives
+        world_size = self.collectives.world_size
+        self._names: dict[int, str] = {}
+        self._sharded: set[int] = set()
+        self._strides: dict[int, int] = {}
+        for table in group.tables:
+            key = id(table.weight)
+            self._names.setdefault(key, repr(table.name) if table.name else "the table")
+            self._strides[key] = table.row_stride
+            if table.placement.is_sharded and world_size > 1:
+                self._sharded.add(key)
+            arriving.register(table.weight, self)
+
+    @torch.no_grad()
+    def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> ExchangedGrads:
+        """Exchange all pending gradients; all ranks call it.
+
+        Args:
+            facts: what must be the same on all ranks.
+            error: of this rank.
+
+        Returns:
+            What was done. Ranks have to agree on it before any of them uses the gradients.
+        """
+        return exchange_grads(self._group, facts, error)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if one has an error."""
+        self.collectives.check(error)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exchange failed half-way: other ranks cannot be reached any more."""
+        return self.collectives.is_lost
+
+    def name_of(self, param: Tensor) -> str | None:
+        """The name of the table that has a parameter, if it is one of these."""
+        return self._names.get(id(param))
+
+    def is_divided(self, param: Tensor) -> bool:
+        """Whether other ranks have other rows of a parameter."""
+        return id(param) in self._sharded
+
+    def dealt(self, param: Tensor) -> tuple[int, int]:
+        """Row stride and offset of this rank's shard."""
+        stride = self._strides.get(id(param), 1)
+        return (stride, self.collectives.rank) if stride > 1 else (1, 0)
+
+    def total(self, value: Tensor, order: float) -> Tensor:
+        """Norm over all ranks, bit-identical on every rank."""
+        if not order > 0:
+            requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
+            raise InputError(message(requirement, order))
+        status = self._group.status(Operation.NORM)
+        status.value = int(value.double().view(torch.int64))  # its bits
+        values = self._group.handshake(status, None)["value"]
+        norms = torch.tensor(values).view(torch.float64)
+        if math.isinf(order):
+            return norms.max()
+        norm: Tensor = torch.linalg.vector_norm(norms, order)
+        return norm
+
+
+class OutgoingGrad(NamedTuple):
+    """A gradient that this rank sends: to the owners, or of a replicated table to all."""
+
+    handle: LookupHandle
     values: Tensor
-    positions: Tensor | None = None  # of a copy
+    indices: Tensor | None = None  # of a replicated table
 
-    def bytes_for(self, rank: int) -> int:
-        """What another rank gets of it."""
-        if self.positions is None:
-            return self.ticket.bags[rank] * self.ticket.table.row_bytes
-        return self.positions.nbytes + self.values.nbytes
+    def nbytes_for(self, rank: int) -> int:
+        """Bytes that another rank gets."""
+        if self.indices is None:
+            return self.handle.bags_per_rank[rank] * self.handle.table.row_bytes
+        return self.indices.nbytes + self.values.nbytes
+
+    def header(self) -> GradHeader:
+        """What is announced of it."""
+        if self.indices is None:
+            return GradHeader(self.handle.sequence)
+        return GradHeader(self.handle.sequence, self.indices.numel(), self.values.shape[1])
 
 
-class _Said(NamedTuple):
-    """What a rank says of a gradient that it sends: whose it is; of a copy, how many entries."""
+class GradHeader(NamedTuple):
+    """What a rank announces of a gradient."""
 
-    ticket: int
-    entries: int = -1
-    block: int = 0
+    sequence: int  # of the lookup
+    entries: int = -1  # of a replicated table
+    slot_size: int = 0
 
-    def bytes_of(self, answer: Answer, rank: int) -> int:
-        """What this rank gets of it from another."""
+    def nbytes_from(self, served: ServedLookup, rank: int) -> int:
+        """Bytes that this rank gets from another."""
         if self.entries < 0:
-            return answer.bags[rank] * answer.table.row_bytes
-        return self.entries * (8 + self.block * answer.table.weight.dtype.itemsize)
+            return served.bags_per_rank[rank] * served.table.row_bytes
+        return self.entries * (8 + self.slot_size * served.table.weight.dtype.itemsize)
 
 
-class Arrival:
+class ReceivedGrad(NamedTuple):
+    """What one rank has sent of a gradient."""
+
+    values: Tensor
+    indices: Tensor | None
+
+
+class ExchangedGrads:
     """The gradients of one exchange, which this rank may still give back.
 
     Attributes:
-        error: why this rank could not use what has come. The others have to be told.
+        error: why this rank could not use what it has received. The others have to be told.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[ShardedTable]) -> None:
         self.error: BaseException | None = None
         self._before = [
-            (weight, weight.grad, _attributes(weight.grad))
-            for weight in {id(table.weight): table.weight for table in tables}.values()
+            (weight, weight.grad, _attributes(weight.grad)) for weight in _weights(tables)
         ]
 
     def undo(self) -> None:
-        """Let weights have the gradients that they had before."""
+        """Restore the gradients that weights had before."""
         for weight, grad, attributes in self._before:
             weight.grad = grad
             if grad is not None:
                 vars(grad).update(attributes)
+
+
+def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
+    """Each weight once: tables may share one."""
+    return list({id(table.weight): table.weight for table in tables}.values())
 
 
 def _attributes(grad: Tensor | None) -> dict[str, Any]:
@@ -88,261 +170,244 @@ def _attributes(grad: Tensor | None) -> dict[str, Any]:
     return {name: getattr(grad, name) for name in names}
 
 
-def exchange_grads(ledger: Ledger, facts: Facts, error: BaseException | None = None) -> Arrival:
-    """Exchange all gradients that are pending; all ranks at once.
-
-    Args:
-        ledger: of the ranks.
-        facts: what must be the same on all ranks.
-        error: why this rank refuses.
-
-    Returns:
-        What was done. Ranks have to agree on it before anybody uses the gradients.
-    """
-    wire, tables = ledger.wire, ledger.tables
-    line, room = ledger.line(Doing.ARRIVAL), None
-    sent: list[_Sent] = []
-    numbers = torch.empty(0, dtype=torch.int64)
-    lengths = [0] * wire.world
+def exchange_grads(
+    group: TableGroup, facts: Facts, error: BaseException | None = None
+) -> ExchangedGrads:
+    """See :meth:`ShardedGradSource.exchange_grads`."""
+    world_size, tables = group.collectives.world_size, group.tables
+    status, counts = group.status(Operation.EXCHANGE_GRADS), None
+    outgoing: list[OutgoingGrad] = []
+    headers = torch.empty(0, dtype=torch.int64)
+    sizes = [0] * world_size
     frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
     try:
-        sent = _collected(tables)
-        numbers = torch.tensor([n for each in sent for n in _said(each)], dtype=torch.int64)
-        lengths = [sum(each.bytes_for(rank) for each in sent) for rank in range(wire.world)]
-        line.payload, line.largest = len(sent), max(lengths)
-        room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
-        if len(numbers) <= ledger.room:
-            room[:, : len(numbers)] = numbers
+        outgoing = collect_pending(tables)
+        headers = torch.tensor([n for each in outgoing for n in each.header()], dtype=torch.int64)
+        sizes = [sum(each.nbytes_for(rank) for each in outgoing) for rank in range(world_size)]
+        status.value, status.max_bytes = len(outgoing), max(sizes)
+        counts = group.new_counts()
+        if len(headers) <= group.num_counts:
+            counts[:, : len(headers)] = headers
     except BaseException as raised:
         error = error or raised
-    lines = ledger.agree(line, room, error, {**facts, "frozen tables": frozen})
-    pieces: Callable[[], dict[tuple[int, int], _Piece]] = dict
-    theirs: list[list[_Said]] = []
-    if any(lines["payload"]):
-        theirs = _listed(ledger, lines, numbers)
-        pieces = _exchanged(ledger, sent, theirs, max(lines["largest"]), lengths)
-    arrival = Arrival(tables)
+    peers = group.handshake(status, counts, error, {**facts, "frozen tables": frozen})
+    read: Callable[[], dict[tuple[int, int], ReceivedGrad]] = dict
+    announced: list[list[GradHeader]] = []
+    if any(peers["value"]):
+        announced = _all_headers(group, peers, headers)
+        read = _send_grads(group, outgoing, announced, max(peers["max_bytes"]), sizes)
+    exchanged = ExchangedGrads(tables)
     try:
-        parts = _parts(ledger, theirs, pieces())
-        for index, new in parts.items():
-            _give(tables[index], new)
-        for table in tables:
-            _settle(table.weight)
+        for index, grads in _received_grads(group, announced, read()).items():
+            _assign_grad(tables[index], grads)
+        for weight in _weights(tables):
+            _remove_placeholder(weight)
     except BaseException as raised:
-        arrival.error = raised
-    return arrival
+        exchanged.error = raised
+    return exchanged
 
 
-def _parts(
-    ledger: Ledger,
-    theirs: Sequence[Sequence[_Said]],
-    pieces: Mapping[tuple[int, int], _Piece],
-) -> dict[int, list[IndexedGrad]]:
-    """What has come, as parts of the gradients of tables, by their index."""
-    parts: dict[int, list[IndexedGrad]] = {}
-    # In the order of the first rank that has any: where all ranks run the same, that of all.
-    for index in dict.fromkeys(each.ticket for said in theirs for each in said):
-        answer = ledger.answers[index]
-        arrived = [pieces.get((rank, index)) for rank in range(ledger.wire.world)]
-        new = _of_all(answer.table, arrived) if answer.parts is None else _part(answer, arrived)
-        parts.setdefault(answer.table.index, []).extend(new)
-    return parts
-
-
-def _collected(tables: Sequence[Table]) -> list[_Sent]:
-    """What this rank has to send, in the order in which backward came across it."""
-    found: list[_Sent] = []
-    for weight in {id(table.weight): table.weight for table in tables}.values():
-        values: dict[Ticket, Tensor] = {}
-        for ticket, rows in _pending_in(weight.grad):
-            if ticket is None:  # it was expected, and has not come
+def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
+    """The gradients that this rank sends, in the order of backward."""
+    found: list[OutgoingGrad] = []
+    for weight in _weights(tables):
+        values: dict[LookupHandle, Tensor] = {}
+        for handle, rows in _pending_parts(weight.grad):
+            if handle is None:  # a placeholder that no backward has filled
                 continue
-            values[ticket] = values[ticket] + rows if ticket in values else rows
-        for ticket, rows in values.items():
-            if ticket.table.kind == "copy":
-                found.append(_of_copy(ticket, rows))
+            values[handle] = values[handle] + rows if handle in values else rows
+        for handle, rows in values.items():
+            if handle.grad_fn is not None:
+                found.append(_replicated_grad(handle, handle.grad_fn, rows))
                 continue
-            if ticket.which is not None:
-                rows = added_up(rows, ticket.which, sum(ticket.bags))
-            found.append(_Sent(ticket, rows))
+            if handle.inverse is not None:
+                rows = sum_duplicates(rows, handle.inverse, sum(handle.bags_per_rank))
+            found.append(OutgoingGrad(handle, rows))
     return found
 
 
-def _pending_in(grad: Tensor | None) -> list[Pending]:
-    """The parts of a gradient that are still to be sent."""
+def _pending_parts(grad: Tensor | None) -> list[Pending]:
     parts = grad._parts if isinstance(grad, CompactGrad) else ()
     return [part for part in parts if isinstance(part, Pending)]
 
 
-def _arrived_in(grad: Tensor) -> list[IndexedGrad]:
-    """The other parts of a gradient."""
+def _exchanged_parts(grad: Tensor) -> list[IndexedGrad]:
     parts = parts_of(grad) or ()
     return [part for part in parts if not isinstance(part, Pending)]
 
 
-def _of_copy(ticket: Ticket, rows: Tensor) -> _Sent:
-    """What the others get of a copy's gradient: sums, or every entry where their order matters."""
-    assert ticket.parts is not None
-    weight = ticket.table.weight
-    (touched,) = ticket.parts(rows)
-    if ticket.table.order == "global":
-        touched = touched.expanded()
-        values = touched.values.reshape(-1, touched.slot_size)
-        return _Sent(ticket, values.contiguous(), positions_of(touched).contiguous())
-    positions, sums = summed(touched)
-    assert positions is not None
-    return _Sent(ticket, sums.to(weight.dtype), positions)
+def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> OutgoingGrad:
+    """Sums per row, or every entry if the order of summation matters."""
+    table = handle.table
+    (grad,) = grad_fn(rows)
+    if table.order == "global":
+        grad = grad.expanded()
+        values = grad.values.reshape(-1, grad.slot_size)
+        return OutgoingGrad(handle, values.contiguous(), positions_of(grad).contiguous())
+    indices, sums = summed(grad)
+    assert indices is not None
+    return OutgoingGrad(handle, sums.to(table.weight.dtype), indices)
 
 
-def _said(sent: _Sent) -> _Said:
-    if sent.positions is None:
-        return _Said(sent.ticket.index)
-    return _Said(sent.ticket.index, sent.positions.numel(), sent.values.shape[1])
-
-
-def _listed(ledger: Ledger, lines: Lines, mine: Tensor) -> list[list[_Said]]:
-    """What each rank sends. Where that was more than there was room for, it is sent now."""
-    counts = [NUMBERS * count for count in lines["payload"]]
-    found = [row[:count] for row, count in zip(lines.room, counts, strict=True)]
-    if max(counts) > ledger.room:
-        sizes = [8 * count for count in counts]
-        readers = ledger.wire.send([[mine]] * len(sizes), sizes, max(sizes))
+def _all_headers(group: TableGroup, peers: PeerStatus, mine: Tensor) -> list[list[GradHeader]]:
+    """The headers of each rank. They are sent now if the handshake had no room for them."""
+    sizes = [NUM_COUNTS * count for count in peers["value"]]
+    found = [row[:size] for row, size in zip(peers.counts, sizes, strict=True)]
+    if max(sizes) > group.num_counts:
+        nbytes = [8 * size for size in sizes]
+        readers = group.collectives.all_to_all([[mine]] * len(nbytes), nbytes, max(nbytes))
         error: BaseException | None = None
         try:
             found = [
-                reader.take(count, torch.int64).tolist()
-                for reader, count in zip(readers, counts, strict=True)
+                reader.read(size, torch.int64).tolist()
+                for reader, size in zip(readers, sizes, strict=True)
             ]
         except BaseException as raised:
             error = raised
-        ledger.wire.check(error)  # who cannot read them does not know how much comes next
-    return [[_Said(*row[n : n + NUMBERS]) for n in range(0, len(row), NUMBERS)] for row in found]
+        group.collectives.check(error)  # without headers, a rank does not know how much comes next
+    return [
+        [GradHeader(*row[n : n + NUM_COUNTS]) for n in range(0, len(row), NUM_COUNTS)]
+        for row in found
+    ]
 
 
-class _Piece(NamedTuple):
-    """What one rank has sent of a gradient."""
+def _send_grads(
+    group: TableGroup,
+    outgoing: Sequence[OutgoingGrad],
+    announced: Sequence[Sequence[GradHeader]],
+    max_bytes: int,
+    outgoing_sizes: Sequence[int],
+) -> Callable[[], dict[tuple[int, int], ReceivedGrad]]:
+    """Send gradients; return a function that reads the received ones, by rank and lookup."""
+    served = group.served
 
-    values: Tensor
-    positions: Tensor | None
-
-
-def _exchanged(
-    ledger: Ledger,
-    sent: Sequence[_Sent],
-    theirs: Sequence[Sequence[_Said]],
-    largest: int,
-    lengths: Sequence[int],
-) -> Callable[[], dict[tuple[int, int], _Piece]]:
-    """Send values to where they belong; a function that reads what has come, by rank and ticket."""
-    answers = ledger.answers
-
-    def outgoing() -> list[list[Tensor]]:
-        found: list[list[Tensor]] = [[] for _ in theirs]
-        for each in sent:
-            if each.positions is not None:
+    def messages() -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in announced]
+        for each in outgoing:
+            if each.indices is not None:
                 for tensors in found:
-                    tensors += [each.positions, each.values]
-            elif each.ticket.is_summed:  # the gradient of a sum is that of all that was summed
+                    tensors += [each.indices, each.values]
+            elif each.handle.is_partial:  # the gradient of a sum is that of every summand
                 for tensors in found:
                     tensors.append(each.values)
             else:
-                for rank, part in shares(each.values, each.ticket.bags):
-                    found[rank].append(part)
+                for rank, slice_ in split_by_rank(each.values, each.handle.bags_per_rank):
+                    found[rank].append(slice_)
         return found
 
-    def read() -> dict[tuple[int, int], _Piece]:
-        found: dict[tuple[int, int], _Piece] = {}
+    def read() -> dict[tuple[int, int], ReceivedGrad]:
+        found: dict[tuple[int, int], ReceivedGrad] = {}
         for rank, reader in enumerate(readers):
-            for ticket, entries, block in theirs[rank]:
-                answer = answers[ticket]
-                dtype, dim, positions = answer.table.weight.dtype, answer.table.dim, None
-                if entries >= 0:
-                    positions, dim = reader.take(entries, torch.int64), block
-                count = answer.bags[rank] if entries < 0 else entries
-                values = reader.take(count * dim, dtype).view(count, dim)
-                found[rank, ticket] = _Piece(values, positions)
+            for sequence, entries, slot_size in announced[rank]:
+                table, indices = served[sequence].table, None
+                if entries < 0:
+                    count, dim = served[sequence].bags_per_rank[rank], table.dim
+                else:
+                    count, dim = entries, slot_size
+                    indices = reader.read(entries, torch.int64)
+                values = reader.read(count * dim, table.weight.dtype).view(count, dim)
+                found[rank, sequence] = ReceivedGrad(values, indices)
         return found
 
-    sizes = [
-        sum(said.bytes_of(answers[said.ticket], rank) for said in some)
-        for rank, some in enumerate(theirs)
+    incoming_sizes = [
+        sum(header.nbytes_from(served[header.sequence], rank) for header in headers)
+        for rank, headers in enumerate(announced)
     ]
-    readers = ledger.wire.send(outgoing, sizes, largest, lengths)
+    readers = group.collectives.all_to_all(messages, incoming_sizes, max_bytes, outgoing_sizes)
     return read
 
 
-def _part(answer: Answer, arrived: Sequence[_Piece | None]) -> Sequence[IndexedGrad]:
-    """What the gradients of the rows that an owner has answered with are for its weight."""
-    assert answer.parts is not None
-    table = answer.table
-    if not table.is_here:
+def _received_grads(
+    group: TableGroup,
+    announced: Sequence[Sequence[GradHeader]],
+    received: Mapping[tuple[int, int], ReceivedGrad],
+) -> dict[int, list[IndexedGrad]]:
+    """The parts of the gradients of tables, by index of the table."""
+    found: dict[int, list[IndexedGrad]] = {}
+    # In the order of the first rank that has any: where all ranks run the same, that of all.
+    for sequence in dict.fromkeys(each.sequence for headers in announced for each in headers):
+        served = group.served[sequence]
+        of_ranks = [received.get((rank, sequence)) for rank in range(len(announced))]
+        merge = _owner_grad if served.grad_fn is not None else _merge_replicated
+        found.setdefault(served.table.index, []).extend(merge(served, of_ranks))
+    return found
+
+
+def _owner_grad(
+    served: ServedLookup, received: Sequence[ReceivedGrad | None]
+) -> Sequence[IndexedGrad]:
+    """Run the backward of a served lookup."""
+    assert served.grad_fn is not None
+    table, bags_per_rank = served.table, served.bags_per_rank
+    if not table.has_rows:
         return []
     values = [
-        table.weight.new_zeros(count, table.dim) if piece is None else piece.values
-        for piece, count in zip(arrived, answer.bags, strict=True)
+        table.weight.new_zeros(count, table.dim) if each is None else each.values
+        for each, count in zip(received, bags_per_rank, strict=True)
     ]
-    parts = answer.parts(_reduced(table, values))
-    if None not in arrived:
+    parts = served.grad_fn(_concat_and_average(table, values))
+    if None not in received:
         return parts
-    # A rank that left the lookup out of its loss touches nothing with it, not even with zeros.
-    counts = torch.tensor(answer.bags)
-    present = torch.tensor([piece is not None for piece in arrived]).repeat_interleave(counts)
-    return [_only(part, present, table.dim) for part in parts]
+    # A rank whose loss does not use this lookup contributes no entries, not even zeros.
+    is_present = torch.tensor([each is not None for each in received])
+    present = is_present.repeat_interleave(torch.tensor(bags_per_rank))
+    return [_drop_absent_ranks(part, present, table.dim) for part in parts]
 
 
-def _only(part: IndexedGrad, present: Tensor, dim: int) -> IndexedGrad:
-    """The entries of a part that come from some rows of the output's gradient."""
-    positions, source = positions_of(part), part.value_index
-    if source is None:
-        source = torch.arange(len(positions))
-    inside = present[source * part.slot_size // dim].nonzero().squeeze(1)
+def _drop_absent_ranks(part: IndexedGrad, present: Tensor, dim: int) -> IndexedGrad:
+    indices, value_index = positions_of(part), part.value_index
+    if value_index is None:
+        value_index = torch.arange(len(indices))
+    inside = present[value_index * part.slot_size // dim].nonzero().squeeze(1)
     scale = None if part.scale is None else part.scale[inside]
-    return part._replace(indices=positions[inside], value_index=source[inside], scale=scale)
+    return part._replace(indices=indices[inside], value_index=value_index[inside], scale=scale)
 
 
-def _of_all(table: Table, arrived: Sequence[_Piece | None]) -> list[IndexedGrad]:
-    """What all ranks have sent of a copy's gradient, in their order."""
-    pieces: list[Any] = [piece for piece in arrived if piece is not None]
-    values = _reduced(table, [piece.values for piece in pieces])
-    block = values.shape[1]
-    positions = joined([piece.positions for piece in pieces])
-    table.bring_up_to_date(positions * block // table.dim)
-    slots = table.rows * table.dim // block if block else table.rows
-    return [IndexedGrad(positions, values, slots, block)]
+def _merge_replicated(
+    served: ServedLookup, received: Sequence[ReceivedGrad | None]
+) -> Sequence[IndexedGrad]:
+    """The entries of all ranks, in their order."""
+    table = served.table
+    pieces: list[Any] = [each for each in received if each is not None]
+    values = _concat_and_average(table, [each.values for each in pieces])
+    slot_size = values.shape[1]
+    indices = concat([each.indices for each in pieces])
+    table.catch_up(indices * slot_size // table.dim)
+    num_slots = table.rows * table.dim // slot_size if slot_size else table.rows
+    return [IndexedGrad(indices, values, num_slots, slot_size)]
 
 
-def _reduced(table: Table, pieces: Sequence[Tensor]) -> Tensor:
-    """Values of all ranks put together, divided for their mean."""
-    world = table.wire.world
-    if table.reduce != "mean" or world == 1:
-        return joined(pieces)
-    # Others may still hold a piece that this rank has sent itself: it is not written to.
+def _concat_and_average(table: ShardedTable, pieces: Sequence[Tensor]) -> Tensor:
+    world_size = table.collectives.world_size
+    if table.reduce != "mean" or world_size == 1:
+        return concat(pieces)
+    # Not in place: the gradient that this rank has sent itself may still be in use.
     values = pieces[0].new_empty(sum(map(len, pieces)), *pieces[0].shape[1:])
-    for piece, part in zip(pieces, values.split(list(map(len, pieces))), strict=True):
-        torch.div(piece, world, out=part)
+    for piece, target in zip(pieces, values.split(list(map(len, pieces))), strict=True):
+        torch.div(piece, world_size, out=target)
     return values
 
 
-def _give(table: Table, new: Sequence[IndexedGrad]) -> None:
-    """Let a weight have its gradient; a rank that has no row of a table gets none."""
+def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
+    """Set the gradient of a weight; a rank without rows of the table gets none."""
     weight, grad = table.weight, table.weight.grad
     if grad is not None and not grad.is_sparse:
         raise read_otherwise()
-    parts = [*([] if grad is None else _arrived_in(grad)), *new]
+    parts = [*([] if grad is None else _exchanged_parts(grad)), *new]
     if isinstance(grad, CompactGrad) and not grad.is_materialized:
-        grad._parts = tuple(parts)  # whoever holds on to it sees it arrive
+        grad._parts = tuple(parts)  # in place: existing references to the gradient see the result
     else:
         grad = compact(parts, weight.shape, weight)
     source = source_of(weight)
     assert source is not None
     grad.arrived_from, grad.is_divided = ref(source), source.is_divided(weight)
-    weight.grad = grad if table.is_here else None
+    weight.grad = grad if table.has_rows else None
 
 
-def _settle(weight: Tensor) -> None:
-    """Take away what was expected and did not come from anybody."""
+def _remove_placeholder(weight: Tensor) -> None:
+    """Remove a placeholder that no rank has filled."""
     grad = weight.grad
     if isinstance(grad, CompactGrad) and grad.is_pending:
-        grad._parts = tuple(_arrived_in(grad))
+        grad._parts = tuple(_exchanged_parts(grad))
         if not grad._parts and grad.arrived_from is None:
             weight.grad = None

@@ -1,23 +1,47 @@
-"""lockstep: ranks that run out of data at different times."""
+"""lockstep: batches for ranks that run out of data at different times; ids sent in advance.
+
+With ``prefetch=1``, a loop records which tensors of a batch are passed to lookups, and sends those
+of the next batch, in a separate thread and process group. A lookup that then gets these tensors
+finds its ids already sent. A lookup that gets others sends them, and so do all ranks with it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+import itertools
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsestep._torch import tree_map_only
-from sparsestep.distributed.ahead import Loop, tensors_in, version_of
-from sparsestep.errors import InputError, message
+from sparsestep._torch import tree_map_only, version_of
+from sparsestep.distributed._table import NUM_COUNTS
+from sparsestep.distributed.collectives import Collectives, new_group_like
+from sparsestep.distributed.lookup import (
+    LookupRequest,
+    PrefetchedIds,
+    exchange_ids,
+    id_counts,
+    request_nbytes,
+)
+from sparsestep.errors import InputError, SlowWarning, message, warn_once
 
 Batch = TypeVar("Batch")
 
-# What a rank has at the begin of a step.
-_NOTHING, _EXAMPLE, _BATCH, _ERROR = 0, 1, 2, 3
+
+class LoaderState(IntEnum):
+    """What a rank has at the start of a step."""
+
+    NO_BATCH_YET = 0
+    EXHAUSTED = 1
+    BATCH = 2
+    ERROR = 3
 
 
 def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
@@ -66,91 +90,91 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
     if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
         requirement = "lockstep: the loader must be iterable"
         raise InputError(message(requirement, f"a {type(given).__name__}"))
-    if not prefetch or not _is_shared():
-        return (batch for batch, _ in _in_step(iter(loader), lambda _: 0))
-    return _ahead(iter(loader))
+    if not prefetch or not _is_multi_rank():
+        return (batch for batch, _ in _synchronized(iter(loader), lambda _: 0))
+    return _with_prefetch(iter(loader))
 
 
-def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Batches, of which the next one's ids are sent before each."""
-    loop = Loop()
-    given: list[tuple[Tensor, int]] = []
+def _with_prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield batches; before each, the ids of the next one are sent."""
+    prefetcher = IdPrefetcher()
+    yielded: list[tuple[Tensor, int]] = []
 
-    def recipe(batch: Any) -> int:
-        if any(version_of(tensor) != version for tensor, version in given):
+    def signature(batch: Any) -> int:
+        if any(version_of(tensor) != version for tensor, version in yielded):
             requirement = (
                 "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
             )
-            raise InputError(
-                message(requirement, "a modified batch", "Allocate new tensors for every batch")
-            )
-        return 0 if batch is None else loop.recipe(batch)
+            remedy = "Allocate new tensors for every batch"
+            raise InputError(message(requirement, "a modified batch", remedy))
+        return 0 if batch is None else prefetcher.signature(batch)
 
     try:
-        steps = _in_step(batches, recipe)
-        following, sending = next(steps, None), None
+        steps = _synchronized(batches, signature)
+        following, task = next(steps, None), None
         while following is not None:
-            batch, sent = following[0], sending
-            loop.learn()
-            given[:] = [(each, version_of(each)) for each in tensors_in(batch)]
+            batch, current = following[0], task
+            prefetcher.record_calls()
+            yielded[:] = [(each, version_of(each)) for each in iter_tensors(batch)]
             following = next(steps, None)
-            sending = loop.send(following[0]) if following is not None and following[1] else None
-            given.clear()
-            loop.begin(batch, sent)
+            is_sent = following is not None and following[1]
+            task = prefetcher.submit(following[0]) if following is not None and is_sent else None
+            yielded.clear()
+            prefetcher.start_batch(batch, current)
             yield batch
     finally:
-        loop.end()
+        prefetcher.close()
 
 
-def _in_step(
-    batches: Iterator[Batch], recipe: Callable[[Any], int]
+def _synchronized(
+    batches: Iterator[Batch], signature: Callable[[Any], int]
 ) -> Iterator[tuple[Batch, bool]]:
-    """Batches, and whether all ranks say the same of theirs.
+    """Yield batches until all ranks are exhausted, and whether their signatures agree.
 
     Args:
         batches: of this rank.
-        recipe: what it says of a batch; ``None`` where it is not known yet. 0: nothing.
+        signature: of a batch; ``None`` if it is not known yet. 0: none.
     """
     example: Any = None
-    has = _NOTHING
+    state = LoaderState.NO_BATCH_YET
     while True:
         error: Exception | None = None
-        batch, said = _END, 0
+        batch, mine = _END, 0
         try:
             batch = next(batches, _END)
             if batch is not _END:
-                has = _BATCH
-            elif has != _NOTHING:
-                has, batch = _EXAMPLE, emptied(example)
-            said = recipe(None if batch is _END else batch)
+                state = LoaderState.BATCH
+            elif state != LoaderState.NO_BATCH_YET:
+                state, batch = LoaderState.EXHAUSTED, empty_batch(example)
+            mine = signature(None if batch is _END else batch)
         except Exception as raised:
             error = raised
-        everybody, agreed = _gathered(_ERROR if error else has, said)
+        states, is_agreed = _all_gather_states(LoaderState.ERROR if error else state, mine)
         if error is not None:
             raise error
-        if _ERROR in everybody:
-            rank = everybody.index(_ERROR)
+        if LoaderState.ERROR in states:
+            rank = states.index(LoaderState.ERROR)
             requirement = f"lockstep: rank {rank} has no next batch; see that rank's message"
             raise InputError(f"{requirement}. All ranks stop here.")
-        if _BATCH not in everybody:
+        if LoaderState.BATCH not in states:
             return
-        if _NOTHING in everybody:
-            found = _from_rank(everybody.index(_BATCH), batch)
-            if has == _NOTHING:
-                example, has, batch = found, _EXAMPLE, found
-        if has == _BATCH:
+        if LoaderState.NO_BATCH_YET in states:
+            received = _broadcast_empty_batch(states.index(LoaderState.BATCH), batch)
+            if state == LoaderState.NO_BATCH_YET:
+                example, state, batch = received, LoaderState.EXHAUSTED, received
+        if state == LoaderState.BATCH:
             example = batch
-        yield batch, agreed
+        yield batch, is_agreed
 
 
 _END: Any = object()
 
 
-def emptied(batch: Any) -> Any:
-    """A batch of nothing, made of one that has something.
+def empty_batch(batch: Any) -> Any:
+    """An empty batch with the structure of another.
 
     Example:
-        >>> emptied({"ids": torch.tensor([[3, 1], [4, 1]]), "name": "train"})
+        >>> empty_batch({"ids": torch.tensor([[3, 1], [4, 1]]), "name": "train"})
         {'ids': tensor([], size=(0, 2), dtype=torch.int64), 'name': 'train'}
     """
     empty = getattr(batch, "empty", None)
@@ -158,26 +182,224 @@ def emptied(batch: Any) -> Any:
         return empty()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{n: emptied(getattr(batch, n)) for n in fields})
+        return dataclasses.replace(batch, **{n: empty_batch(getattr(batch, n)) for n in fields})
     return tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, batch)
 
 
-def _is_shared() -> bool:
+def _is_multi_rank() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _gathered(has: int, said: int) -> tuple[list[int], bool]:
-    """What every rank has, in their order; whether they say the same, and something."""
-    if not _is_shared():
-        return [has], said != 0
-    found = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([has, said]))
-    numbers = [each.tolist() for each in found]
-    return [each[0] for each in numbers], {each[1] for each in numbers} == {said} != {0}
+def _all_gather_states(state: int, signature: int) -> tuple[list[int], bool]:
+    """The states of all ranks; whether they have the same signature, and have one."""
+    if not _is_multi_rank():
+        return [state], signature != 0
+    gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([state, signature]))
+    numbers = [each.tolist() for each in gathered]
+    return [each[0] for each in numbers], {each[1] for each in numbers} == {signature} != {0}
 
 
-def _from_rank(rank: int, batch: Any) -> Any:
+def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
     """An empty batch like those of a rank."""
-    mine = [emptied(batch) if dist.get_rank() == rank else None]
-    dist.broadcast_object_list(mine, src=rank)
-    return mine[0]
+    objects = [empty_batch(batch) if dist.get_rank() == rank else None]
+    dist.broadcast_object_list(objects, src=rank)
+    return objects[0]
+
+
+# Ids that are sent in advance
+
+
+def iter_tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, in lists, tuples, dicts and dataclasses.
+
+    Example:
+        >>> batch = {"ids": [torch.ones(3), torch.ones(2)], "name": "a"}
+        >>> [len(each) for each in iter_tensors(batch)]
+        [3, 2]
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for each in dataclasses.fields(batch):
+            yield from iter_tensors(getattr(batch, each.name))
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from iter_tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from iter_tensors(value)
+
+
+def _map_tensors(arguments: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments of a lookup with every tensor, or number of one, replaced."""
+    if isinstance(arguments, Mapping):
+        return {key: _map_tensors(value, change) for key, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return [_map_tensors(value, change) for value in arguments]
+    return arguments if arguments is None else change(arguments)
+
+
+class LookupCall(NamedTuple):
+    """A call of a sharded module during a batch."""
+
+    module: Any
+    arguments: Any  # with numbers of the batch's tensors in place of these
+
+    def bind(self, tensors: Sequence[Tensor]) -> Any:
+        """The arguments for another batch."""
+        return _map_tensors(self.arguments, lambda number: tensors[number])
+
+
+class PrefetchTask:
+    """Sends the ids of all lookups of one batch."""
+
+    def __init__(self, calls: Sequence[LookupCall], tensors: Sequence[Tensor], first: int) -> None:
+        self._calls = list(calls)
+        self._first = first
+        self._arguments: list[Any] = [call.bind(tensors) for call in calls]
+        self._versions = [[version_of(t) for t in iter_tensors(a)] for a in self._arguments]
+        self.done: threading.Event = threading.Event()
+        self._results: list[PrefetchedIds | None] = [None] * len(calls)
+        self.error: Exception | None = None
+
+    def run(self, collectives: Collectives) -> None:
+        """Send the ids of all calls. If any rank's input is invalid, no rank sends."""
+        try:
+            self._run(collectives)
+        except Exception as error:  # communication error: raised by the lookup that needs these ids
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _run(self, collectives: Collectives) -> None:
+        requests: list[list[LookupRequest]] = []
+        is_invalid = 0
+        try:
+            for call, arguments in zip(self._calls, self._arguments, strict=True):
+                requests.append(call.module.lookup_requests(*arguments))
+            tables = [request for each in requests for request in each]
+            mine = id_counts(tables)
+            max_bytes = max(request_nbytes(tables, row) for row in mine.tolist())
+        except Exception:  # the lookup itself will raise it, on all ranks
+            is_invalid = 1
+        # All ranks call the same modules, so all have as many tables.
+        num_tables = sum(call.module.num_tables for call in self._calls)
+        counts = torch.zeros(collectives.world_size, 2 + NUM_COUNTS * num_tables, dtype=torch.int64)
+        counts[:, 0] = is_invalid
+        if not is_invalid:
+            counts[:, 2:], counts[:, 1] = mine, max_bytes
+        theirs = collectives.all_to_all_rows(counts).tolist()
+        if any(row[0] for row in theirs):
+            return
+        max_bytes = max(row[1] for row in theirs)
+        read = exchange_ids(collectives, tables, [row[2:] for row in theirs], max_bytes)
+        incoming = iter(read())
+        for n, each in enumerate(requests):
+            found = list(itertools.islice(incoming, len(each)))
+            self._results[n] = PrefetchedIds(self._first + n, each, found)
+
+    def take(self, module: Any, arguments: Any) -> PrefetchedIds | None:
+        """The ids that have been sent for a call, once."""
+        for n, call in enumerate(self._calls):
+            if call.module is not module or not self._matches(n, arguments):
+                continue
+            self.done.wait()
+            if self.error is not None:
+                raise self.error
+            found, self._results[n] = self._results[n], None
+            if found is not None:
+                return found
+        return None
+
+    def _matches(self, n: int, arguments: Any) -> bool:
+        mine, theirs = list(iter_tensors(self._arguments[n])), list(iter_tensors(arguments))
+        return (
+            len(mine) == len(theirs)
+            and all(one is other for one, other in zip(mine, theirs, strict=True))
+            and [version_of(each) for each in theirs] == self._versions[n]
+        )
+
+
+class IdPrefetcher:
+    """Records the lookups of a batch, and sends the ids of the next one in a thread."""
+
+    def __init__(self) -> None:
+        self._collectives = Collectives(new_group_like(None, backend="gloo"))
+        self._tensors: list[Tensor] = []  # of the current batch
+        self._calls: list[LookupCall] = []  # of the current batch
+        self._num_other_calls = 0  # lookups that got other tensors
+        self._known: tuple[list[LookupCall], int] = ([], 0)  # calls of a batch of so many tensors
+        self._task: PrefetchTask | None = None  # of the current batch
+        self._sequence = 1
+        self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
+        # A daemon: if other ranks are gone, it may be waiting for them.
+        thread = threading.Thread(target=self._run_tasks, name="sparsestep-ids", daemon=True)
+        thread.start()
+        _active_prefetchers.append(self)
+
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run(self._collectives)
+
+    def close(self) -> None:
+        """End the thread."""
+        _active_prefetchers.remove(self)
+        self._tasks.put(None)
+
+    def signature(self, batch: Any) -> int:
+        """A number that must be the same on all ranks to prefetch a batch; 0: no prefetching."""
+        calls, num_tensors = self._known
+        if not calls or num_tensors != sum(1 for _ in iter_tensors(batch)):
+            return 0
+        keys = [(each.module.call_key, repr(each.arguments)) for each in calls]
+        return zlib.crc32(repr(keys).encode()) + 1
+
+    def submit(self, batch: Any) -> PrefetchTask:
+        """Send the ids of the next batch; all ranks do."""
+        calls, _ = self._known
+        task = PrefetchTask(calls, list(iter_tensors(batch)), self._sequence)
+        self._sequence += len(calls)
+        self._tasks.put(task)
+        return task
+
+    def record_calls(self) -> None:
+        """Expect the lookups of the last batch from the next ones."""
+        if self._calls:
+            self._known = (self._calls, len(self._tensors))
+        elif self._num_other_calls and not self._known[0]:
+            warn_once(
+                SlowWarning,
+                "lockstep: prefetch=1 sends nothing ahead, because no lookup got a tensor of the "
+                "batch itself. Pass the batch's own tensors to the tables, not slices of them",
+            )
+
+    def start_batch(self, batch: Any, task: PrefetchTask | None) -> None:
+        """Serve the lookups of a batch from a task, and record them."""
+        self._task = task
+        self._tensors, self._calls, self._num_other_calls = list(iter_tensors(batch)), [], 0
+
+    def take(self, module: Any, arguments: Any) -> PrefetchedIds | None:
+        """Record a lookup; return the ids that have been sent for it."""
+        if module.sharding.collectives.world_size != self._collectives.world_size:
+            return None  # sharded among some of the ranks
+        numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        tensors = list(iter_tensors(arguments))
+        if not tensors or any(id(tensor) not in numbers for tensor in tensors):
+            self._num_other_calls += 1
+            return None
+        numbered = _map_tensors(arguments, lambda tensor: numbers[id(tensor)])
+        self._calls.append(LookupCall(module, numbered))
+        return None if self._task is None else self._task.take(module, arguments)
+
+
+_active_prefetchers: list[IdPrefetcher] = []
+
+
+def take_prefetched(module: Any, arguments: Any) -> PrefetchedIds | None:
+    """The ids that have been sent in advance for a call of a module."""
+    for prefetcher in _active_prefetchers:
+        found = prefetcher.take(module, arguments)
+        if found is not None:
+            return found
+    return None

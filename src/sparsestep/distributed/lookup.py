@@ -1,150 +1,620 @@
-"""Lookups: ids to the owners of rows, rows back to who asked."""
+"""The sharded forward: ids to the owners of rows, rows back to the ranks that asked.
+
+An owner gets bags of its own row numbers and returns a row for each. A bag of a table that is whole
+on one rank goes there; of round-robin rows, each owner gets the part of a bag whose rows it has. If
+bags have one id, each id is requested once, however often it occurs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsestep.distributed import answers
-from sparsestep.distributed._handshake import Doing, Lines
-from sparsestep.distributed._table import Table
-from sparsestep.distributed.ahead import Sent
-from sparsestep.distributed.collectives import joined, shares
-from sparsestep.distributed.ledger import Answer, Ledger, Ticket
-from sparsestep.distributed.requests import Request
-from sparsestep.distributed.sending import (
-    NUMBERS,
-    Asked,
-    is_sent,
-    numbers_of,
-    rows_bytes,
-    send_ids,
-    sent_bytes,
+from sparsestep._torch import cat, embedding_bag
+from sparsestep.distributed._handshake import Operation, PeerStatus
+from sparsestep.distributed._packing import (
+    BufferReader,
+    concat,
+    split_by_owner,
+    split_by_rank,
+    unique_ids,
 )
+from sparsestep.distributed._table import (
+    NUM_COUNTS,
+    RowGradFn,
+    ServedLookup,
+    ShardedTable,
+    TableGroup,
+)
+from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
 from sparsestep.grads.compact import compact
 from sparsestep.grads.exchange import Pending
-from sparsestep.grads.indexed import HALVES
-from sparsestep.nn.lookup import first_derivative, unshared
+from sparsestep.grads.indexed import HALVES, IndexedGrad
+from sparsestep.nn import lookup
+from sparsestep.nn.lookup import (
+    check_ids,
+    first_derivative,
+    part,
+    part_of,
+    refusal,
+    unshared,
+)
+from sparsestep.nn.pooling import Bags
+
+# Requests
 
 
-def look_up(
-    ledger: Ledger,
-    first: Table,
-    prepare: Callable[[], Sequence[Request]],
-    ahead: Sent | None = None,
-) -> list[Tensor]:
-    """Look up what this rank asks for, in as many tables as it asks; all ranks at once.
+@dataclass(slots=True)
+class LookupRequest:
+    """What a rank requests of one table, in the order of the ranks that it asks."""
+
+    table: ShardedTable
+    ids: Tensor  # as their owners number them
+    ids_per_rank: list[int]
+    length: int  # ids of each bag, at least one; 0: see `lengths`
+    lengths: Tensor | None  # ids of each bag, int32
+    bags_per_rank: list[int]
+    per_sample_weights: Tensor | None
+    combine: Callable[[Tensor], Tensor]  # makes the output of the rows, recorded by autograd
+    is_partial: bool = False  # every rank gets its part of all bags, and their rows are summed
+    inverse: Tensor | None = None  # for each row of the output, the index of the requested one
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks have rows of the table."""
+        return self.table.placement.is_sharded
+
+
+def lookup_request(
+    table: ShardedTable, ids: Any, offsets: Any = None, per_sample_weights: Any = None
+) -> LookupRequest:
+    """What a call with these arguments requests; raises if they are invalid."""
+    if not table.is_bag:
+        check_ids(table.spec, table.spec.weight, ids)
+        shape, dim = ids.shape, table.dim
+        request = _request_rows(table, ids.reshape(-1), None)
+        combine = request.combine
+        request.combine = lambda rows: combine(rows).reshape(*shape, dim)
+        return request
+    bags = Bags.of(table.spec, ids, offsets, per_sample_weights)
+    if bags.factors is not None and bags.factors.requires_grad and torch.is_grad_enabled():
+        requirement = "per_sample_weights of a sharded table must not require a gradient"
+        raise refusal(table.spec, requirement, "requires_grad=True", "Call detach() on them")
+    if bags.length == 1 and table.placement.is_sharded:
+        return _request_rows(table, bags.ids, bags.factors)
+    return _request_bags(table, bags)
+
+
+def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> LookupRequest:
+    """One id for each row of the output."""
+    placement, world_size = table.placement, table.collectives.world_size
+    inverse = None
+    may_dedup = table.order == "fast" and table.mode != "max" and not table.scale_grad_by_freq
+    if may_dedup and weights is None and placement.is_sharded and world_size > 1:
+        ids, inverse = unique_ids(ids, table.rows)
+    split = placement.split_ids(ids, world_size, table.id_dtype)
+    combine: Callable[[Tensor], Tensor] = _identity
+    if split.order is not None:
+        position = torch.empty_like(split.order)
+        position[split.order] = torch.arange(len(position))
+        weights = None if weights is None else weights[split.order]
+        if inverse is None:
+            combine = lambda rows: rows[position]  # noqa: E731
+        else:
+            inverse = position[inverse]
+    counts = split.ids_per_rank
+    return LookupRequest(
+        table, split.ids, counts, 1, None, counts, weights, combine, inverse=inverse
+    )
+
+
+def _identity(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _request_bags(table: ShardedTable, bags: Bags) -> LookupRequest:
+    placement, world_size = table.placement, table.collectives.world_size
+    scale = _mean_scale(table, bags) if table.mode == "mean" else None
+
+    def average(total: Tensor) -> Tensor:
+        return total if scale is None else total * scale
+
+    if table.row_stride > 1:
+        return _request_partial_bags(table, bags, average)
+    length = max(bags.length, 0)
+    lengths = None if length else _bag_offsets(bags).diff().to(LENGTH_DTYPE)
+    counts = [placement.counts_to_owner(n, world_size) for n in (len(bags.ids), bags.count)]
+    return LookupRequest(
+        table, bags.ids, counts[0], length, lengths, counts[1], bags.factors, average
+    )
+
+
+def _request_partial_bags(
+    table: ShardedTable, bags: Bags, average: Callable[[Tensor], Tensor]
+) -> LookupRequest:
+    """Each owner gets its part of a bag. Of long bags, nearly every owner has a part of each."""
+    weights, world_size, count = bags.factors, table.collectives.world_size, bags.count
+    to_all_ranks = len(bags.ids) >= BROADCAST_BAG_FACTOR * world_size * count
+    split = split_by_owner(
+        bags.ids,
+        _bag_offsets(bags),
+        world_size,
+        table.id_dtype,
+        needs_order=weights is not None,
+        to_all_ranks=to_all_ranks,
+    )
+
+    def sum_parts(rows: Tensor) -> Tensor:
+        summed = rows.float() if rows.dtype in HALVES else rows
+        total = summed.new_zeros(count, table.dim).index_add(0, split.bags, summed)
+        return average(total.to(rows.dtype))
+
+    return LookupRequest(
+        table,
+        split.rows,
+        split.ids_per_rank,
+        length=0,
+        lengths=split.lengths,
+        bags_per_rank=split.parts_per_rank,
+        per_sample_weights=None if weights is None else weights[split.order],
+        combine=average if to_all_ranks else sum_parts,
+        is_partial=to_all_ranks,
+    )
+
+
+def _bag_offsets(bags: Bags) -> Tensor:
+    """Where each bag begins, and where the last one ends."""
+    if bags.length >= 0:
+        return torch.arange(bags.count + 1) * bags.length
+    offsets = bags.starts.long()
+    return offsets if bags.ends else cat([offsets, torch.tensor([len(bags.ids)])])
+
+
+def _mean_scale(table: ShardedTable, bags: Bags) -> Tensor:
+    """Factors that turn sums of bags into means; padding does not count."""
+    if table.padding_idx is None and bags.length > 0:
+        sizes = torch.full((1,), bags.length)
+    else:
+        sizes = _bag_offsets(bags).diff()
+    if table.padding_idx is not None:
+        bag = torch.repeat_interleave(sizes, output_size=len(bags.ids))
+        sizes = torch.bincount(bag[bags.ids != table.padding_idx], minlength=bags.count)
+    return sizes.clamp(min=1).to(table.weight.dtype).reciprocal().unsqueeze(1)
+
+
+# Ids to owners
+
+
+class IncomingLookup(NamedTuple):
+    """What all ranks request of this one in a table, one after the other."""
+
+    ids: Tensor  # local rows
+    length: int  # ids of each bag, at least one; 0: see `lengths`
+    lengths: Tensor | None
+    per_sample_weights: Tensor | None
+    bags_per_rank: list[int]
+
+
+class PrefetchedIds(NamedTuple):
+    """A lookup whose ids have been sent in advance."""
+
+    sequence: int  # the same on all ranks, at least 1
+    requests: list[LookupRequest]
+    incoming: list[IncomingLookup | None]
+
+
+def id_counts(requests: Sequence[LookupRequest]) -> Tensor:
+    """A row for each rank: per table its ids and bags, and whether there are weights."""
+    counts = torch.tensor([_table_counts(each) for each in requests], dtype=torch.int64)
+    return counts.movedim(2, 0).flatten(1)
+
+
+def _table_counts(request: LookupRequest) -> list[list[int]]:
+    world_size = request.table.collectives.world_size
+    if not request.is_sent:
+        return [[0] * world_size] * NUM_COUNTS
+    # A negative number of bags is the length of each.
+    bags = [-request.length] * world_size if request.length else request.bags_per_rank
+    has_weights = int(request.per_sample_weights is not None)
+    return [request.ids_per_rank, bags, [has_weights] * world_size]
+
+
+def _counts_by_table(
+    requests: Sequence[LookupRequest], counts: Sequence[int]
+) -> Iterator[tuple[LookupRequest, int, int, int]]:
+    """Each request with the ids, bags and weights that a rank has announced for it."""
+    for n, request in enumerate(requests):
+        ids, bags, has_weights = counts[NUM_COUNTS * n : NUM_COUNTS * (n + 1)]
+        yield request, ids, bags, has_weights
+
+
+def request_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> int:
+    """Bytes that a rank sends another, by its announced counts."""
+    total = 0
+    for request, ids, bags, has_weights in _counts_by_table(requests, counts):
+        table = request.table
+        weight_bytes = table.weight.dtype.itemsize if has_weights else 0
+        id_bytes = table.id_dtype.itemsize + weight_bytes
+        total += ids * id_bytes + max(bags, 0) * LENGTH_DTYPE.itemsize
+    return total
+
+
+def _outgoing_nbytes(request: LookupRequest, rank: int) -> int:
+    if not request.is_sent:
+        return 0
+    weights = request.per_sample_weights
+    id_bytes = request.table.id_dtype.itemsize + (0 if weights is None else weights.dtype.itemsize)
+    num_lengths = 0 if request.lengths is None else request.bags_per_rank[rank]
+    return request.ids_per_rank[rank] * id_bytes + num_lengths * LENGTH_DTYPE.itemsize
+
+
+def _reply_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> int:
+    """Bytes of rows that a rank gets back, by its announced counts."""
+    return sum(
+        _num_bags(ids, bags) * request.table.row_bytes
+        for request, ids, bags, _ in _counts_by_table(requests, counts)
+        if request.is_sent
+    )
+
+
+def _num_bags(ids: int, bags: int) -> int:
+    return ids // -bags if bags < 0 else bags
+
+
+def exchange_ids(
+    collectives: Collectives,
+    requests: Sequence[LookupRequest],
+    counts: Sequence[Sequence[int]],
+    max_bytes: int,
+) -> Callable[[], list[IncomingLookup | None]]:
+    """Send ids to their owners.
 
     Args:
-        ledger: of the ranks.
-        first: the table that messages name.
-        prepare: says what is asked for. What it raises, all ranks are told.
-        ahead: that, where its ids have been sent already.
+        collectives: the ranks.
+        requests: of this rank.
+        counts: of each rank, for what it requests of this one.
+        max_bytes: the most bytes that any rank sends another.
+
+    Returns:
+        A function that reads the requests of all ranks, per table; ``None`` for replicated ones.
+        Other ranks wait for the rows, so what it raises must be reported to them.
     """
-    wire = ledger.wire
-    line = ledger.line(Doing.LOOK_UP, first.index)
-    room = torch.zeros(wire.world, ledger.room, dtype=torch.int64)
-    asked: Sequence[Request] = []
-    error: BaseException | None = None
-    try:
-        asked = list(prepare()) if ahead is None else ahead.asked
-        count = NUMBERS * len(asked)
-        room[:, :count] = numbers_of(asked)
-        line.largest = max(sent_bytes(asked, row) for row in room[:, :count].tolist())
-        line.back = max(_bytes_back(asked, rank) for rank in range(wire.world))
-        line.count, line.payload = len(asked), int(torch.is_grad_enabled())
-        line.ahead = 0 if ahead is None else ahead.turn
-    except BaseException as raised:
-        error = raised
-    lines = ledger.agree(line, room, error)
-    read: Callable[[], list[Asked | None]]
-    if ahead is not None and set(lines["ahead"]) == {ahead.turn}:
-        read = partial(list, ahead.incoming)
-    else:
-        read = send_ids(wire, asked, lines.room, max(lines["largest"]))
-    tickets = [Ticket(ledger.turn + n, each) for n, each in enumerate(asked)]
-    ledger.turn += len(asked)
-    answer = partial(_answer, ledger, asked, tickets, wants_grad=any(lines["payload"]))
-    rows_found = _send_rows(ledger, asked, lines, lambda: answer(read()))
-    weights = [each.table.weight for each in asked]
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        ledger.alive.update({ticket.index: ticket for ticket in tickets})
-        for ticket in tickets:
-            _expect(ticket)
-        rows_found = list(_Exchanged.apply(tickets, rows_found, *weights))
-    return [each.finish(found) for each, found in zip(asked, rows_found, strict=True)]
-
-
-def _bytes_back(asked: Sequence[Request], rank: int) -> int:
-    """How many bytes of rows come from a rank."""
-    return sum(each.table.row_bytes * each.bags[rank] for each in asked if is_sent(each))
-
-
-def _answer(
-    ledger: Ledger,
-    asked: Sequence[Request],
-    tickets: Sequence[Ticket],
-    incoming: Sequence[Asked | None],
-    *,
-    wants_grad: bool,
-) -> list[tuple[Asked | None, Tensor]]:
-    """Look up what this rank is asked for; of copies, what it asks for itself."""
-    tables = [each.table for each in asked]
-    mine = [one if theirs is None else theirs for one, theirs in zip(asked, incoming, strict=True)]
-    found = answers.look_up(tables, mine, wants_grad=wants_grad)
-    for looked, ticket, theirs in zip(found, tickets, incoming, strict=True):
-        if wants_grad and ticket.table.weight.requires_grad:
-            if theirs is None:
-                ticket.parts = looked.parts
-            parts, bags = (None, []) if theirs is None else (looked.parts, theirs.bags)
-            ledger.answers[ticket.index] = Answer(ticket.table, parts, bags)
-    return [(theirs, looked.rows) for theirs, looked in zip(incoming, found, strict=True)]
-
-
-def _send_rows(
-    ledger: Ledger,
-    asked: Sequence[Request],
-    lines: Lines,
-    answer: Callable[[], list[tuple[Asked | None, Tensor]]],
-) -> list[Tensor]:
-    """Send rows to who asked for them; those that this rank has asked for, of each table."""
-    world = ledger.wire.world
-    looked_up: list[Tensor] = []
 
     def outgoing() -> list[list[Tensor]]:
-        found: list[list[Tensor]] = [[] for _ in range(world)]
-        for theirs, rows in answer():
-            looked_up.append(rows)
-            if theirs is not None:
-                for rank, part in shares(rows, theirs.bags):
-                    found[rank].append(part)
+        messages: list[list[Tensor]] = [[] for _ in counts]
+        for each in requests:
+            for piece, dtype, per_rank in _sections(each) if each.is_sent else ():
+                for rank, slice_ in split_by_rank(piece, per_rank):
+                    is_own = rank == collectives.rank
+                    messages[rank].append(slice_ if is_own else slice_.to(dtype))
+        return messages
+
+    def read() -> list[IncomingLookup | None]:
+        found: list[IncomingLookup | None] = []
+        for n, each in enumerate(requests):
+            of_table = [row[NUM_COUNTS * n : NUM_COUNTS * (n + 1)] for row in counts]
+            found.append(_unpack_ids(each.table, readers, of_table) if each.is_sent else None)
         return found
 
-    sizes = [_bytes_back(asked, rank) for rank in range(world)]
-    lengths = [rows_bytes(asked, row) for row in lines.room]
-    readers = ledger.wire.send(outgoing, sizes, max(lines["back"]), lengths)
+    incoming_sizes = [request_nbytes(requests, row) for row in counts]
+    outgoing_sizes = [
+        sum(_outgoing_nbytes(each, rank) for each in requests)
+        for rank in range(collectives.world_size)
+    ]
+    readers = collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)
+    return read
+
+
+def _sections(request: LookupRequest) -> Iterator[tuple[Tensor, torch.dtype, list[int]]]:
+    """Each tensor of a request, its dtype on the wire, and how much goes to each rank."""
+    yield request.ids, request.table.id_dtype, request.ids_per_rank
+    if request.lengths is not None:
+        yield request.lengths, LENGTH_DTYPE, request.bags_per_rank
+    weights = request.per_sample_weights
+    if weights is not None:
+        yield weights.detach(), weights.dtype, request.ids_per_rank
+
+
+def _unpack_ids(
+    table: ShardedTable, readers: Sequence[BufferReader], counts: Sequence[Sequence[int]]
+) -> IncomingLookup:
+    # A rank that requests nothing has bags of any length.
+    known = {-bags for num_ids, bags, _ in counts if num_ids or bags > 0} or {1}
+    length = max(known.pop(), 0) if len(known) == 1 else 0
+    has_any_weights = any(has_weights for _, _, has_weights in counts)
+    ids, lengths, weights, bags_per_rank = [], [], [], []
+    dtype = table.weight.dtype
+    for reader, (num_ids, bags, has_weights) in zip(readers, counts, strict=True):
+        ids.append(reader.read(num_ids, table.id_dtype))
+        bags_per_rank.append(_num_bags(num_ids, bags))
+        if bags >= 0:
+            lengths.append(reader.read(bags, LENGTH_DTYPE))
+        elif not length:
+            lengths.append(torch.full((bags_per_rank[-1],), -bags, dtype=LENGTH_DTYPE))
+        if has_weights:
+            weights.append(reader.read(num_ids, dtype))
+        elif has_any_weights:
+            weights.append(torch.ones(num_ids, dtype=dtype))
+    return IncomingLookup(
+        concat(ids, table.id_dtype),
+        length,
+        None if length else concat(lengths),
+        concat(weights) if has_any_weights else None,
+        bags_per_rank,
+    )
+
+
+# The owner's side: read local rows, and map their gradients to the weight
+
+
+class LocalRows(NamedTuple):
+    """The result of a lookup on this rank's shard."""
+
+    rows: Tensor  # one for each bag
+    grad_fn: RowGradFn  # may be called repeatedly, and does not keep the rows
+
+
+def serve_lookups(
+    tables: Sequence[ShardedTable],
+    requests: Sequence[LookupRequest | IncomingLookup],
+    *,
+    needs_grad: bool,
+) -> list[LocalRows]:
+    """Look up local rows, in all tables by one call of the core where it can.
+
+    Args:
+        tables: the tables.
+        requests: one for each table.
+        needs_grad: whether a gradient may come.
+    """
+    core_lookups: list[lookup.Request] = []
+    of_core: list[int] = []
+    for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
+        # With weights, padding has one, too, but no gradient: torch's operations see to that.
+        needs_torch = each.per_sample_weights is not None and table.local_padding_idx >= 0
+        if table.is_plain_read and any(each.bags_per_rank) and not needs_torch:
+            core_lookups.append(_core_lookup(table, each, needs_grad=needs_grad))
+            of_core.append(n)
+    done = dict(zip(of_core, lookup.look_up(core_lookups) or (), strict=False))
+    return [
+        _from_core(table, each, done[n])
+        if n in done
+        else _serve_with_torch(table, each, needs_grad=needs_grad)
+        for n, (table, each) in enumerate(zip(tables, requests, strict=True))
+    ]
+
+
+def _core_lookup(
+    table: ShardedTable, request: LookupRequest | IncomingLookup, *, needs_grad: bool
+) -> lookup.Request:
+    ids, padding, weights = request.ids, table.local_padding_idx, request.per_sample_weights
+    weights = None if weights is None else weights.detach()
+    offsets, pooling = None, lookup.POOLING["sum"]
+    if not table.is_bag or (request.length == 1 and padding < 0 and weights is None):
+        pooling = lookup.ROWS
+    elif request.lengths is not None:
+        offsets = _offsets_from_lengths(request.lengths)
+    else:
+        ids = ids.view(-1, request.length)
+        weights = None if weights is None else weights.view(-1, request.length)
+    has_grad = needs_grad and table.weight.requires_grad
+    return lookup.Request(table.weight, ids, offsets, True, weights, pooling, padding, has_grad)
+
+
+def _offsets_from_lengths(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _from_core(
+    table: ShardedTable, request: LookupRequest | IncomingLookup, found: lookup.Found
+) -> LocalRows:
+    positions, source = found.positions, found.source
+    weights = _detached_copy(request.per_sample_weights)
+    shape, scale_grad_by_freq = table.weight.shape, table.scale_grad_by_freq
+    rows, dim = shape
+
+    def grad_fn(grad: Tensor) -> list[IndexedGrad]:
+        assert positions is not None
+        if not scale_grad_by_freq:
+            return [IndexedGrad(positions, grad, rows, dim, source, weights)]
+        return [part_of(shape, positions, grad, source, weights, by_frequency=True)]
+
+    return LocalRows(found.output, grad_fn)
+
+
+def _serve_with_torch(
+    table: ShardedTable, request: LookupRequest | IncomingLookup, *, needs_grad: bool
+) -> LocalRows:
+    """With torch's operations, or by the local module if it has hooks."""
+    if not table.has_rows:
+        return LocalRows(table.weight.detach(), lambda grad: [])
+    ids, lengths = request.ids.long(), request.lengths
+    weights = _detached_copy(request.per_sample_weights)
+    if lengths is None and request.length > 1:
+        lengths = torch.full((sum(request.bags_per_rank),), request.length)
+    if not table.is_plain_read:
+        with torch.set_grad_enabled(needs_grad):
+            output = table.lookup(ids, lengths, weights)
+        backward = partial(_backward_through_module, output, table.weight)
+        return LocalRows(output.detach(), backward)
+    weight, padding = table.weight.detach(), table.local_padding_idx
+    offsets: Tensor | None = None
+    if lengths is not None:
+        offsets = _offsets_from_lengths(lengths)
+    elif table.is_bag and (padding >= 0 or weights is not None):
+        offsets = torch.arange(len(ids) + 1)
+    if offsets is None:
+        rows = torch.index_select(weight, 0, ids)
+    else:
+        rows = embedding_bag(weight, ids, offsets, False, 0, False, weights, True, padding)[0]
+    ids = ids.clone()  # the caller may overwrite its ids
+
+    def grad_fn(grad: Tensor) -> list[IndexedGrad]:
+        source = None
+        if lengths is not None:
+            source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
+        by_frequency = table.scale_grad_by_freq
+        of = (weight.shape, ids, grad, source, weights)
+        return [part(*of, padding=padding, by_frequency=by_frequency)]
+
+    return LocalRows(rows, grad_fn)
+
+
+def _detached_copy(weights: Tensor | None) -> Tensor | None:
+    """A copy: the caller may overwrite its weights."""
+    return None if weights is None else weights.detach().clone()
+
+
+def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Sequence[IndexedGrad]:
+    """The module's own gradient. The graph stays, for as long as more may come."""
+    grad: Any
+    (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
+    parts: Sequence[IndexedGrad] = grad._parts
+    return parts
+
+
+# The whole lookup
+
+
+class LookupHandle:
+    """The requester's handle of one lookup; the autograd graph keeps it alive."""
+
+    def __init__(self, sequence: int, request: LookupRequest) -> None:
+        self.sequence: int = sequence  # the same on all ranks
+        self.table: ShardedTable = request.table
+        self.bags_per_rank: list[int] = request.bags_per_rank
+        self.is_partial: bool = request.is_partial
+        self.inverse: Tensor | None = request.inverse
+        self.grad_fn: RowGradFn | None = None  # of a replicated table
+
+
+def sharded_lookup(
+    group: TableGroup,
+    first: ShardedTable,
+    make_requests: Callable[[], Sequence[LookupRequest]],
+    prefetched: PrefetchedIds | None = None,
+) -> list[Tensor]:
+    """Look up rows in one or more tables; all ranks call it together.
+
+    Args:
+        group: the tables that were sharded together.
+        first: the table that messages name.
+        make_requests: returns a request per table. What it raises, all ranks raise.
+        prefetched: the requests, if their ids have been sent already.
+    """
+    collectives = group.collectives
+    status, counts = group.status(Operation.LOOKUP, first), group.new_counts()
+    requests: Sequence[LookupRequest] = []
+    error: BaseException | None = None
+    try:
+        requests = list(make_requests()) if prefetched is None else prefetched.requests
+        width = NUM_COUNTS * len(requests)
+        counts[:, :width] = id_counts(requests)
+        status.max_bytes = max(request_nbytes(requests, row) for row in counts[:, :width].tolist())
+        ranks = range(collectives.world_size)
+        status.max_reply_bytes = max(_expected_nbytes(requests, rank) for rank in ranks)
+        status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
+        status.prefetched = 0 if prefetched is None else prefetched.sequence
+    except BaseException as raised:
+        error = raised
+    peers = group.handshake(status, counts, error)
+    read: Callable[[], list[IncomingLookup | None]]
+    if prefetched is not None and set(peers["prefetched"]) == {prefetched.sequence}:
+        read = partial(list, prefetched.incoming)
+    else:
+        read = exchange_ids(collectives, requests, peers.counts, max(peers["max_bytes"]))
+    handles = [LookupHandle(group.sequence + n, each) for n, each in enumerate(requests)]
+    group.sequence += len(requests)
+    serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
+    rows = _return_rows(group, requests, peers, lambda: serve(read()))
+    weights = [each.table.weight for each in requests]
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        group.pending.update({handle.sequence: handle for handle in handles})
+        for handle in handles:
+            _set_placeholder_grad(handle.table.weight)
+        rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
+    return [each.combine(found) for each, found in zip(requests, rows, strict=True)]
+
+
+def _expected_nbytes(requests: Sequence[LookupRequest], rank: int) -> int:
+    """Bytes of rows that come from a rank."""
+    return sum(each.table.row_bytes * each.bags_per_rank[rank] for each in requests if each.is_sent)
+
+
+def _serve(
+    group: TableGroup,
+    requests: Sequence[LookupRequest],
+    handles: Sequence[LookupHandle],
+    incoming: Sequence[IncomingLookup | None],
+    *,
+    needs_grad: bool,
+) -> list[tuple[IncomingLookup | None, Tensor]]:
+    """Look up the rows that ranks request of this one; of replicated tables, its own."""
+    tables = [each.table for each in requests]
+    local = [
+        own if theirs is None else theirs for own, theirs in zip(requests, incoming, strict=True)
+    ]
+    found = serve_lookups(tables, local, needs_grad=needs_grad)
+    for each, handle, theirs in zip(found, handles, incoming, strict=True):
+        if needs_grad and handle.table.weight.requires_grad:
+            if theirs is None:
+                handle.grad_fn = each.grad_fn
+                served = ServedLookup(handle.table, None, [])
+            else:
+                served = ServedLookup(handle.table, each.grad_fn, theirs.bags_per_rank)
+            group.served[handle.sequence] = served
+    return [(theirs, each.rows) for theirs, each in zip(incoming, found, strict=True)]
+
+
+def _return_rows(
+    group: TableGroup,
+    requests: Sequence[LookupRequest],
+    peers: PeerStatus,
+    serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
+) -> list[Tensor]:
+    """Send rows to the ranks that requested them; return those of this rank's requests."""
+    world_size = group.collectives.world_size
+    local_rows: list[Tensor] = []
+
+    def outgoing() -> list[list[Tensor]]:
+        messages: list[list[Tensor]] = [[] for _ in range(world_size)]
+        for theirs, rows in serve():
+            local_rows.append(rows)
+            if theirs is not None:
+                for rank, slice_ in split_by_rank(rows, theirs.bags_per_rank):
+                    messages[rank].append(slice_)
+        return messages
+
+    incoming_sizes = [_expected_nbytes(requests, rank) for rank in range(world_size)]
+    outgoing_sizes = [_reply_nbytes(requests, row) for row in peers.counts]
+    max_bytes = max(peers["max_reply_bytes"])
+    readers = group.collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)
     found = []
-    for each, rows in zip(asked, looked_up, strict=True):
-        if not is_sent(each):
-            found.append(rows)
+    for each, own in zip(requests, local_rows, strict=True):
+        if not each.is_sent:
+            found.append(own)
             continue
         table = each.table
         pieces = [
-            reader.take(count * table.dim, table.weight.dtype)
-            for reader, count in zip(readers, each.bags, strict=True)
+            reader.read(count * table.dim, table.weight.dtype)
+            for reader, count in zip(readers, each.bags_per_rank, strict=True)
         ]
-        whole = _total(pieces) if each.is_summed else joined(pieces)
-        whole = whole.view(-1, table.dim)
-        found.append(whole if each.which is None else whole.index_select(0, each.which))
+        rows = _sum_partial_bags(pieces) if each.is_partial else concat(pieces)
+        rows = rows.view(-1, table.dim)
+        found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))
     return found
 
 
-def _total(pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of what all ranks have sent, in their order; of halves, rounded once."""
+def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
+    """Sum over ranks, in their order; half precision is rounded once."""
     first, second, *others = pieces
     is_half = first.dtype in HALVES
     total = torch.add(first.float() if is_half else first, second)
@@ -153,41 +623,39 @@ def _total(pieces: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-def _expect(ticket: Ticket) -> None:
-    """Let a weight have a gradient that has nothing yet.
+def _set_placeholder_grad(weight: Tensor) -> None:
+    """Set an empty gradient, so that code that reads ``.grad`` exchanges on every rank.
 
-    Whoever reads gradients, as a GradScaler does, then does so on all ranks, also on those whose
-    loss leaves the table out.
+    A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
-    weight = ticket.table.weight
     if weight.requires_grad and weight.grad is None:
-        part: Any = Pending(None, weight.detach()[:0])
-        weight.grad = compact([part], weight.shape, weight)
+        placeholder: Any = Pending(None, weight.detach()[:0])
+        weight.grad = compact([placeholder], weight.shape, weight)
 
 
-class _Exchanged(torch.autograd.Function):
-    """Rows that have come; called with the weights, whose gradients are then still to be sent."""
+class _ShardedLookupFunction(torch.autograd.Function):
+    """Rows that have come; the gradients of the weights are pending until they are exchanged."""
 
     @staticmethod
     def forward(
-        ctx: Any, tickets: Sequence[Ticket], rows: Sequence[Tensor], *weights: Tensor
+        ctx: Any, handles: Sequence[LookupHandle], rows: Sequence[Tensor], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.tickets = tickets
-        # No views of what has come: of such, autograd lets nobody write to.
+        ctx.handles = handles
+        # Detach: autograd forbids in-place writes to views that a custom Function returns.
         return tuple(each.detach() for each in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return first_derivative(_pending, ctx, *grads)
+        return first_derivative(_pending_grads, ctx, *grads)
 
 
-def _pending(ctx: Any, *grads: Any) -> Any:
+def _pending_grads(ctx: Any, *grads: Any) -> Any:
     found: list[Any] = []
-    for ticket, grad, wanted in zip(ctx.tickets, grads, ctx.needs_input_grad[2:], strict=True):
-        if grad is None or not wanted:
+    for handle, grad, is_needed in zip(ctx.handles, grads, ctx.needs_input_grad[2:], strict=True):
+        if grad is None or not is_needed:
             found.append(None)
             continue
-        part: Any = Pending(ticket, unshared(grad))
-        found.append(compact([part], ticket.table.weight.shape, grad))
+        pending: Any = Pending(handle, unshared(grad))
+        found.append(compact([pending], handle.table.weight.shape, grad))
     return None, None, *found

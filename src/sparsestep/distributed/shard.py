@@ -1,4 +1,7 @@
-"""shard: the tables of a model, divided among the ranks."""
+"""shard: the tables of a model, divided among the ranks.
+
+Sharded embeddings are the same objects, with another ``forward``.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,19 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
-from sparsestep.distributed import ahead
 from sparsestep.distributed._handshake import compare_facts
-from sparsestep.distributed._table import Order, Reduce, Table, check
-from sparsestep.distributed.collectives import Wire, new_group_like
-from sparsestep.distributed.exchange import Exchange
-from sparsestep.distributed.plan import Placement, Plan, placed
-from sparsestep.distributed.requests import Request, request
+from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
+from sparsestep.distributed.collectives import Collectives, new_group_like
+from sparsestep.distributed.grads import ShardedGradSource
+from sparsestep.distributed.lockstep import take_prefetched
+from sparsestep.distributed.lookup import (
+    LookupRequest,
+    PrefetchedIds,
+    lookup_request,
+    sharded_lookup,
+)
+from sparsestep.distributed.placement import Placement
+from sparsestep.distributed.plan import Plan, TableSize, choose_placements
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
 from sparsestep.nn.collection import EmbeddingBagCollection
@@ -30,38 +39,51 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+# Options of modules that must be the same on all ranks.
+_OPTIONS = (
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "mode",
+    "include_last_offset",
+)
+_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
-class _Sharded:
-    """What all sharded modules have.
+
+class ShardedModule:
+    """Mixin of all sharded modules.
 
     Attributes:
-        looked_up_by: the modules that read the rows which are here; ``optimizer.track`` watches
-            these.
+        sharding: the tables that were sharded together.
+        looked_up_by: the local modules, which ``optimizer.track`` watches.
+        num_tables: the number of tables that a call looks up.
+        call_key: the same for the same module of other ranks.
     """
 
-    _exchange: Exchange
+    sharding: TableGroup
     looked_up_by: Sequence[nn.Module]
-    _width: int  # how many tables a call looks up
-    _number: tuple[int, int]  # the same for the module that it is on other ranks
+    num_tables: int
+    call_key: tuple[int, int]
 
-    def _requests(self, *arguments: Any) -> list[Request]:
-        """What a call asks for, or an error that says what is wrong with it."""
+    def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
+        """What a call requests; raises if its arguments are invalid."""
         raise NotImplementedError
 
-    def _look_up(self, first: Table, *arguments: Any) -> list[Tensor]:
-        sent: ahead.Sent | None = None
+    def _lookup(self, first: ShardedTable, *arguments: Any) -> list[Tensor]:
+        prefetched: PrefetchedIds | None = None
         error: Exception | None = None
         try:
-            sent = ahead.look_up(self, arguments)
-        except Exception as raised:  # while it was sent; the other ranks must be told
+            prefetched = take_prefetched(self, arguments)
+        except Exception as raised:  # communication error; the other ranks must be told
             error = raised
 
-        def prepare() -> list[Request]:
+        def make_requests() -> list[LookupRequest]:
             if error is not None:
                 raise error
-            return self._requests(*arguments)
+            return self.lookup_requests(*arguments)
 
-        return self._exchange.look_up(first, prepare, sent)
+        return sharded_lookup(self.sharding, first, make_requests, prefetched)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         requirement = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
@@ -69,72 +91,78 @@ class _Sharded:
         raise InputError(f"{requirement}. {remedy}.")
 
 
-class _ShardedTable(_Sharded):
-    _table: Table
+class ShardedEmbedding(ShardedModule):
+    """Mixin of sharded tables."""
+
+    sharded_table: ShardedTable
 
     def extra_repr(self) -> str:
         """Torch's, and where the rows are."""
-        table = self._table
-        where = f", owner={table.owner}" if table.kind == "tables" else ""
-        return f"{super().extra_repr()}, sharded={table.kind!r}{where}"  # type: ignore[misc]
+        placement = self.sharded_table.placement
+        return f"{super().extra_repr()}, {placement.extra_repr()}"  # type: ignore[misc]
 
-    def _requests(self, *arguments: Any) -> list[Request]:
-        return [request(self._table, *arguments)]
+    def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
+        """See :class:`ShardedModule`."""
+        return [lookup_request(self.sharded_table, *arguments)]
 
     @outside_graphs
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Look up rows, wherever they are; all ranks do so at the same time."""
-        return self._look_up(self._table, input, offsets, per_sample_weights)[0]
+        return self._lookup(self.sharded_table, input, offsets, per_sample_weights)[0]
 
 
-class _ShardedCollection(_Sharded):
-    def _requests(self, *arguments: Any) -> list[Request]:
+class ShardedCollection(ShardedModule):
+    """Mixin of sharded collections."""
+
+    def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
+        """See :class:`ShardedModule`."""
         collection: Any = self
         split = collection._split(*arguments)
-        return [request(table._table, *each) for table, *each in split]
+        return [lookup_request(table.sharded_table, *each) for table, *each in split]
 
     @outside_graphs
     def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
         """Look up all tables at once; all ranks do so at the same time."""
         collection: Any = self
-        first = next(iter(collection.tables._modules.values()))._table
-        found = self._look_up(first, inputs, offsets, per_sample_weights)
+        first = next(iter(collection.tables.children())).sharded_table
+        rows = self._lookup(first, inputs, offsets, per_sample_weights)
         names = collection.names
-        return found if names is None else dict(zip(names, found, strict=True))
+        return rows if names is None else dict(zip(names, rows, strict=True))
 
 
 @functools.cache
-def _sharded(kind: Any, how: Any) -> Any:
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (how, kind), names)
+def _sharded_class(cls: Any, mixin: Any) -> Any:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _class(module: nn.Module) -> Any:
-    return type(module)
+def sharded_table(module: nn.Module) -> ShardedTable | None:
+    """The table of a module, if it is sharded."""
+    return module.sharded_table if isinstance(module, ShardedEmbedding) else None
 
 
-def table_of(module: nn.Module) -> Table | None:
-    """The table that a module is, if it is sharded."""
-    return module._table if isinstance(module, _ShardedTable) else None
-
-
-def make_sharded(module: Any, table: Table, exchange: Exchange) -> None:
-    """Have a table looked up by an exchange."""
-    table.take_over(module)
-    assert table.local is not None
-    vars(module).update(_table=table, _exchange=exchange, looked_up_by=(table.local,))
-    vars(module).update(_width=1, _number=(exchange.index, table.index))
-    module.__class__ = _sharded(_class(module), _ShardedTable)
-
-
-def make_collection_sharded(collection: EmbeddingBagCollection, exchange: Exchange) -> None:
-    """Have all tables of a collection looked up by one exchange."""
-    first = next(iter(collection.tables.children()))
-    vars(collection).update(_exchange=exchange, looked_up_by=())
-    vars(collection).update(
-        _width=len(collection.tables), _number=(exchange.index, -1 - vars(first)["_table"].index)
+def _convert_table(module: Any, table: ShardedTable, group: TableGroup) -> None:
+    table.keep_local_shard(module)
+    vars(module).update(
+        sharded_table=table,
+        sharding=group,
+        looked_up_by=(table.local,),
+        num_tables=1,
+        call_key=(group.index, table.index),
     )
-    collection.__class__ = _sharded(_class(collection), _ShardedCollection)
+    cls: Any = type(module)
+    module.__class__ = _sharded_class(cls, ShardedEmbedding)
+
+
+def _convert_collection(collection: Any, group: TableGroup) -> None:
+    first = next(iter(collection.tables.children()))
+    vars(collection).update(
+        sharding=group,
+        looked_up_by=(),
+        num_tables=len(collection.tables),
+        call_key=(group.index, -1 - first.sharded_table.index),
+    )
+    cls: Any = type(collection)
+    collection.__class__ = _sharded_class(cls, ShardedCollection)
 
 
 def shard(
@@ -142,8 +170,8 @@ def shard(
     mesh: DeviceMesh | None = None,
     plan: str | Mapping[str, str] = "auto",
     *,
-    reduce: Reduce | Mapping[str, Reduce] = "mean",
-    order: Order = "fast",
+    reduce: Reduction | Mapping[str, Reduction] = "mean",
+    order: SumOrder = "fast",
 ) -> Plan:
     """Shard the tables of a model across the ranks of a process group.
 
@@ -164,9 +192,9 @@ def shard(
         mesh: a one-dimensional mesh of ranks; all ranks by default. Without a process group, this
             process alone.
         plan: ``"tables"``, each table whole on one rank; ``"rows"``, row ``i`` on rank
-            ``i % world``; ``"copy"``, whole on every rank; or a dict of these by table name, as in
-            ``model.named_modules()``, or its last part. With ``"auto"``, and for tables that the
-            dict does not name, it is chosen by size.
+            ``i % world_size``; ``"copy"``, whole on every rank; or a dict of these by table name,
+            as in ``model.named_modules()``, or its last part. With ``"auto"``, and for tables that
+            the dict does not name, it is chosen by size.
         reduce: whether the gradient of a table is the mean over ranks, as in
             ``DistributedDataParallel``, or the sum; for all tables, or by name.
         order: ``"global"`` sums the gradient of a row in the order of ranks and samples, which
@@ -197,49 +225,46 @@ def shard(
 def _shard_together(
     model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any
 ) -> Plan:
-    wire = Wire(_group(mesh))
+    collectives = Collectives(_process_group(mesh))
     error: BaseException | None = None
     sharding: _Sharding | None = None
     facts: dict[str, str] = {}
     try:
-        sharding = _Sharding(model, wire, plan, reduce, order)
+        sharding = _Sharding(model, collectives, plan, reduce, order)
         facts = sharding.facts()
     except BaseException as raised:
         error = raised
     requirement = "shard: all ranks must shard the same tables with the same arguments"
-    compare_facts(wire, facts, requirement, error)
+    compare_facts(collectives, facts, requirement, error)
     assert sharding is not None
     sharding.commit()
-    return Plan(sharding.placements, wire.world, tables=sharding.tables)
+    return Plan(sharding.placements, collectives.world_size, tables=sharding.tables)
 
 
 class _Sharding:
-    """A model that is about to be sharded: everything that depends on this rank alone is done.
+    """A model that is about to be sharded: everything that depends on this rank alone is done."""
 
-    Attributes:
-        placements: one for each table.
-        tables: the tables.
-    """
-
-    def __init__(self, model: nn.Module, wire: Wire, plan: Any, reduce: Any, order: Any) -> None:
-        self._model, self._wire, self._order = model, wire, order
-        self._modules = _tables(model)
-        placements = [
-            Placement(name, *_sizes(module.weight)) for name, module in self._modules.items()
-        ]
-        self.placements: list[Placement] = placed(placements, wire.world, plan)
+    def __init__(
+        self, model: nn.Module, collectives: Collectives, plan: Any, reduce: Any, order: Any
+    ) -> None:
+        self._model, self._collectives, self._order = model, collectives, order
+        self._modules = _find_tables(model)
+        sizes = []
+        for name, module in self._modules.items():
+            rows, dim = module.weight.shape
+            sizes.append(TableSize(name, rows, dim, module.weight.dtype.itemsize))
+        self.placements: list[Placement] = choose_placements(sizes, collectives.world_size, plan)
         if not isinstance(order, str) or order not in ("fast", "global"):
             raise InputError(message("shard: order must be one of fast, global", repr(order)))
-        reduces = _reduces(list(self._modules), reduce)
-        self.tables: list[Table] = []
-        for where, module in zip(self.placements, self._modules.values(), strict=True):
-            options: Any = {"kind": where.kind, "owner": where.owner, "order": order}
-            options["reduce"] = reduces[where.name]
-            table = Table(where.name, len(self.tables), module, wire, **options)
-            check(table, module)
+        reductions = _resolve_reduce(list(self._modules), reduce)
+        self.tables: list[ShardedTable] = []
+        for placement, module in zip(self.placements, self._modules.values(), strict=True):
+            options: Any = {"reduce": reductions[placement.name], "order": order}
+            table = ShardedTable(len(self.tables), module, placement, collectives, **options)
+            table.check_supported(module)
             self.tables.append(table)
-        _check_ties(model, self.tables)
-        self._shared = self._make_rows()
+        _check_tied_weights(model, self.tables)
+        self._first_with_weight = self._init_rows()
         for table, module in zip(self.tables, self._modules.values(), strict=True):
             table.build_local(module)
         self._collections = {
@@ -248,67 +273,61 @@ class _Sharding:
             if isinstance(each, EmbeddingBagCollection)
         }
 
-    def _make_rows(self) -> list[int]:
+    def _init_rows(self) -> list[int]:
         """Make this rank's rows; for each table, the first one that has the same weight."""
-        first: dict[int, Table] = {}
-        shared = []
+        first: dict[int, ShardedTable] = {}
+        indices = []
         for table, module in zip(self.tables, self._modules.values(), strict=True):
             known = first.setdefault(id(module.weight), table)
-            shared.append(known.index)
+            indices.append(known.index)
             if known is table:
-                table.make_rows(torch.initial_seed() + self._wire.world * table.index)
+                seed = torch.initial_seed() + self._collectives.world_size * table.index
+                table.init_rows(seed)
             else:
-                table.weight, table.here = known.weight, known.here
-        return shared
+                table.weight, table.local_weight = known.weight, known.local_weight
+        return indices
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks."""
         facts = {"tables": ", ".join(map(repr, self._modules)), "order": self._order}
         for table, module, first in zip(
-            self.tables, self._modules.values(), self._shared, strict=True
+            self.tables, self._modules.values(), self._first_with_weight, strict=True
         ):
             of = f"of {table.name!r}" if table.name else "of the table"
             facts[f"module {of}"] = "EmbeddingBag" if table.is_bag else "Embedding"
             facts[f"shape {of}"] = f"{table.rows} x {table.dim}"
             facts[f"dtype {of}"] = str(table.weight.dtype)
-            facts[f"plan {of}"] = _plan_of(table)
+            facts[f"plan {of}"] = repr(table.placement.kind)
             facts[f"reduce {of}"] = table.reduce
             facts[f"weight {of}"] = f"that of {self.tables[first].name!r}"
             for option in _OPTIONS:
                 facts[f"{option} {of}"] = str(getattr(module, option, None))
             facts[f"requires_grad {of}"] = str(table.weight.requires_grad)
         for name, each in self._collections.items():
-            facts[f"tables of collection {name!r}"] = ", ".join(each.tables._modules)
+            names = ", ".join(key for key, _ in each.tables.named_children())
+            facts[f"tables of collection {name!r}"] = names
         return facts
 
     def commit(self) -> None:
         """Shard the model, on all ranks at once."""
-        for table, first in zip(self.tables, self._shared, strict=True):
-            if table.kind == "copy" and self._wire.world > 1 and first == table.index:
-                dist.broadcast(table.here, group_src=0, group=self._wire.group)
+        ranks = self._collectives
+        for table, first in zip(self.tables, self._first_with_weight, strict=True):
+            is_replicated = not table.placement.is_sharded and ranks.world_size > 1
+            if is_replicated and first == table.index:
+                dist.broadcast(table.local_weight, group_src=0, group=ranks.group)
         widths = [len(each.tables) for each in self._collections.values()]
-        most = max([len(self.tables), *widths])
-        exchange = certain(partial(Exchange, self._wire, self.tables, most))
+        max_tables = max([len(self.tables), *widths])
+        group = certain(partial(TableGroup, ranks, self.tables, max_tables))
+        group.grads = certain(partial(ShardedGradSource, group))
         for table, module in zip(self.tables, self._modules.values(), strict=True):
-            certain(partial(make_sharded, module, table, exchange))
+            certain(partial(_convert_table, module, table, group))
         for collection in self._collections.values():
-            certain(partial(make_collection_sharded, collection, exchange))
-        certain(partial(_leave_to_us, self._model, self.tables))
+            certain(partial(_convert_collection, collection, group))
+        certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 
-_OPTIONS = (
-    *("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
-    *("mode", "include_last_offset"),
-)
-
-
-def _plan_of(table: Table) -> str:
-    """The plan of a table, for comparison across ranks."""
-    return f"{table.kind!r} on rank {table.owner}" if table.kind == "tables" else repr(table.kind)
-
-
-def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """A group of its own: its exchanges and DDP's do not wait for each other."""
+def _process_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """A separate group, so that our exchanges and DDP's do not wait for each other."""
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
@@ -323,8 +342,8 @@ def _group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     return mesh.get_group()
 
 
-def _tables(model: nn.Module) -> dict[str, Any]:
-    """The tables of a model by name, or an error that says which cannot be sharded."""
+def _find_tables(model: nn.Module) -> dict[str, Any]:
+    """The tables of a model by name; raises if one cannot be sharded."""
     given: Any = model
     if not isinstance(given, nn.Module):
         requirement = "shard: the first argument must be a model, an nn.Module"
@@ -338,29 +357,21 @@ def _tables(model: nn.Module) -> dict[str, Any]:
         requirement = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
         raise InputError(message(requirement, f"a {type(model).__name__} without one"))
     for name, each in found.items():
-        reason = "it is already sharded" if hasattr(each, "_exchange") else why_not(each)
+        reason = "it is already sharded" if isinstance(each, ShardedModule) else why_not(each)
         if reason is not None:
             requirement = f"shard: {name!r} must be an ordinary table"
             raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))
     return found
 
 
-def _sizes(weight: Tensor) -> tuple[int, int, int]:
-    rows, dim = weight.shape
-    return rows, dim, weight.dtype.itemsize
-
-
-_REDUCES: tuple[Reduce, ...] = ("mean", "sum")
-
-
-def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
-    """How each table's gradient is reduced."""
-    found: dict[str, Reduce] = dict.fromkeys(names, "mean")
+def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
+    """The reduction of each table's gradient."""
+    found: dict[str, Reduction] = dict.fromkeys(names, "mean")
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
         requirement = "shard: reduce must be mean or sum, for all tables or by table name"
-        known = next((each for each in _REDUCES if isinstance(how, str) and each == how), None)
+        known = next((each for each in _REDUCTIONS if isinstance(how, str) and each == how), None)
         if known is None:
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
@@ -371,15 +382,16 @@ def _reduces(names: Sequence[str], given: Any) -> dict[str, Reduce]:
     return found
 
 
-def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
-    """Refuse weights that others read as well."""
-    known: dict[int, Table] = {}
+def _check_tied_weights(model: nn.Module, tables: Sequence[ShardedTable]) -> None:
+    """Raise if other modules read the weight of a table as well."""
+    known: dict[int, ShardedTable] = {}
     for table in tables:
         first = known.setdefault(id(table.weight), table)
-        if (first.kind, first.owner) != (table.kind, table.owner):
+        if not first.placement.is_same_split(table.placement):
             both = f"{first.name!r} and {table.name!r}"
             requirement = f"shard: {both} share a weight, so their plan must be the same"
-            raise InputError(message(requirement, f"{first.kind!r} and {table.kind!r}"))
+            kinds = f"{first.placement.kind!r} and {table.placement.kind!r}"
+            raise InputError(message(requirement, kinds))
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -390,8 +402,8 @@ def _check_ties(model: nn.Module, tables: Sequence[Table]) -> None:
                 raise InputError(message(requirement, f"{name!r}, which uses it, too"))
 
 
-def _leave_to_us(model: nn.Module, tables: Sequence[Table]) -> None:
-    """Have DistributedDataParallel ignore what is sharded."""
+def _exclude_from_ddp(model: nn.Module, tables: Sequence[ShardedTable]) -> None:
+    """Have DistributedDataParallel ignore sharded tables."""
     weights = {id(table.weight) for table in tables}
     names = [n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights]
     ignored_by_ddp(model, names)

@@ -1,4 +1,4 @@
-"""A vocabulary that ranks share: each owns the ids that a hash gives it, and rows of its own."""
+"""Vocabulary: ids of any value, owned by the rank that their hash selects."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import stack
-from sparsestep.distributed._handshake import Doing
-from sparsestep.distributed._packing import owner_of
-from sparsestep.distributed._table import Table as ShardedTable
-from sparsestep.distributed.collectives import Wire, joined
-from sparsestep.distributed.shard import table_of
+from sparsestep.distributed._handshake import Operation
+from sparsestep.distributed._packing import concat
+from sparsestep.distributed._table import ShardedTable, TableGroup
+from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.placement import ByRow, hash_owner
+from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_growth
 from sparsestep.nn.interop import outside_graphs
@@ -24,323 +25,21 @@ from sparsestep.nn.vocabulary.id_table import Evict, Ids, Saved
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.nn.vocabulary.vocabulary import flat_ids
 
-# New rows are drawn from seeds that have the rank above these bits: no two ranks draw the same.
-SEED_BITS = 40
-_NUMBER_BYTES = 8
-_MOST_ROWS = 1 << 62
-_SHARED = -1  # instead of what tells ordinary vocabularies apart
-
-
-class OwnsIds(nn.Module):
-    """A vocabulary that ranks share, as far as its knowledge goes.
-
-    Attributes:
-        rows: number of rows of the table.
-        local: what this rank owns. Its rows are numbers of this rank's part.
-    """
-
-    rows: int
-    local: LocalVocabulary
-    _exchange: Any
-    _table: ShardedTable
-    _wire: Wire
-    _given: dict[int, tuple[Table, ShardedTable]]  # tables, by the module that has the part here
-
-    @property
-    def used(self) -> int:
-        """How many rows of this rank are in use, the shared ones included."""
-        return self.local.used
-
-    @property
-    def taken_over(self) -> Tensor:
-        """Rows of this rank that went to another id in the latest call."""
-        return self._whole(self.local.taken_over)
-
-    def as_dict(self) -> dict[int, int]:
-        """The row of each id that this rank owns and that has one of its own."""
-        world, rank = self._wire.world, self._wire.rank
-        return {each: row * world + rank for each, row in self.local.as_dict().items()}
-
-    def grow(self, rows: int) -> None:
-        """Have more rows, with all tables that are attached; all ranks call it.
-
-        Each rank gets its share of the new rows. Weights stay the same parameters and keep their
-        state, as with ``sparsestep.nn.grow``. New rows are initialized by ``init``, on each rank
-        with random numbers of its own. Call it between steps, after ``zero_grad()``.
-
-        Args:
-            rows: how many there are to be; the same on all ranks.
-
-        Raises:
-            InputError: a table cannot grow, on this rank or on another, or ranks name different
-                numbers; nothing was changed anywhere.
-
-        Example:
-            >>> import sparsestep
-            >>> table = torch.nn.Embedding(3, 2)
-            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
-            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
-            >>> vocabulary(torch.tensor([7, 8, 9])), vocabulary.grow(5)
-            (tensor([1, 2, 0]), None)
-            >>> vocabulary(torch.tensor([7, 8, 9])), table.num_embeddings
-            (tensor([1, 2, 3]), 5)
-        """
-        uninterrupted(partial(self._grow_together, rows))
-
-    def _grow_together(self, rows: int) -> None:
-        error: BaseException | None = None
-        commits: list[Callable[[], object]] = []
-        with self.local._lock:
-            try:
-                commits = self._prepare_to_grow(rows)
-            except BaseException as raised:
-                error = raised
-            requirement = "Vocabulary.grow: all ranks must name the same number of rows"
-            self._agree(Doing.GROW, rows if error is None else 0, error, requirement)
-            for commit in commits:
-                commit()
-
-    def _prepare_to_grow(self, rows: int) -> list[Callable[[], object]]:
-        """Do all that may raise; what is returned does the rest, and cannot fail."""
-        is_whole = isinstance(rows, int) and not isinstance(rows, bool)
-        if not is_whole or not self.rows <= rows <= _MOST_ROWS:
-            is_large = is_whole and rows > _MOST_ROWS
-            limit = f"at most {_MOST_ROWS}" if is_large else f"at least {self.rows}"
-            requirement = f"Vocabulary.grow: rows must be a whole number, {limit}"
-            raise InputError(message(requirement, repr(rows)))
-        wire, local = self._wire, self.local
-        there, longest = len(range(wire.rank, rows, wire.world)), -(-rows // wire.world)
-        commits: list[Callable[[], object]] = [local._prepare_to_grow(there)]
-        for each in local._attached:
-            module, table = self._given[id(each.table)]
-            if table.rows >= rows:
-                continue
-            here = len(range(wire.rank, table.rows, wire.world))
-            spare = Spare(len(table.weight) - here, longest - there)
-            init = partial(drawn, init=each.init, seed=local._handed_over)
-            optimizers = tuple(each.optimizers)
-            commits.append(prepare_growth(each.table, longest, optimizers, init, spare))
-            commits.append(partial(_be_grown, module, table, rows))
-        commits.append(partial(self._be_grown, rows, local._handed_over + there - local.rows))
-        return commits
-
-    def _be_grown(self, rows: int, handed_over: int) -> None:
-        self.rows, self.local._handed_over = rows, handed_over
-
-    def merge(self, other: OwnsIds | LocalVocabulary) -> Tensor:
-        """Add the ids of another vocabulary; ids that are new here get free rows of their owners.
-
-        All ranks call it. Counts are added up. No id loses its row, so every owner must have
-        enough free rows.
-
-        Args:
-            other: one that the same ranks share, or an ordinary one, the same on all ranks. It
-                stays as it is.
-
-        Returns:
-            For each row in use there, the row of its id here. Of one that ranks share, for the rows
-            of this rank, and ``table.weight.data[rows // world] = other_table.weight.data[:
-            len(rows)]`` merges tables. Of an ordinary one, the same for all ranks; the rows that
-            it shares go to those of rank 0.
-
-        Raises:
-            InputError: there are too few free rows, on this rank or on another, or ranks pass
-                different vocabularies; nothing was changed anywhere.
-
-        Example:
-            >>> import sparsestep
-            >>> table = torch.nn.Embedding(10, 2)
-            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
-            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
-            >>> today = sparsestep.nn.Vocabulary(10)
-            >>> vocabulary(torch.tensor([5, 6])), today(torch.tensor([6, 7]))
-            (tensor([1, 2]), tensor([1, 2]))
-            >>> vocabulary.merge(today), vocabulary.as_dict()
-            (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
-        """
-        return uninterrupted(partial(self._merge_together, other))
-
-    def _merge_together(self, other: OwnsIds | LocalVocabulary) -> Tensor:
-        error: BaseException | None = None
-        merged: tuple[Ids, Tensor] | None = None
-        theirs, which = None, _SHARED
-        with self.local._lock:
-            try:
-                theirs = self._saved_of(other)
-                which = _SHARED if isinstance(other, OwnsIds) else _told_apart(theirs)
-                owned = theirs
-                if not isinstance(other, OwnsIds):
-                    owned = _owned(theirs, self._wire, self.local._options.shared)
-                merged = self.local._merged(owned)
-            except BaseException as raised:
-                error = raised
-            requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
-            self._agree(Doing.MERGE, which, error, requirement)
-            assert merged is not None
-            assert theirs is not None
-            try:
-                rows = self._whole(merged[1])
-                if not isinstance(other, OwnsIds):
-                    rows = self._of_all(theirs, rows)
-            except BaseException as raised:
-                error = raised
-            self._wire.check(error)
-            self.local._ids = merged[0]
-        return rows
-
-    def _saved_of(self, other: Any) -> Saved:
-        """What another vocabulary knows; raises if it cannot be merged with this one."""
-        shared, wire = self.local._options.shared, self._wire
-        local = other.local if isinstance(other, OwnsIds) else other
-        if not isinstance(local, LocalVocabulary) or local._options.shared != shared:
-            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
-            raise InputError(message(requirement, other))
-        if isinstance(other, OwnsIds):
-            ranks = other._wire.rank, other._wire.world
-            if ranks != (wire.rank, wire.world):
-                requirement = "Vocabulary.merge: the same ranks must share both vocabularies"
-                raise InputError(message(requirement, f"rank {ranks[0]} of {ranks[1]}"))
-        with local._lock:
-            return local._ids.save()
-
-    def _of_all(self, theirs: Saved, rows: Tensor) -> Tensor:
-        """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
-        wire, shared = self._wire, self.local._options.shared
-        owners = owner_of(theirs.ids[shared : theirs.used], wire.world)
-        counts: list[int] = owners.bincount(minlength=wire.world).tolist()
-        sizes = [_NUMBER_BYTES * count for count in counts]
-        readers = wire.send([[rows[shared:]]] * wire.world, sizes, max(sizes))
-        found = torch.empty_like(owners)
-        for rank, (reader, count) in enumerate(zip(readers, counts, strict=True)):
-            found[owners == rank] = reader.take(count, torch.int64)
-        return joined([torch.arange(shared) * wire.world, found])
-
-    def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
-        """A plain embedding with the rows of all ranks that are in use, and the row of each id.
-
-        All ranks call it, and rank 0 gets what it returns: it alone needs memory for all rows.
-
-        Args:
-            table: what this vocabulary gives rows of.
-
-        Returns:
-            On rank 0 a copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0
-            (or any of the first ``shared * world``, which are the shared ones of all ranks). On
-            other ranks ``None``.
-
-        Raises:
-            InputError: the table does not fit, on this rank or on another.
-
-        Example:
-            >>> import sparsestep
-            >>> table = torch.nn.Embedding(1000, 4)
-            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
-            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
-            >>> rows = vocabulary(torch.tensor([10**18, -7]))
-            >>> vocabulary.export(table)
-            (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
-        """
-        error: Exception | None = None
-        wire, shared, known = self._wire, self.local._options.shared, self._table
-        try:
-            known = self._checked("Vocabulary.export", table)
-        except InputError as raised:
-            error = raised
-        others: list[list[Tensor]] = [[] for _ in range(wire.world - 1)]
-        size = _NUMBER_BYTES + known.row_bytes
-
-        def outgoing() -> list[list[Tensor]]:
-            saved = self.local._ids.save()
-            return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
-
-        with self.local._lock:
-            mine = self.used
-            used = self._agree(Doing.EXPORT, mine, error, "", known)
-            sizes = [count * size if wire.rank == 0 else 0 for count in used]
-            lengths = [mine * size] + [0] * len(others)
-            readers = wire.send(outgoing, sizes, max(used) * size, lengths)
-        if wire.rank != 0:
-            return None
-        ids = joined([each.take(n, torch.int64) for each, n in zip(readers, used, strict=True)])
-        pieces = [
-            each.take(n * known.dim, known.weight.dtype)
-            for each, n in zip(readers, used, strict=True)
-        ]
-        numbers = [torch.arange(n) * wire.world + rank for rank, n in enumerate(used)]
-        order = joined(numbers).argsort()
-        first = shared * wire.world
-        found = ids[order][first:].tolist()
-        whole = joined(pieces).view(-1, known.dim)[order]
-        plain = nn.Embedding.from_pretrained(whole, freeze=False)
-        return plain, dict(zip(found, range(first, first + len(found)), strict=True))
-
-    def _checked(self, who: str, table: Any) -> ShardedTable:
-        """The table that a module is; raises if this vocabulary cannot give rows of it."""
-        raise NotImplementedError
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        """Rows of this rank as rows of the table."""
-        return rows * self._wire.world + self._wire.rank
-
-    def _agree(
-        self,
-        doing: Doing,
-        number: int,
-        error: BaseException | None,
-        alike: str,
-        table: ShardedTable | None = None,
-    ) -> list[int]:
-        """Tell all ranks a number; raises on all where one refuses.
-
-        Args:
-            doing: what they are about to do.
-            number: this rank's.
-            error: why this rank refuses.
-            alike: what is said where numbers differ; nothing if they may.
-            table: with which table, if not the first one.
-        """
-        counts = torch.full((self._wire.world,), number)
-        lines = self._exchange.begin(doing, table or self._table, counts, error)
-        numbers = [room[0] for room in lines.room]
-        if alike and len(set(numbers)) > 1:
-            got = numbers if doing is Doing.GROW else "different ones"
-            raise InputError(message(alike, got))
-        return numbers
-
-
-def _be_grown(module: Table, table: ShardedTable, rows: int) -> None:
-    module.num_embeddings = rows
-    table.grow(rows)
-
-
-def _owned(theirs: Saved, wire: Wire, shared: int) -> Saved:
-    """What of a vocabulary is about ids that this rank owns."""
-    ids = theirs.ids[shared : theirs.used]
-    mine = (owner_of(ids, wire.world) == wire.rank).nonzero().squeeze(1) + shared
-    rows = joined([torch.arange(shared), mine])
-    return theirs._replace(ids=theirs.ids[rows], counts=theirs.counts[rows], used=len(rows))
-
-
-def _told_apart(saved: Saved) -> int:
-    """A number that is another for other ids, rows or counts, and no negative one."""
-    pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
-    places = torch.arange(1, len(pairs) + 1).unsqueeze(1)
-    bits = (pairs ^ (pairs >> 29)) * 0x1F83D9ABFB41BD6B + places
-    bits = (bits ^ (bits >> 32)) * places
-    return int(bits.sum()) & (2**62 - 1)
-
-
+# Seeds of new rows carry the rank in their upper bits, so ranks draw different values.
+RANK_SHIFT = 40
 _ID_BYTES = 8
+_MAX_ROWS = 1 << 62
+_SHARED = -1  # in place of a digest: the other vocabulary is shared by ranks, too
 
 
-class Vocabulary(OwnsIds):
+class Vocabulary(nn.Module):
     """A :class:`sparsestep.nn.Vocabulary` for a table that is sharded by rows.
 
     A hash of an id decides which rank owns it, now and for ever. The owner keeps its count, and
-    gives it one of the rows that lie there. So no rank has to know all ids, and a row that changes
-    hands begins anew where it lies. Each rank decides about its own rows as one process does about
-    all, with a share of the rows and a share of the ids: ``admit`` and ``evict`` mean what they do
-    there, rank by rank.
+    gives it one of its own rows. So no rank has to know all ids, and a row that goes to another id
+    is reset on its rank. Each rank decides about its own rows as one process does about all, with a
+    share of the rows and a share of the ids: ``admit`` and ``evict`` mean what they do there, rank
+    by rank.
 
     A lookup is something that all ranks do together, like that of a sharded table. A rank without
     data looks up an empty tensor. Owners count the ids of a call in the order of ranks, so the same
@@ -389,21 +88,22 @@ class Vocabulary(OwnsIds):
         init: Init | None = None,
     ) -> None:
         super().__init__()
-        sharded = _dealt(table)
+        sharded = _require_row_sharded(table)
         self.rows: int = sharded.rows
-        self._exchange = vars(table)["_exchange"]
-        self._table = sharded
-        self._wire = wire = sharded.wire
-        self._given = {}
-        fewest = self.rows // wire.world
+        self._group: TableGroup = vars(table)["sharding"]
+        self._table: ShardedTable = sharded
+        self.collectives: Collectives = sharded.collectives
+        self._given: dict[int, tuple[Table, ShardedTable]] = {}  # by local module
+        ranks = self.collectives
+        fewest = self.rows // ranks.world_size
         if isinstance(shared, int) and shared > fewest:
             requirement = f"Vocabulary: shared must be at most the rows of a rank, {fewest}"
             raise InputError(message(requirement, shared))
-        here = len(range(wire.rank, self.rows, wire.world))
+        here = len(range(ranks.rank, self.rows, ranks.world_size))
         self.local: LocalVocabulary = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
-        self._shared = shared * wire.world
-        # It is what new values are drawn from: rows of different ranks do not begin alike.
-        self.local._handed_over = wire.rank << SEED_BITS
+        self._shared = shared * ranks.world_size
+        # Seed of new rows; differs by rank.
+        self.local._handed_over = ranks.rank << RANK_SHIFT
         self.attach(table, *optimizers, init=init)
 
     @outside_graphs
@@ -420,60 +120,59 @@ class Vocabulary(OwnsIds):
             InputError: these are no ids, on this rank or on another; nothing was changed anywhere.
         """
         # A rank that stops in the middle of an exchange keeps the others waiting.
-        return uninterrupted(partial(self._look_up_together, ids))
+        return uninterrupted(partial(self._lookup_together, ids))
 
-    def _look_up_together(self, ids: Tensor) -> Tensor:
-        wire = self._wire
+    def _lookup_together(self, ids: Tensor) -> Tensor:
+        ranks = self.collectives
         error: BaseException | None = None
         flat = order = torch.empty(0, dtype=torch.int64)
-        counts = torch.zeros(wire.world, dtype=torch.int64)
+        counts = torch.zeros(ranks.world_size, dtype=torch.int64)
         try:
             flat = flat_ids(ids)
-            owners = owner_of(flat, wire.world)
-            order, counts = owners.argsort(stable=True), owners.bincount(minlength=wire.world)
+            owners = hash_owner(flat, ranks.world_size)
+            order, counts = owners.argsort(stable=True), owners.bincount(minlength=ranks.world_size)
         except BaseException as raised:
             error = raised
         asked: list[int] = counts.tolist()
-        lines = self._exchange.begin(Doing.IDS, self._table, counts, error, _ID_BYTES * max(asked))
-        come, largest = [room[0] for room in lines.room], max(lines["largest"])
-        bytes_asked, bytes_come = _bytes_of(asked), _bytes_of(come)
-        sent = wire.send(
+        peers = self._group.exchange_counts(
+            Operation.VOCABULARY_LOOKUP, self._table, counts, error, _ID_BYTES * max(asked)
+        )
+        come, max_bytes = [room[0] for room in peers.counts], max(peers["max_bytes"])
+        bytes_asked = [_ID_BYTES * count for count in asked]
+        bytes_come = [_ID_BYTES * count for count in come]
+        sent = ranks.all_to_all(
             lambda: [[each] for each in flat[order].split(asked)],
-            sizes=bytes_come,
-            largest=largest,
-            lengths=bytes_asked,
+            incoming_sizes=bytes_come,
+            max_bytes=max_bytes,
+            outgoing_sizes=bytes_asked,
         )
 
         def read() -> Tensor:
-            return joined([each.take(n, torch.int64) for each, n in zip(sent, come, strict=True)])
+            return concat([each.read(n, torch.int64) for each, n in zip(sent, come, strict=True)])
 
-        back = wire.send(
-            lambda: [[each] for each in self._look_up(read).split(come)],
-            sizes=bytes_asked,
-            largest=largest,
-            lengths=bytes_come,
+        back = ranks.all_to_all(
+            lambda: [[each] for each in self._assign_rows(read).split(come)],
+            incoming_sizes=bytes_asked,
+            max_bytes=max_bytes,
+            outgoing_sizes=bytes_come,
         )
         rows = torch.empty_like(flat)
-        rows[order] = joined(
+        rows[order] = concat(
             [
-                each.take(n, torch.int64) * wire.world + rank
+                each.read(n, torch.int64) * ranks.world_size + rank
                 for rank, (each, n) in enumerate(zip(back, asked, strict=True))
             ]
         )
         return rows.view(ids.shape).to(ids.device)
 
-    def _look_up(self, read: Callable[[], Tensor]) -> Tensor:
-        """The rows here of ids that this rank owns; nothing changes before all ranks agree.
-
-        Args:
-            read: returns the ids.
-        """
+    def _assign_rows(self, read: Callable[[], Tensor]) -> Tensor:
+        """The local rows of ids that this rank owns; nothing changes before all ranks agree."""
         is_agreed = False
 
         def agree(error: BaseException | None) -> None:
             nonlocal is_agreed
             is_agreed = True
-            self._exchange.begin(Doing.IDS, self._table, None, error)
+            self._group.exchange_counts(Operation.VOCABULARY_LOOKUP, self._table, None, error)
 
         try:
             return self.local._look_up(read(), agree)
@@ -483,7 +182,7 @@ class Vocabulary(OwnsIds):
             raise
 
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
-        """Initialize the rows of another table anew, too, when they go to another id.
+        """Reset the rows of another table, too, when they go to another id.
 
         Args:
             table: sharded by rows in the same call of ``shard``, with at least as many rows.
@@ -493,8 +192,8 @@ class Vocabulary(OwnsIds):
         Raises:
             InputError: the table does not fit, or is none of an optimizer's.
         """
-        sharded = self._checked("Vocabulary.attach", table)
-        padding = sharded.padding
+        sharded = self._check_table("Vocabulary.attach", table)
+        padding = sharded.padding_idx
         if padding is not None and self._shared <= padding < self.rows:
             requirement = (
                 f"Vocabulary.attach: padding_idx must be one of {self._shared} shared rows"
@@ -504,12 +203,271 @@ class Vocabulary(OwnsIds):
         self.local._attach(Attached(sharded.local, optimizers, init, is_part=True))
         self._given[id(sharded.local)] = table, sharded
 
-    def _checked(self, who: str, table: Any) -> ShardedTable:
-        sharded = _dealt(table)
-        if vars(table)["_exchange"] is not self._exchange or sharded.rows < self.rows:
+    def _check_table(self, who: str, table: Any) -> ShardedTable:
+        sharded = _require_row_sharded(table)
+        if vars(table)["sharding"] is not self._group or sharded.rows < self.rows:
             requirement = f"{who}: a table must be sharded with the first, {self.rows} rows"
             raise InputError(message(requirement, f"another with {sharded.rows}"))
         return sharded
+
+    @property
+    def used(self) -> int:
+        """How many rows of this rank are in use, the shared ones included."""
+        return self.local.used
+
+    @property
+    def taken_over(self) -> Tensor:
+        """Rows of this rank that went to another id in the latest call."""
+        return self._global_rows(self.local.taken_over)
+
+    def as_dict(self) -> dict[int, int]:
+        """The row of each id that this rank owns and that has one of its own."""
+        world_size, rank = self.collectives.world_size, self.collectives.rank
+        return {each: row * world_size + rank for each, row in self.local.as_dict().items()}
+
+    def grow(self, rows: int) -> None:
+        """Have more rows, with all tables that are attached; all ranks call it.
+
+        Each rank gets its share of the new rows. Weights stay the same parameters and keep their
+        state, as with ``sparsestep.nn.grow``. New rows are initialized by ``init``, on each rank
+        with random numbers of its own. Call it between steps, after ``zero_grad()``.
+
+        Args:
+            rows: how many there are to be; the same on all ranks.
+
+        Raises:
+            InputError: a table cannot grow, on this rank or on another, or ranks name different
+                numbers; nothing was changed anywhere.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(3, 2)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> vocabulary(torch.tensor([7, 8, 9])), vocabulary.grow(5)
+            (tensor([1, 2, 0]), None)
+            >>> vocabulary(torch.tensor([7, 8, 9])), table.num_embeddings
+            (tensor([1, 2, 3]), 5)
+        """
+        uninterrupted(partial(self._grow_together, rows))
+
+    def _grow_together(self, rows: int) -> None:
+        error: BaseException | None = None
+        commits: list[Callable[[], object]] = []
+        with self.local._lock:
+            try:
+                commits = self._prepare_grow(rows)
+            except BaseException as raised:
+                error = raised
+            requirement = "Vocabulary.grow: all ranks must name the same number of rows"
+            self.exchange_number(Operation.GROW, rows if error is None else 0, error, requirement)
+            for commit in commits:
+                commit()
+
+    def _prepare_grow(self, rows: int) -> list[Callable[[], object]]:
+        """Do all that may raise; what is returned does the rest, and cannot fail."""
+        is_whole = isinstance(rows, int) and not isinstance(rows, bool)
+        if not is_whole or not self.rows <= rows <= _MAX_ROWS:
+            is_large = is_whole and rows > _MAX_ROWS
+            limit = f"at most {_MAX_ROWS}" if is_large else f"at least {self.rows}"
+            requirement = f"Vocabulary.grow: rows must be a whole number, {limit}"
+            raise InputError(message(requirement, repr(rows)))
+        ranks, local = self.collectives, self.local
+        there = len(range(ranks.rank, rows, ranks.world_size))
+        longest = -(-rows // ranks.world_size)
+        commits: list[Callable[[], object]] = [local._prepare_to_grow(there)]
+        for each in local._attached:
+            module, table = self._given[id(each.table)]
+            if table.rows >= rows:
+                continue
+            here = len(range(ranks.rank, table.rows, ranks.world_size))
+            spare = Spare(len(table.weight) - here, longest - there)
+            init = partial(drawn, init=each.init, seed=local._handed_over)
+            optimizers = tuple(each.optimizers)
+            commits.append(prepare_growth(each.table, longest, optimizers, init, spare))
+            commits.append(partial(_commit_table_grow, module, table, rows))
+        commits.append(partial(self._commit_grow, rows, local._handed_over + there - local.rows))
+        return commits
+
+    def _commit_grow(self, rows: int, handed_over: int) -> None:
+        self.rows, self.local._handed_over = rows, handed_over
+
+    def merge(self, other: Vocabulary | LocalVocabulary) -> Tensor:
+        """Add the ids of another vocabulary; ids that are new here get free rows of their owners.
+
+        All ranks call it. Counts are added up. No id loses its row, so every owner must have
+        enough free rows.
+
+        Args:
+            other: one that the same ranks share, or an ordinary one, the same on all ranks. It
+                stays as it is.
+
+        Returns:
+            For each row in use there, the row of its id here. Of one that ranks share, for the rows
+            of this rank, and ``table.weight.data[rows // world_size] =
+            other_table.weight.data[: len(rows)]`` merges tables. Of an ordinary one, the same for
+            all ranks; the rows that it shares go to those of rank 0.
+
+        Raises:
+            InputError: there are too few free rows, on this rank or on another, or ranks pass
+                different vocabularies; nothing was changed anywhere.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(10, 2)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> today = sparsestep.nn.Vocabulary(10)
+            >>> vocabulary(torch.tensor([5, 6])), today(torch.tensor([6, 7]))
+            (tensor([1, 2]), tensor([1, 2]))
+            >>> vocabulary.merge(today), vocabulary.as_dict()
+            (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
+        """
+        return uninterrupted(partial(self._merge_together, other))
+
+    def _merge_together(self, other: Vocabulary | LocalVocabulary) -> Tensor:
+        error: BaseException | None = None
+        merged: tuple[Ids, Tensor] | None = None
+        theirs, which = None, _SHARED
+        with self.local._lock:
+            try:
+                theirs = self._snapshot_of(other)
+                which = _SHARED if isinstance(other, Vocabulary) else _digest(theirs)
+                owned = theirs
+                if not isinstance(other, Vocabulary):
+                    owned = _owned_entries(theirs, self.collectives, self.local._options.shared)
+                merged = self.local._merged(owned)
+            except BaseException as raised:
+                error = raised
+            requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
+            self.exchange_number(Operation.MERGE, which, error, requirement)
+            assert merged is not None
+            assert theirs is not None
+            try:
+                rows = self._global_rows(merged[1])
+                if not isinstance(other, Vocabulary):
+                    rows = self._gather_rows(theirs, rows)
+            except BaseException as raised:
+                error = raised
+            self.collectives.check(error)
+            self.local._ids = merged[0]
+        return rows
+
+    def _snapshot_of(self, other: Any) -> Saved:
+        """What another vocabulary knows; raises if it cannot be merged with this one."""
+        shared, ranks = self.local._options.shared, self.collectives
+        local = other.local if isinstance(other, Vocabulary) else other
+        if not isinstance(local, LocalVocabulary) or local._options.shared != shared:
+            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            raise InputError(message(requirement, other))
+        if isinstance(other, Vocabulary):
+            theirs = other.collectives
+            if (theirs.rank, theirs.world_size) != (ranks.rank, ranks.world_size):
+                requirement = "Vocabulary.merge: the same ranks must share both vocabularies"
+                got = f"rank {theirs.rank} of {theirs.world_size}"
+                raise InputError(message(requirement, got))
+        with local._lock:
+            return local._ids.save()
+
+    def _gather_rows(self, theirs: Saved, rows: Tensor) -> Tensor:
+        """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
+        ranks, shared = self.collectives, self.local._options.shared
+        owners = hash_owner(theirs.ids[shared : theirs.used], ranks.world_size)
+        counts: list[int] = owners.bincount(minlength=ranks.world_size).tolist()
+        sizes = [_ID_BYTES * count for count in counts]
+        readers = ranks.all_to_all([[rows[shared:]]] * ranks.world_size, sizes, max(sizes))
+        found = torch.empty_like(owners)
+        for rank, (reader, count) in enumerate(zip(readers, counts, strict=True)):
+            found[owners == rank] = reader.read(count, torch.int64)
+        return concat([torch.arange(shared) * ranks.world_size, found])
+
+    def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
+        """A plain embedding with the rows of all ranks that are in use, and the row of each id.
+
+        All ranks call it, and rank 0 gets what it returns: it alone needs memory for all rows.
+
+        Args:
+            table: what this vocabulary gives rows of.
+
+        Returns:
+            On rank 0 a copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0
+            (or any of the first ``shared * world_size``, which are the shared ones of all ranks).
+            On other ranks ``None``.
+
+        Raises:
+            InputError: the table does not fit, on this rank or on another.
+
+        Example:
+            >>> import sparsestep
+            >>> table = torch.nn.Embedding(1000, 4)
+            >>> plan = sparsestep.distributed.shard(table, plan="rows")  # here of one process
+            >>> vocabulary = sparsestep.distributed.Vocabulary(table)
+            >>> rows = vocabulary(torch.tensor([10**18, -7]))
+            >>> vocabulary.export(table)
+            (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
+        """
+        error: Exception | None = None
+        ranks, shared, known = self.collectives, self.local._options.shared, self._table
+        try:
+            known = self._check_table("Vocabulary.export", table)
+        except InputError as raised:
+            error = raised
+        others: list[list[Tensor]] = [[] for _ in range(ranks.world_size - 1)]
+        size = _ID_BYTES + known.row_bytes
+
+        def outgoing() -> list[list[Tensor]]:
+            saved = self.local._ids.save()
+            return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
+
+        with self.local._lock:
+            mine = self.used
+            used = self.exchange_number(Operation.EXPORT, mine, error, "", known)
+            sizes = [count * size if ranks.rank == 0 else 0 for count in used]
+            lengths = [mine * size] + [0] * len(others)
+            readers = ranks.all_to_all(outgoing, sizes, max(used) * size, lengths)
+        if ranks.rank != 0:
+            return None
+        ids = concat([each.read(n, torch.int64) for each, n in zip(readers, used, strict=True)])
+        pieces = [
+            each.read(n * known.dim, known.weight.dtype)
+            for each, n in zip(readers, used, strict=True)
+        ]
+        numbers = [torch.arange(n) * ranks.world_size + rank for rank, n in enumerate(used)]
+        order = concat(numbers).argsort()
+        first = shared * ranks.world_size
+        found = ids[order][first:].tolist()
+        whole = concat(pieces).view(-1, known.dim)[order]
+        plain = nn.Embedding.from_pretrained(whole, freeze=False)
+        return plain, dict(zip(found, range(first, first + len(found)), strict=True))
+
+    def _global_rows(self, rows: Tensor) -> Tensor:
+        """Rows of this rank as rows of the table."""
+        return rows * self.collectives.world_size + self.collectives.rank
+
+    def exchange_number(
+        self,
+        operation: Operation,
+        number: int,
+        error: BaseException | None,
+        requirement: str = "",
+        table: ShardedTable | None = None,
+    ) -> list[int]:
+        """The numbers of all ranks; raises on all if one has an error.
+
+        Args:
+            operation: what they are about to do.
+            number: of this rank.
+            error: of this rank.
+            requirement: for the message if numbers differ; empty if they may.
+            table: with which table, if not the first one.
+        """
+        counts = torch.full((self.collectives.world_size,), number)
+        peers = self._group.exchange_counts(operation, table or self._table, counts, error)
+        numbers = [room[0] for room in peers.counts]
+        if requirement and len(set(numbers)) > 1:
+            got = numbers if operation is Operation.GROW else "different ones"
+            raise InputError(message(requirement, got))
+        return numbers
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         requirement = "a vocabulary that ranks share cannot be copied or pickled"
@@ -517,16 +475,34 @@ class Vocabulary(OwnsIds):
         raise InputError(message(requirement, "an attempt to", remedy))
 
 
-def _bytes_of(counts: list[int]) -> list[int]:
-    return [_ID_BYTES * count for count in counts]
+def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
+    module.num_embeddings = rows
+    table.set_num_rows(rows)
 
 
-def _dealt(module: Any) -> ShardedTable:
-    """The table that a module is; raises if ranks do not share it by rows."""
-    table = table_of(module) if isinstance(module, nn.Module) else None
-    if table is None or table.kind != "rows":
+def _owned_entries(theirs: Saved, ranks: Collectives, shared: int) -> Saved:
+    """What of a vocabulary is about ids that this rank owns."""
+    ids = theirs.ids[shared : theirs.used]
+    mine = (hash_owner(ids, ranks.world_size) == ranks.rank).nonzero().squeeze(1) + shared
+    rows = concat([torch.arange(shared), mine])
+    return theirs._replace(ids=theirs.ids[rows], counts=theirs.counts[rows], used=len(rows))
+
+
+def _digest(saved: Saved) -> int:
+    """A number that is another for other ids, rows or counts, and no negative one."""
+    pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
+    places = torch.arange(1, len(pairs) + 1).unsqueeze(1)
+    bits = (pairs ^ (pairs >> 29)) * 0x1F83D9ABFB41BD6B + places
+    bits = (bits ^ (bits >> 32)) * places
+    return int(bits.sum()) & (2**62 - 1)
+
+
+def _require_row_sharded(module: Any) -> ShardedTable:
+    """The table of a module; raises if it is not sharded by rows."""
+    table = sharded_table(module) if isinstance(module, nn.Module) else None
+    if table is None or not isinstance(table.placement, ByRow):
         requirement = "Vocabulary: its table must be sharded by rows"
-        got = f"a {type(module).__name__}" if table is None else f"{table.kind!r}"
+        got = f"a {type(module).__name__}" if table is None else f"{table.placement.kind!r}"
         remedy = "Call sparsestep.distributed.shard(model, plan='rows') first"
         raise InputError(message(requirement, got, remedy))
     return table

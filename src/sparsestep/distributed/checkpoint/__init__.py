@@ -17,9 +17,19 @@ from sparsestep._process import uninterrupted
 from sparsestep.distributed._handshake import Peers, as_documented
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
-from sparsestep.distributed.checkpoint._reshard import Move, Restoring, Stored, alone
-from sparsestep.distributed.checkpoint._state import About, Contents, parted, targets
-from sparsestep.distributed.collectives import Wire, new_group_like
+from sparsestep.distributed.checkpoint._reshard import (
+    RowRemap,
+    StoredTensor,
+    VocabularyReader,
+    agree_alone,
+)
+from sparsestep.distributed.checkpoint._state import (
+    CheckpointState,
+    TensorLayouts,
+    read_targets,
+    split_key,
+)
+from sparsestep.distributed.collectives import Collectives, new_group_like
 from sparsestep.errors import InputError, message
 from sparsestep.memory.replace_file import sync_folder
 from sparsestep.nn.vocabulary.id_table import Options
@@ -31,12 +41,12 @@ if TYPE_CHECKING:
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-def folder_of(who: str, path: StrPath) -> Path:
+def check_folder(who: str, path: StrPath) -> Path:
     """The folder that a user names.
 
     Example:
         >>> try:
-        ...     folder_of("save", None)
+        ...     check_folder("save", None)
         ... except InputError as error:
         ...     print(error)
         save: path must be a str or os.PathLike. Got None.
@@ -53,18 +63,13 @@ def folder_of(who: str, path: StrPath) -> Path:
 
 
 class Content(NamedTuple):
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        entries: the tensors that this rank stores, by key.
-        about: what they are, as JSON; the same on all ranks.
-    """
-
-    entries: dict[str, Any]
-    about: Mapping[str, Any]
+    entries: dict[str, Any]  # the tensors that this rank stores, by key
+    about: Mapping[str, Any]  # what they are, as JSON; the same on all ranks
 
 
-def write(content: Content, folder: Path, peers: Peers) -> None:
+def _dcp_save(content: Content, folder: Path, peers: Peers) -> None:
     """Write a checkpoint; all ranks call it.
 
     If it raises, it raises on all ranks, and an earlier checkpoint in the folder is what it was.
@@ -72,12 +77,12 @@ def write(content: Content, folder: Path, peers: Peers) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from sparsestep.distributed.checkpoint._manifest import Writer
+    from sparsestep.distributed.checkpoint._files import Writer
 
     writer = Writer(folder)
     try:
-        with _quiet():
-            metadata = save(content.entries, storage_writer=writer, **peers.arguments)
+        with ignore_dcp_warnings():
+            metadata = save(content.entries, storage_writer=writer, **peers.dcp_options)
     except CheckpointException as failure:
         writer.discard()
         raise peers.error_of(failure.failures) from None
@@ -87,13 +92,13 @@ def write(content: Content, folder: Path, peers: Peers) -> None:
     save_id = metadata.storage_meta.save_id
     sums = peers.gather(writer.sums)
     with peers.agreeing(undo=writer.discard):
-        _check_that_disk_is_shared(folder, save_id, peers, sums)
+        _check_shared_disk(folder, save_id, peers, sums)
     publication, error = _Publication(folder), None
     if peers.rank == 0:
         try:
             files = {name: each for some in sums for name, each in some.items()}
             files[METADATA] = files.pop(manifest.pending_name(save_id))
-            entries = _entries_of(metadata)
+            entries = _manifest_entries(metadata)
             publication.run(Manifest(save_id, files, entries, content.about))
         except BaseException as raised:
             error = as_documented(raised)
@@ -102,7 +107,7 @@ def write(content: Content, folder: Path, peers: Peers) -> None:
         raise error
 
 
-def _check_that_disk_is_shared(
+def _check_shared_disk(
     folder: Path, save_id: str, peers: Peers, sums: list[dict[str, Sum]]
 ) -> None:
     """Every rank must see what rank 0 has written, and rank 0 what every rank has written."""
@@ -159,7 +164,7 @@ class _Publication:
                         path.unlink()
 
 
-def _entries_of(metadata: Metadata) -> dict[str, Entry]:
+def _manifest_entries(metadata: Metadata) -> dict[str, Entry]:
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
     found = {}
@@ -174,33 +179,33 @@ def _entries_of(metadata: Metadata) -> dict[str, Entry]:
     return found
 
 
-def write_in_background(content: Content, folder: Path, peers: Peers) -> Future[None]:
-    """Write what nobody changes meanwhile; all ranks call it.
+def _dcp_async_save(content: Content, folder: Path, peers: Peers) -> Future[None]:
+    """Write copied tensors in a thread; all ranks call it.
 
-    Some of the processes, where there are others, write it before this returns. Torch cannot make
-    another group of these without the others: it takes the name from how many groups a process
-    belongs to, which differs, and they wait for each other for ever.
+    If these are only some of the ranks, they write before this returns. Torch cannot make another
+    group of some ranks: it derives the name from the number of groups that a process belongs to,
+    which differs, and they would wait for each other forever.
     """
-    if peers.group is not None and peers.world < dist.get_world_size():
+    if peers.group is not None and peers.world_size < dist.get_world_size():
         done: Future[None] = Future()
         try:
-            write(content, folder, peers)
+            _dcp_save(content, folder, peers)
         except Exception as error:
             done.set_exception(error)
         else:
             done.set_result(None)
         return done
-    if peers.group is not None:  # what two threads send must not meet
+    if peers.group is not None:  # the thread and training must not share a group
         peers = Peers(new_group_like(None, "gloo"))
     writer = ThreadPoolExecutor(1, "sparsestep-save")
-    saving = writer.submit(_write_apart, content, folder, peers)
+    saving = writer.submit(_save_and_destroy_group, content, folder, peers)
     writer.shutdown(wait=False)
     return saving
 
 
-def _write_apart(content: Content, folder: Path, peers: Peers) -> None:
+def _save_and_destroy_group(content: Content, folder: Path, peers: Peers) -> None:
     try:
-        write(content, folder, peers)
+        _dcp_save(content, folder, peers)
     finally:
         if peers.group is not None:
             dist.destroy_process_group(peers.group)
@@ -210,13 +215,7 @@ def _write_apart(content: Content, folder: Path, peers: Peers) -> None:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose files are what they were when it was saved.
-
-    Attributes:
-        folder: where it is.
-        manifest: what it contains.
-        peers: the ranks that load it.
-    """
+    """A checkpoint whose files are unchanged since it was saved."""
 
     folder: Path
     manifest: Manifest
@@ -237,7 +236,7 @@ class Checkpoint(NamedTuple):
                 requirement = f"load: {str(folder)!r} must be the same checkpoint for all ranks"
                 raise InputError(message(requirement, f"{len(set(ids))} different ones"))
             # Each checksum is compared by one of the ranks.
-            manifest.verify(folder, found, sorted(found.files)[peers.rank :: peers.world])
+            manifest.verify(folder, found, sorted(found.files)[peers.rank :: peers.world_size])
         return Checkpoint(folder, found, peers)
 
     def read(self, targets: dict[str, Any]) -> None:
@@ -245,14 +244,14 @@ class Checkpoint(NamedTuple):
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from sparsestep.distributed.checkpoint._manifest import Reader
+        from sparsestep.distributed.checkpoint._files import Reader
 
         try:
-            with _quiet():
-                load(targets, storage_reader=Reader(*self[:2]), **self.peers.arguments)
+            with ignore_dcp_warnings():
+                load(targets, storage_reader=Reader(*self[:2]), **self.peers.dcp_options)
         except CheckpointException as failure:
             failures = {
-                rank: (self._refusal_of(error), trace)
+                rank: (self._as_input_error(error), trace)
                 for rank, (error, trace) in failure.failures.items()
             }
             raise self.peers.error_of(failures) from None
@@ -263,11 +262,11 @@ class Checkpoint(NamedTuple):
         try:
             yield
         except Exception as error:
-            if self.peers.world > 1 and type(error) is RuntimeError:
+            if self.peers.world_size > 1 and type(error) is RuntimeError:
                 raise  # from the process group
-            raise self._refusal_of(error) from None
+            raise self._as_input_error(error) from None
 
-    def _refusal_of(self, error: BaseException) -> BaseException:
+    def _as_input_error(self, error: BaseException) -> BaseException:
         error = as_documented(error)
         if isinstance(error, FileNotFoundError) and error.filename is not None:
             return manifest.damaged(Path(error.filename), "no such file")
@@ -278,8 +277,8 @@ class Checkpoint(NamedTuple):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings that there is one process, and of its own storages."""
+def ignore_dcp_warnings() -> Iterator[None]:
+    """Ignore torch's warnings of a single process, and of its own storages."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
@@ -321,11 +320,11 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     check_model_and_optimizer("save", model, optimizer)
-    folder, what = folder_of("save", path), Contents(model, optimizer)
-    peers = what.peers()
+    folder, state = check_folder("save", path), CheckpointState(model, optimizer)
+    peers = state.peers()
     with peers.agreeing():
-        content = Content(what.entries(), what.about().pack())
-    write(content, folder, peers)
+        content = Content(state.entries(), state.layouts().pack())
+    _dcp_save(content, folder, peers)
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
@@ -356,11 +355,11 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     load(path, model, optimizer)
     """
     check_model_and_optimizer("async_save", model, optimizer)
-    folder, what = folder_of("async_save", path), Contents(model, optimizer)
-    peers = what.peers()
+    folder, state = check_folder("async_save", path), CheckpointState(model, optimizer)
+    peers = state.peers()
     with peers.agreeing():
-        content = Content(what.entries(copy=True), what.about().pack())
-    return write_in_background(content, folder, peers)
+        content = Content(state.entries(copy=True), state.layouts().pack())
+    return _dcp_async_save(content, folder, peers)
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
@@ -400,31 +399,31 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         {1000000000000000000: 1, -7: 2}
     """
     check_model_and_optimizer("load", model, optimizer)
-    folder, what = folder_of("load", path), Contents(model, optimizer)
-    peers = what.peers()
+    folder, state = check_folder("load", path), CheckpointState(model, optimizer)
+    peers = state.peers()
     checkpoint = Checkpoint.open(folder, peers)
     with peers.agreeing(), checkpoint.refusing():
-        about = About.unpack(checkpoint.manifest.about)
-        stored = _stored(checkpoint.manifest, about)
-        own, layouts = what.own(), about.vocabularies
-        what.check(own, stored)
-        groups = what.loaded_groups(about.groups)
-        ids = what.restoring(layouts, stored)
+        layouts = TensorLayouts.unpack(checkpoint.manifest.about)
+        stored = stored_tensors(checkpoint.manifest, layouts)
+        tensors, vocabularies = state.model_tensors(), layouts.vocabularies
+        state.check_matches(tensors, stored)
+        groups = state.match_groups(layouts.groups)
+        readers = state.vocabulary_readers(vocabularies, stored)
     with checkpoint.refusing():
-        for vocabulary in ids:
-            checkpoint.read(vocabulary.entries)
-        moves = what.settle(ids, layouts, stored)
+        for reader in readers:
+            checkpoint.read(reader.entries)
+        remaps = state.reassign_rows(readers, vocabularies, stored)
     with peers.agreeing(), checkpoint.refusing():
         chosen = {}
         for key, each in stored.items():
-            kind, name, _ = parted(key)
-            if name in (own if kind == "model" else what.params):
+            kind, name, _ = split_key(key)
+            if name in (tensors if kind == "model" else state.params):
                 chosen[key] = each
-        wanted = targets(about, chosen, moves, what.tables)
+        targets = read_targets(layouts, chosen, remaps, state.tables)
     with checkpoint.refusing():
-        checkpoint.read({key: found.target for key, found in wanted.items()})
-        read = {key: found.finish() for key, found in wanted.items()}
-        what.take(own, read, groups, ids)
+        checkpoint.read({key: each.target for key, each in targets.items()})
+        read = {key: each.finish() for key, each in targets.items()}
+        state.commit(tensors, read, groups, readers)
 
 
 def consolidate(path: StrPath) -> dict[str, Any]:
@@ -438,48 +437,48 @@ def consolidate(path: StrPath) -> dict[str, Any]:
         ``sparsestep.nn.Vocabulary`` where it had one that ranks share; and ``"optimizer"``, which
         this library's optimizers load, and torch's of the same name.
     """
-    checkpoint = Checkpoint.open(folder_of("consolidate", path), Peers(None))
+    checkpoint = Checkpoint.open(check_folder("consolidate", path), Peers(None))
     with checkpoint.refusing():
         return _consolidated(checkpoint)
 
 
 def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
-    about = About.unpack(checkpoint.manifest.about)
-    stored = _stored(checkpoint.manifest, about)
-    ids, moves = list[Restoring](), dict[str, Move]()
-    for name, layout in about.vocabularies.items():
+    layouts = TensorLayouts.unpack(checkpoint.manifest.about)
+    stored = stored_tensors(checkpoint.manifest, layouts)
+    readers, remaps = list[VocabularyReader](), dict[str, RowRemap]()
+    for name, layout in layouts.vocabularies.items():
         options = Options(layout.rows, layout.shared, layout.admit, None)
-        each = Restoring(name, Wire(None), options, layout, stored, alone)
+        each = VocabularyReader(name, Collectives(None), options, layout, stored, agree_alone)
         checkpoint.read(each.entries)
-        each.settle({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
-        moves.update(each.moves)
-        ids.append(each)
-    known = {key for each in ids for key in each.entries}
+        each.reassign({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
+        remaps.update(each.remaps)
+        readers.append(each)
+    known = {key for each in readers for key in each.entries}
     others = {key: each for key, each in stored.items() if key not in known}
-    wanted = targets(about, others, moves, {})
-    checkpoint.read({key: each.target for key, each in wanted.items()})
+    targets = read_targets(layouts, others, remaps, {})
+    checkpoint.read({key: each.target for key, each in targets.items()})
     groups, indices = [], dict[str, int]()
-    for group in about.groups:
+    for group in layouts.groups:
         for name in group["params"]:
             indices.setdefault(name, len(indices))
         groups.append({**group, "params": [indices[name] for name in group["params"]]})
-    found: dict[str, Any] = {}
+    model: dict[str, Any] = {}
     state: dict[int, dict[str, Tensor]] = {}
-    for key, target in wanted.items():
-        kind, name, entry = parted(key)
+    for key, target in targets.items():
+        kind, name, entry = split_key(key)
         if kind == "model":
-            found[name] = target.finish()
+            model[name] = target.finish()
         else:
             state.setdefault(indices[name], {})[entry] = target.finish()
-    for each in ids:
-        found.update(each.state_dict())
-    return {"model": found, "optimizer": {"state": state, "param_groups": groups}}
+    for each in readers:
+        model.update(each.state_dict())
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
 
-def _stored(manifest: Manifest, about: About) -> dict[str, Stored]:
+def stored_tensors(manifest: Manifest, layouts: TensorLayouts) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint."""
     found = {}
     for key, each in manifest.entries.items():
-        rows, lanes = about.tables.get(parted(key)[1], (0, 0))
-        found[key] = Stored(each.shape, each.dtype, rows, lanes)
+        rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
+        found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
     return found

@@ -11,147 +11,15 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Size, Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan
+from torch import Tensor
 
 from sparsestep.errors import InputError, message
-
-
-class Writer(FileSystemWriter):
-    """Writes new files, never over those of an earlier checkpoint, and computes their checksums."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._files = _Files(self.save_id)
-        self._folder = folder
-        self.fs: FileSystem = self._files
-
-    @property
-    def sums(self) -> dict[str, Sum]:
-        """The files that this rank has written."""
-        return self._files.sums
-
-    def storage_meta(self) -> StorageMeta:
-        """The id of this save, without the path on this machine."""
-        return StorageMeta(save_id=self.save_id)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose names of files: torch's, or unique ones if there is a checkpoint already."""
-        plans = super().prepare_global_plan(plans)
-        if not any(self._folder.glob(f"*{PART}")):
-            return plans
-        unique = []
-        for plan in plans:
-            prefix = f"{plan.storage_data.prefix}{self.save_id}_"
-            unique.append(replace(plan, storage_data=replace(plan.storage_data, prefix=prefix)))
-        return unique
-
-    def discard(self) -> None:
-        """Remove what this rank has written."""
-        for name in self._files.names:
-            with suppress(OSError):
-                (self._folder / name).unlink()
-
-
-class _Files(FileSystem):
-    """Files with checksums; ``.metadata`` gets a name that no other checkpoint uses."""
-
-    def __init__(self, save_id: str) -> None:
-        self._save_id = save_id
-        self.names: set[str] = set()  # as soon as they exist
-        self.sums: dict[str, Sum] = {}  # once they are complete
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        self.names.add(Path(path).name)
-        with super().create_stream(path, mode) as stream:
-            summed = _Summed(stream)
-            try:
-                yield summed
-            finally:
-                if summed.error is not None:
-                    raise summed.error
-        self.sums[Path(path).name] = Sum(summed.size, summed.crc)
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        if suffix.startswith(METADATA):
-            suffix = pending_name(self._save_id) + suffix.removeprefix(METADATA)
-        return super().concat_path(path, suffix)
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        self.names.add(Path(new_path).name)
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _Summed:
-    """A stream that computes the size and the checksum of what is written.
-
-    It keeps the error of a write, since ``torch.save`` raises another one in its place.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.size: int = 0
-        self.crc: int = 0
-        self.error: BaseException | None = None
-
-    def write(self, data: Any) -> Any:
-        try:
-            written = self._stream.write(data)
-        except BaseException as error:
-            self.error = self.error or error
-            raise
-        self.size += memoryview(data).nbytes
-        self.crc = zlib.crc32(data, self.crc)
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class Reader(FileSystemReader):
-    """Reads tensors from where the manifest says, without reading ``.metadata``, a pickle.
-
-    ``FileSystemReader`` reads them by ``torch.load(..., weights_only=True)``. A manifest has no
-    entries of bytes, which the planner would unpickle.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder)
-        self._manifest = manifest
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Torch's form of the manifest."""
-        tensors: dict[str, Any] = {}
-        places = {}
-        for key, each in self._manifest.entries.items():
-            chunks = []
-            for chunk in each.chunks:
-                index = MetadataIndex(key, chunk.offsets)
-                places[index] = chunk
-                chunks.append(ChunkStorageMetadata(Size(chunk.offsets), Size(chunk.sizes)))
-            properties = TensorProperties(dtype=each.dtype)
-            tensors[key] = TensorStorageMetadata(properties, each.shape, chunks)
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
-
 
 NAME = "sparsestep.json"
 METADATA = ".metadata"
@@ -168,23 +36,14 @@ class Sum(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, and where it is stored.
+    """A part of a tensor, and where it is stored."""
 
-    The last four fields have the names that ``FileSystemReader`` reads.
-
-    Attributes:
-        offsets: the first index of the part in each dim.
-        sizes: the number of indices in each dim.
-        relative_path: the name of the file.
-        offset: the first byte in the file.
-        length: the number of bytes.
-    """
-
-    offsets: list[int]
-    sizes: list[int]
+    offsets: list[int]  # first index of the part in each dim
+    sizes: list[int]  # number of indices in each dim
+    # The names that FileSystemReader reads:
     relative_path: str
-    offset: int
-    length: int
+    offset: int  # first byte in the file
+    length: int  # number of bytes
     transform_descriptors: None = None
 
 
@@ -197,19 +56,12 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The content of ``sparsestep.json``.
+    """The content of ``sparsestep.json``."""
 
-    Attributes:
-        id: unique for each call of ``save``.
-        files: the other files, by name.
-        entries: the tensors, by key.
-        about: what the tensors are, as JSON.
-    """
-
-    id: str
-    files: dict[str, Sum]
-    entries: dict[str, Entry]
-    about: Mapping[str, Any]
+    id: str  # unique for each call of save
+    files: dict[str, Sum]  # the other files, by name
+    entries: dict[str, Entry]  # the tensors, by key
+    about: Mapping[str, Any]  # what the tensors are, as JSON
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -313,7 +165,7 @@ def _crc_of(path: Path) -> int:
     return crc
 
 
-# Parsing. Whoever writes a file can also write the right checksum, so nothing here is trusted.
+# Parsing. A crafted file can have the right checksum, so nothing here is trusted.
 
 
 def _parsed(body: Mapping[str, Any]) -> Manifest:

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model and its optimizer, by the names of the parameters."""
+"""CheckpointState: a model and its optimizer, by the names of the parameters."""
 
 from __future__ import annotations
 
@@ -12,59 +12,51 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._process import uninterrupted
 from sparsestep.distributed._handshake import Peers
-from sparsestep.distributed._table import Table
+from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.checkpoint._manifest import count, pack, unpack
 from sparsestep.distributed.checkpoint._reshard import (
-    Held,
-    Layout,
-    Move,
-    Restoring,
-    Stored,
-    Wanted,
-    as_stored,
-    held_by,
-    wanted,
+    ModelVocabulary,
+    ReadTarget,
+    RowRemap,
+    StoredTensor,
+    VocabularyLayout,
+    VocabularyReader,
+    find_vocabularies,
+    read_target,
+    to_stored,
 )
-from sparsestep.distributed.collectives import Wire
-from sparsestep.distributed.shard import table_of
+from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, written
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.state import initial
 
 
-class About(NamedTuple):
-    """What the tensors of a checkpoint are.
+class TensorLayouts(NamedTuple):
+    """What the tensors of a checkpoint are."""
 
-    Attributes:
-        tables: for each sharded table the number of its rows, and of the ranks that they were
-            assigned to, or 0.
-        groups: the param groups, with names for parameters.
-        vocabularies: the layout of each, by name.
-        initial: for tables of vocabularies, the initial value of each state.
-    """
-
-    tables: dict[str, tuple[int, int]]
-    groups: list[dict[str, Any]]
-    vocabularies: dict[str, Layout]
-    initial: dict[str, dict[str, float]]
+    tables: dict[str, tuple[int, int]]  # rows, and ranks that they were assigned to, or 0
+    groups: list[dict[str, Any]]  # param groups, with names for parameters
+    vocabularies: dict[str, VocabularyLayout]
+    initial: dict[str, dict[str, float]]  # state of tables of vocabularies
 
     def pack(self) -> dict[str, Any]:
         """Encode as JSON."""
         return {**self._asdict(), "groups": [pack(group) for group in self.groups]}
 
     @staticmethod
-    def unpack(found: Mapping[str, Any]) -> About:
+    def unpack(found: Mapping[str, Any]) -> TensorLayouts:
         """Decode; raises if it is nothing that :meth:`pack` has encoded."""
         layouts = {}
-        for name, (rows, lanes, shared, admit, tables) in found["vocabularies"].items():
+        for name, (rows, num_columns, shared, admit, tables) in found["vocabularies"].items():
             paddings = {key: None if row is None else count(row) for key, row in tables.items()}
-            sizes = count(rows), max(1, count(lanes)), count(shared), count(admit)
-            layouts[name] = Layout(*sizes, paddings)
+            sizes = count(rows), max(1, count(num_columns)), count(shared), count(admit)
+            layouts[name] = VocabularyLayout(*sizes, paddings)
         groups = [unpack(group) for group in found["groups"]]
         for group in groups:
             group["params"] = [str(name) for name in group["params"]]
-        return About(
+        return TensorLayouts(
             tables={name: (count(a), count(b)) for name, (a, b) in found["tables"].items()},
             groups=groups,
             vocabularies=layouts,
@@ -75,7 +67,7 @@ class About(NamedTuple):
         )
 
 
-class Contents:
+class CheckpointState:
     """A model and its optimizer, by the names of the parameters.
 
     Attributes:
@@ -90,13 +82,13 @@ class Contents:
             model = model.module
         self.model: nn.Module = model
         self._optimizer = optimizer
-        self.vocabularies: dict[str, Held] = held_by(self.model)
+        self.vocabularies: dict[str, ModelVocabulary] = find_vocabularies(self.model)
         sharded = {
             id(table.weight): table
             for module in self.model.modules()
-            if (table := table_of(module)) is not None
+            if (table := sharded_table(module)) is not None
         }
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, ShardedTable] = {}
         names: dict[int, str] = {}
         self._all_names: dict[int, list[str]] = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
@@ -116,52 +108,53 @@ class Contents:
         self._names = names
 
     def entries(self, *, copy: bool = False) -> dict[str, Any]:
-        """What this rank stores, by name.
-
-        Args:
-            copy: with memory of its own.
-        """
+        """What this rank stores, by key; copied, if training goes on meanwhile."""
         self._optimizer.catch_up()
         state = self._optimizer.state
-        bool(state)  # makes what is missing: a checkpoint has the state of every parameter
+        bool(state)  # materializes the state of every parameter
         found: dict[str, Any] = {}
-        for name, tensor in self.own().items():
-            found[f"model.{name}"] = as_stored(self.tables.get(name), tensor, copy=copy)
+        for name, tensor in self.model_tensors().items():
+            found[f"model.{name}"] = to_stored(self.tables.get(name), tensor, copy=copy)
         for name, param in self.params.items():
             table = self.tables.get(name)
-            if table is None or table.is_here:
+            if table is None or table.has_rows:
                 for key, value in state.get(param, {}).items():
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                    found[f"state.{name}.{key}"] = as_stored(table, tensor, copy=copy)
+                    found[f"state.{name}.{key}"] = to_stored(table, tensor, copy=copy)
         found = {key: value for key, value in found.items() if value is not None}
-        for held in self.vocabularies.values():
-            found.update(held.entries())
+        for vocabulary in self.vocabularies.values():
+            found.update(vocabulary.entries())
         return found
 
-    def about(self) -> About:
-        """What the entries are."""
-        layouts = {
-            name: held.layout(self._tables_of(held)) for name, held in self.vocabularies.items()
+    def layouts(self) -> TensorLayouts:
+        """See :class:`TensorLayouts`."""
+        vocabularies = {
+            name: each.layout(self._tables_of(each)) for name, each in self.vocabularies.items()
         }
-        return About(self.stored_tables(), self.groups(), layouts, self._initial())
+        groups = self.named_groups()
+        return TensorLayouts(self.table_layouts(), groups, vocabularies, self._initial_state())
 
-    def own(self) -> dict[str, Tensor]:
+    def model_tensors(self) -> dict[str, Tensor]:
         """The state dict of the model, but for its vocabularies."""
-        others = {key for held in self.vocabularies.values() for key in held.keys}
+        others = {key for vocabulary in self.vocabularies.values() for key in vocabulary.keys}
         return {key: each for key, each in self.model.state_dict().items() if key not in others}
 
-    def _tables_of(self, held: Held) -> dict[str, int | None]:
-        """The tables of a vocabulary by all their names, and the row of each that is padding."""
+    def _tables_of(self, vocabulary: ModelVocabulary) -> dict[str, int | None]:
+        """The tables of a vocabulary by all their names, with their padding rows."""
         found: dict[str, int | None] = {}
-        for each in held.attached:
+        for each in vocabulary.attached:
             for name in self._all_names.get(id(each.table.weight), []):
                 table = self.tables.get(name)
-                found[name] = each.table.padding_idx if table is None else table.padding
+                found[name] = each.table.padding_idx if table is None else table.padding_idx
         return found
 
-    def _initial(self) -> dict[str, dict[str, float]]:
-        """What the state of tables begins with whose rows change hands."""
-        given = {name for held in self.vocabularies.values() for name in self._tables_of(held)}
+    def _initial_state(self) -> dict[str, dict[str, float]]:
+        """Initial values of the state of tables whose rows are reused."""
+        given = {
+            name
+            for vocabulary in self.vocabularies.values()
+            for name in self._tables_of(vocabulary)
+        }
         found: dict[str, dict[str, float]] = {}
         for group in self._optimizer.param_groups:
             rule = self._optimizer.stored_rule_for(group)
@@ -169,19 +162,25 @@ class Contents:
                 found[name] = {spec.name: initial(spec, group) for spec in rule.state}
         return found
 
-    def restoring(self, layouts: dict[str, Layout], stored: dict[str, Stored]) -> list[Restoring]:
-        """The vocabularies, about to be read; raises where a checkpoint does not fit them."""
+    def vocabulary_readers(
+        self, layouts: dict[str, VocabularyLayout], stored: dict[str, StoredTensor]
+    ) -> list[VocabularyReader]:
+        """Readers of all vocabularies; raises if the checkpoint does not fit them."""
         found = []
-        for name, held in self.vocabularies.items():
+        for name, vocabulary in self.vocabularies.items():
             if name not in layouts:
                 requirement = "load: the checkpoint must have all vocabularies of the model"
                 raise InputError(message(requirement, f"none for {name!r}"))
             layout = layouts[name]
-            held.check(layout)
-            options = held.local._options
-            each = Restoring(name, held.wire, options, layout, stored, held.agree)
-            known = self._tables_of(held)
-            if each.is_moved and any(id(a.table.weight) not in self._names for a in held.attached):
+            vocabulary.check(layout)
+            options = vocabulary.local._options
+            each = VocabularyReader(
+                name, vocabulary.collectives, options, layout, stored, vocabulary.agree
+            )
+            known = self._tables_of(vocabulary)
+            if each.is_resharded and any(
+                id(a.table.weight) not in self._names for a in vocabulary.attached
+            ):
                 requirement = (
                     f"load: the tables of {name!r} must be in the model, since their rows move"
                 )
@@ -189,41 +188,44 @@ class Contents:
             found.append(each)
         return found
 
-    def settle(
-        self, restoring: list[Restoring], layouts: dict[str, Layout], stored: dict[str, Stored]
-    ) -> dict[str, Move]:
-        """How the rows of tables follow the ids of their vocabularies; all ranks call it."""
-        moves: dict[str, Move] = {}
-        for each in restoring:
-            held = self.vocabularies[each.name]
-            paddings = {**layouts[each.name].tables, **self._tables_of(held)}
+    def reassign_rows(
+        self,
+        readers: list[VocabularyReader],
+        layouts: dict[str, VocabularyLayout],
+        stored: dict[str, StoredTensor],
+    ) -> dict[str, RowRemap]:
+        """Assign ids to their new owners, and say how rows of tables follow; all ranks call it."""
+        remaps: dict[str, RowRemap] = {}
+        for each in readers:
+            vocabulary = self.vocabularies[each.name]
+            paddings = {**layouts[each.name].tables, **self._tables_of(vocabulary)}
             inits = {
                 name: attached.init
-                for attached in held.attached
+                for attached in vocabulary.attached
                 for name in self._all_names.get(id(attached.table.weight), [])
             }
             weights = {
                 name: stored[f"model.{name}"] for name in paddings if f"model.{name}" in stored
             }
-            each.settle(weights, inits, paddings)
-            moves.update(each.moves)
-        return moves
+            each.reassign(weights, inits, paddings)
+            remaps.update(each.remaps)
+        return remaps
 
     def peers(self) -> Peers:
         """The ranks that save and load together: those that share tables, else all."""
         for table in self.tables.values():
-            return Peers(table.wire.group)
+            return Peers(table.collectives.group)
         is_initialized = dist.is_available() and dist.is_initialized()
         return Peers(dist.group.WORLD if is_initialized else None)
 
-    def stored_tables(self) -> dict[str, tuple[int, int]]:
-        """For each sharded table how many rows it has, and among how many ranks they are dealt."""
+    def table_layouts(self) -> dict[str, tuple[int, int]]:
+        """Rows of each sharded table, and the number of ranks that they are assigned to, or 0."""
         return {
-            name: (table.rows, table.wire.world if _is_dealt(table) else 0)
+            name: (table.rows, table.row_stride if table.row_stride > 1 else 0)
             for name, table in self.tables.items()
         }
 
-    def groups(self) -> list[dict[str, Any]]:
+    def named_groups(self) -> list[dict[str, Any]]:
         """The param groups with names for parameters, and without masks."""
         return [
             {
@@ -233,9 +235,9 @@ class Contents:
             for group in self._optimizer.param_groups
         ]
 
-    def check(self, own: dict[str, Any], stored: dict[str, Stored]) -> None:
-        """Refuse a checkpoint that does not fit the model."""
-        for name, tensor in own.items():
+    def check_matches(self, tensors: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+        """Raise if a checkpoint does not fit the model."""
+        for name, tensor in tensors.items():
             each, table = stored.get(f"model.{name}"), self.tables.get(name)
             if each is None:
                 requirement = (
@@ -243,46 +245,48 @@ class Contents:
                 )
                 raise InputError(message(requirement, f"none for {name!r}"))
             shape = tuple(tensor.shape) if table is None else (table.rows, table.dim)
-            there = (each.rows, *each.shape[2:]) if each.is_dealt else tuple(each.shape)
+            there = (each.rows, *each.shape[2:]) if each.has_columns else tuple(each.shape)
             if shape != there:
                 requirement = f"load: {name!r} must have the shape of the checkpoint, {there}"
                 raise InputError(message(requirement, shape))
 
-    def loaded_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def match_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved param groups, as the optimizer numbers its parameters."""
-        mine, theirs = ([group["params"] for group in each] for each in (self.groups(), saved))
+        mine, theirs = (
+            [group["params"] for group in each] for each in (self.named_groups(), saved)
+        )
         if mine != theirs:
             requirement = "load: the optimizer must have the groups of the checkpoint"
             raise InputError(message(requirement, f"{mine} instead of {theirs}"))
         indices = {name: index for index, name in enumerate(self.params)}
         return [{**group, "params": [indices[n] for n in group["params"]]} for group in saved]
 
-    def take(
+    def commit(
         self,
-        own: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         read: dict[str, Tensor],
         groups: list[dict[str, Any]],
-        restored: list[Restoring],
+        readers: list[VocabularyReader],
     ) -> None:
-        """Become what was read, on all ranks or on none; all ranks call it."""
+        """Replace everything by what was read, on all ranks or on none; all ranks call it."""
         peers, optimizer = self.peers(), self._optimizer
-        wire = next((table.wire for table in self.tables.values()), Wire(None))
+        ranks = next((table.collectives for table in self.tables.values()), Collectives(None))
         indices = {name: index for index, name in enumerate(self.params)}
         with peers.agreeing():
             state: dict[int, dict[str, Any]] = {}
             for key, tensor in read.items():
-                kind, name, entry = parted(key)
+                kind, name, entry = split_key(key)
                 if kind == "state":
                     state.setdefault(indices[name], {})[entry] = tensor
             values = [
                 (tensor, read[f"model.{name}"].to(tensor.dtype))
-                for name, tensor in own.items()
+                for name, tensor in tensors.items()
                 if f"model.{name}" in read
             ]
             for tensor, _ in values:
                 about_to_write(tensor, (), None)
 
-        def commit() -> None:
+        def commit_together() -> None:
             before = optimizer.state, optimizer.param_groups
             error: BaseException | None = None
             try:
@@ -290,9 +294,9 @@ class Contents:
                     optimizer.load_state_dict({"state": state, "param_groups": groups})
             except BaseException as raised:
                 error = raised
-            # To agree takes memory: a rank may have run out of it when others got its consent.
+            # Agreeing takes memory: a rank may have run out of it after the others got its consent.
             try:
-                wire.check(error)
+                ranks.check(error)
             except BaseException:
                 optimizer.state, optimizer.param_groups = before
                 raise
@@ -300,20 +304,16 @@ class Contents:
                 for tensor, value in values:
                     tensor.copy_(value)
             written(tensor for tensor, _ in values)
-            for each in restored:
+            for each in readers:
                 assert each.found is not None
                 self.vocabularies[each.name].local._become(*each.found)
 
-        # From the moment when a rank agrees, the others count on it.
-        uninterrupted(commit)
+        # Once a rank has agreed, the others rely on it.
+        uninterrupted(commit_together)
 
 
-def _is_dealt(table: Table) -> bool:
-    return table.kind == "rows" and table.wire.world > 1
-
-
-def parted(key: str) -> tuple[str, str, str]:
-    """Whether an entry is the model's or of an optimizer's state, whose, and which."""
+def split_key(key: str) -> tuple[str, str, str]:
+    """``"model"`` or ``"state"``, the name of the parameter, and that of the state."""
     kind, _, name = key.partition(".")
     if kind == "model":
         return kind, name, ""
@@ -321,27 +321,29 @@ def parted(key: str) -> tuple[str, str, str]:
     return kind, name, entry
 
 
-def targets(
-    about: About,
-    stored: dict[str, Stored],
-    moves: dict[str, Move],
-    tables: dict[str, Table],
-) -> dict[str, Wanted]:
-    """How this rank reads its part of what was stored, by name.
+def read_targets(
+    layouts: TensorLayouts,
+    stored: dict[str, StoredTensor],
+    remaps: dict[str, RowRemap],
+    tables: dict[str, ShardedTable],
+) -> dict[str, ReadTarget]:
+    """How this rank reads its shards, by key.
 
     Args:
-        about: what the checkpoint says about itself.
+        layouts: of the checkpoint.
         stored: what is to be read.
-        moves: for tables whose rows follow ids, how.
+        remaps: of tables whose rows follow ids.
         tables: those that are sharded here.
     """
     found = {}
     for key, each in stored.items():
-        kind, name, entry = parted(key)
-        table, move = tables.get(name), moves.get(name)
-        first = None if kind == "model" else about.initial.get(name, {}).get(entry, 0.0)
-        is_moved = move is not None and len(each.shape) > 0
-        target = move.wanted(table, each, first) if move and is_moved else wanted(table, each)
+        kind, name, entry = split_key(key)
+        table, remap = tables.get(name), remaps.get(name)
+        if remap is not None and len(each.shape) > 0:
+            initial = None if kind == "model" else layouts.initial.get(name, {}).get(entry, 0.0)
+            target = remap.read_target(table, each, initial)
+        else:
+            target = read_target(table, each)
         if target is not None:
             found[key] = target
     return found

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed.checkpoint._reshard import (
-    FRESH,
-    Layout,
-    Move,
-    Moved,
-    Part,
-    Stored,
-    moved,
+    NEW_ROW,
+    ReassignedIds,
+    RowRemap,
+    StoredTensor,
+    VocabularyBlock,
+    VocabularyLayout,
+    reassign_ids,
 )
-from sparsestep.distributed.collectives import Wire
+from sparsestep.distributed.collectives import Collectives
 from sparsestep.errors import InputError
 from sparsestep.nn.vocabulary.id_table import Evict, Options
 
 # Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
-ROWS, LANES = 7, 2
+ROWS, COLUMNS = 7, 2
 STORED = torch.tensor(
     [[0, 0, 0], [0, 0, 0], [10, 4, 8], [11, 2, 3], [12, 1, 9], [13, 9, 5], [0, 0, 0]]
 )
@@ -37,10 +37,10 @@ def alone(error: Exception | None, number: int) -> list[int]:
     return [number]
 
 
-def loaded(rows: int = ROWS, admit: int = 2, evict: Evict = None, **changes: Any) -> Moved:
-    layout = Layout(ROWS, LANES, shared=1, admit=2, tables={})
-    part = Part(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
-    return moved(Wire(None), layout, part, Options(rows, 1, admit, evict), alone)
+def loaded(rows: int = ROWS, admit: int = 2, evict: Evict = None, **changes: Any) -> ReassignedIds:
+    layout = VocabularyLayout(ROWS, COLUMNS, shared=1, admit=2, tables={})
+    block = VocabularyBlock(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
+    return reassign_ids(Collectives(None), layout, block, Options(rows, 1, admit, evict), alone)
 
 
 def test_ids_keep_their_counts_their_ages_and_their_order():
@@ -53,9 +53,9 @@ def test_ids_keep_their_counts_their_ages_and_their_order():
     assert found.saved.sightings == 35
 
 
-def test_rows_continue_those_that_ids_had_then_those_that_nobody_had():
-    # Row 6 was free. The shared row of the second rank is not needed, another row begins anew.
-    assert loaded().source.tolist() == [0, 2, 3, 4, 5, 6, FRESH]
+def test_rows_continue_those_that_ids_had_then_those_that_no_id_had():
+    # Row 6 was free. The shared row of the second rank is not needed, another row is new.
+    assert loaded().source.tolist() == [0, 2, 3, 4, 5, 6, NEW_ROW]
 
 
 def test_no_seed_is_used_twice():
@@ -90,14 +90,14 @@ def test_without_eviction_too_many_ids_are_refused():
 
 def test_rows_of_a_table_follow():
     """Those beyond the vocabulary and the padding stay, others begin with what they are given."""
-    move = Move(torch.tensor([2, 0, FRESH]), 1, torch.tensor([[9.0]]), padding=1)
+    remap = RowRemap(torch.tensor([2, 0, NEW_ROW]), 1, torch.tensor([[9.0]]), padding=1)
     whole = torch.tensor([[0.0], [1], [2], [3], [4]])
 
     def moved_to(initial: float | None) -> Tensor:
-        wanted = move.wanted(None, Stored(whole.shape, whole.dtype), initial)
-        assert wanted is not None
-        wanted.target.copy_(whole)
-        return wanted.finish().flatten()
+        target = remap.read_target(None, StoredTensor(whole.shape, whole.dtype), initial)
+        assert target is not None
+        target.target.copy_(whole)
+        return target.finish().flatten()
 
     assert moved_to(None).tolist() == [2, 1, 9, 3, 4]
     assert moved_to(0.5).tolist() == [2, 1, 0.5, 3, 4]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsestep._native import ext
-from sparsestep.distributed._packing import _split_by_torch, distinct, split, split_singles
+from sparsestep.distributed._packing import _split_by_owner_torch, split_by_owner, unique_ids
 
 pytestmark = pytest.mark.skipif(ext is None, reason="without the core, torch's sorting is all")
 
@@ -26,12 +26,10 @@ def test_bags_are_split_as_by_sorting(lengths: list[int], world: int, rows: int,
     ids = torch.randint(rows, (sum(lengths),), generator=chance)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     for dtype in (torch.int32, torch.int64) if rows < LARGE else (torch.int64,):
-        for wants_all in (False, True):
+        for to_all in (False, True):
             of = (ids, starts, world, dtype)
-            ours, theirs = (
-                split(*of, wants_all=wants_all),
-                _split_by_torch(*of, wants_all=wants_all),
-            )
+            ours = split_by_owner(*of, to_all_ranks=to_all)
+            theirs = _split_by_owner_torch(*of, to_all_ranks=to_all)
             for name, mine, its in zip(ours._fields, ours, theirs, strict=True):
                 same = mine == its if isinstance(mine, list) else torch.equal(mine, its)
                 assert same, name
@@ -45,13 +43,13 @@ def test_bags_are_split_as_by_sorting(lengths: list[int], world: int, rows: int,
 def test_distinct_ids_are_those_that_there_are(count: int, rows: int, seed: int):
     chance = torch.Generator().manual_seed(seed)
     ids = torch.randint(rows, (count,), generator=chance)
-    found, which = distinct(ids, rows)
+    found, which = unique_ids(ids, rows)
     assert torch.equal(found[which], ids)
     assert torch.equal(found.sort().values, ids.unique())
     assert torch.equal(which.unique(), torch.arange(len(found)))
     ascending = ids.unique()
-    assert torch.equal(distinct(ascending, rows)[0], ascending)
-    back = split_singles(found, 3, torch.int64)
+    assert torch.equal(unique_ids(ascending, rows)[0], ascending)
+    back = split_by_owner(found, None, 3, torch.int64)
     assert torch.equal(found[back.order].div(3, rounding_mode="floor"), back.rows)
 
 
@@ -79,7 +77,7 @@ def test_no_owner_is_asked_for_much_more_than_others(ranks: int):
     chance = torch.Generator().manual_seed(0)
     for _ in range(ranks):
         uniform = torch.rand(2_048, generator=chance, dtype=torch.float64)
-        ids = distinct((float(rows) ** uniform - 1).long(), rows)[0]
-        asked += torch.tensor(split_singles(ids, ranks, torch.int64).counts)
+        ids = unique_ids((float(rows) ** uniform - 1).long(), rows)[0]
+        asked += torch.tensor(split_by_owner(ids, None, ranks, torch.int64).ids_per_rank)
     assert asked.max() < 1.5 * asked.double().mean()
     assert asked.sum() > 500 * ranks

@@ -1,0 +1,350 @@
+"""Which rank owns which rows of a table, and what that costs."""
+
+# ruff: noqa: D102 (methods of subclasses do what the base class says)
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep.distributed._packing import split_by_owner
+from sparsestep.errors import InputError, message
+
+PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
+EmbeddingModule: TypeAlias = nn.Embedding | nn.EmbeddingBag
+
+LENGTH_DTYPE = torch.int32  # of the lengths of bags on the wire
+# Bags with at least this many ids per rank go to all ranks: with random ids, fewer than 2 % of the
+# parts are empty.
+BROADCAST_BAG_FACTOR = 4
+# Larger sizes and numbers of ranks are mistakes, and would take forever to add up.
+_MAX_SIZE = 1 << 62
+MAX_WORLD_SIZE = 1 << 20
+
+
+class IdSplit(NamedTuple):
+    """Ids in the order of the ranks that own them."""
+
+    ids: Tensor  # as their owner numbers them
+    ids_per_rank: list[int]
+    order: Tensor | None  # which id each was; None: unchanged
+
+
+@dataclass(frozen=True)
+class Placement(ABC):
+    """Where the rows of one table are.
+
+    Attributes:
+        name: the name of the table.
+        rows: its number of rows.
+        dim: the length of a row.
+        item: the number of bytes of an element.
+        kind: ``"tables"``, ``"rows"`` or ``"copy"``, as in ``shard(plan=...)``.
+        why: the reason for this placement.
+
+    Example:
+        >>> Replicated("user", rows=1000, dim=16, item=4).size
+        64000
+    """
+
+    name: str
+    rows: int
+    dim: int
+    item: int
+    why: str = "your plan"
+    kind: ClassVar[PlacementKind]
+    is_sharded: ClassVar[bool] = True  # False: every rank has all rows
+
+    def __post_init__(self) -> None:
+        check_table_size("Placement", self.name, self.rows, self.dim, self.item)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole table."""
+        return self.rows * self.dim * self.item
+
+    def rows_on(self, rank: int, world_size: int) -> int:
+        """The number of rows on a rank.
+
+        Example:
+            >>> table = ByRow("user", rows=10, dim=4, item=4)
+            >>> [table.rows_on(rank, 3) for rank in range(3)]
+            [4, 3, 3]
+        """
+        check_rank("Placement.rows_on", rank, world_size)
+        return self._rows_on(rank, world_size)
+
+    def bytes_per_step(self, world_size: int, batch: int, length: float = 1.0) -> int:
+        """The bytes that a rank sends in a step, on average, if all ids of its batch differ.
+
+        Args:
+            world_size: the number of ranks.
+            batch: the number of bags that each rank looks up.
+            length: the number of ids of every bag.
+
+        Example:
+            >>> table = ByTable("user", rows=1000, dim=16, item=4)
+            >>> table.bytes_per_step(world_size=2, batch=256)
+            16896
+        """
+        who = "Placement.bytes_per_step"
+        check_int(who, "world_size", world_size, 1, MAX_WORLD_SIZE)
+        check_int(who, "batch", batch, 0)
+        check_length(f"{who}: length", length)
+        return self._bytes_per_step(world_size, batch, length)
+
+    def bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float = 1.0) -> int:
+        """The bytes that one rank sends in a step; the owner of a whole table sends the most.
+
+        Args:
+            rank: the rank.
+            world_size: the number of ranks.
+            batch: the number of bags that each rank looks up.
+            length: the number of ids of a bag.
+
+        Example:
+            >>> table = ByTable("user", rows=1000, dim=16, item=4, owner=1)
+            >>> [table.bytes_sent_by(rank, world_size=3, batch=256) for rank in range(3)]
+            [17408, 32768, 17408]
+        """
+        check_rank("Placement.bytes_sent_by", rank, world_size)
+        return self.bytes_per_step(world_size, batch, length)
+
+    @abstractmethod
+    def _rows_on(self, rank: int, world_size: int) -> int: ...
+
+    @abstractmethod
+    def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Where the rows are, in words."""
+
+    def extra_repr(self) -> str:
+        """What a sharded module adds to its ``repr``."""
+        return f"sharded={self.kind!r}"
+
+    def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
+        """Raise if tables with the options of a module cannot be placed like this."""
+        return
+
+    def has_rows(self, rank: int) -> bool:
+        """Whether a rank has rows of the table."""
+        return True
+
+    def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
+        """The part of a tensor with one entry per row of the table that belongs to a rank."""
+        return whole
+
+    def local_row(self, row: int, rank: int, world_size: int) -> int:
+        """The number of a row on a rank; -1 if another rank has it."""
+        return row if self.has_rows(rank) else -1
+
+    def row_stride(self, world_size: int) -> int:
+        """The number of rows of the table from one row of a rank to its next."""
+        return 1
+
+    def max_local_rows(self, world_size: int) -> int:
+        """The most rows that any rank has; it decides the dtype of ids on the wire."""
+        return self.rows
+
+    def counts_to_owner(self, count: int, world_size: int) -> list[int]:
+        """How many of so many ids, or bags, go to each rank if none is split."""
+        return [count]
+
+    def split_ids(self, ids: Tensor, world_size: int, dtype: torch.dtype) -> IdSplit:
+        """Sort ids by owner."""
+        return IdSplit(ids, self.counts_to_owner(len(ids), world_size), None)
+
+    def is_same_split(self, other: Placement) -> bool:
+        """Whether all ranks have the same rows of two tables."""
+        return self.kind == other.kind
+
+
+@dataclass(frozen=True)
+class ByTable(Placement):
+    """The whole table on one rank.
+
+    Attributes:
+        owner: the rank.
+    """
+
+    kind = "tables"
+    owner: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("Placement", "owner", self.owner, 0)
+
+    def bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float = 1.0) -> int:
+        check_rank("Placement.bytes_sent_by", rank, world_size)
+        rows = batch * self.dim * self.item
+        if rank == self.owner:
+            return rows * (world_size - 1)
+        return rows + round(4 * batch * length)
+
+    def _rows_on(self, rank: int, world_size: int) -> int:
+        return self.rows if rank == self.owner else 0
+
+    def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
+        # Ids and gradients go to the owner, rows come back.
+        away = (world_size - 1) / world_size
+        return round(away * (4 * batch * length + 2 * batch * self.dim * self.item))
+
+    def describe(self) -> str:
+        return f"rank {self.owner}"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, owner={self.owner}"
+
+    def has_rows(self, rank: int) -> bool:
+        return rank == self.owner
+
+    def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
+        return whole if rank == self.owner else whole.new_empty(0, *whole.shape[1:])
+
+    def counts_to_owner(self, count: int, world_size: int) -> list[int]:
+        return [count if rank == self.owner else 0 for rank in range(world_size)]
+
+    def is_same_split(self, other: Placement) -> bool:
+        return isinstance(other, ByTable) and self.owner == other.owner
+
+
+@dataclass(frozen=True)
+class ByRow(Placement):
+    """Round-robin rows: row ``i`` is row ``i // world_size`` of rank ``i % world_size``."""
+
+    kind = "rows"
+
+    def _rows_on(self, rank: int, world_size: int) -> int:
+        return len(range(rank, self.rows, world_size))
+
+    def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
+        away = (world_size - 1) / world_size
+        bags, lengths = float(batch), 0.0
+        if length > 1:  # a bag has parts on several ranks
+            is_broadcast = length >= BROADCAST_BAG_FACTOR * world_size
+            share = 1 if is_broadcast else 1 - (1 - 1 / world_size) ** length
+            bags = batch * world_size * share
+            lengths = LENGTH_DTYPE.itemsize * bags
+        return round(away * (4 * batch * length + lengths + 2 * bags * self.dim * self.item))
+
+    def describe(self) -> str:
+        return "round-robin"
+
+    def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
+        if getattr(module, "mode", "sum") == "max":
+            requirement = f"{who} has mode='max', for which a bag's rows must be on one rank"
+            remedy = "Choose 'tables' or 'copy' for it"
+            raise InputError(message(requirement, "'rows'", remedy))
+
+    def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
+        # All ranks have equally many rows; the last one of some is no row of the table.
+        shard = whole.new_zeros(-(-len(whole) // world_size), *whole.shape[1:])
+        mine = whole[rank::world_size]
+        shard[: len(mine)] = mine
+        return shard
+
+    def local_row(self, row: int, rank: int, world_size: int) -> int:
+        return row // world_size if row % world_size == rank else -1
+
+    def row_stride(self, world_size: int) -> int:
+        return world_size
+
+    def max_local_rows(self, world_size: int) -> int:
+        return -(-self.rows // world_size)
+
+    def split_ids(self, ids: Tensor, world_size: int, dtype: torch.dtype) -> IdSplit:
+        if world_size == 1:
+            return IdSplit(ids, [len(ids)], None)
+        split = split_by_owner(ids, None, world_size, dtype)
+        return IdSplit(split.rows, split.ids_per_rank, split.order)
+
+
+@dataclass(frozen=True)
+class Replicated(Placement):
+    """The whole table on every rank."""
+
+    kind = "copy"
+    is_sharded = False
+
+    def _rows_on(self, rank: int, world_size: int) -> int:
+        return self.rows
+
+    def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
+        entries = min(batch * length, self.rows)
+        return round(entries * (world_size - 1) * (8 + self.dim * self.item))
+
+    def describe(self) -> str:
+        return "every rank"
+
+    def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
+        if world_size == 1:
+            return
+        remedy = "Choose 'tables' or 'rows' for it"
+        if module.max_norm is not None:
+            requirement = (
+                f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
+            )
+            raise InputError(message(requirement, "'copy'", remedy))
+        if module.scale_grad_by_freq:
+            requirement = (
+                f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
+            )
+            raise InputError(message(requirement, "'copy'", remedy))
+
+
+PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, ByRow, Replicated)}
+
+
+def check_table_size(who: str, name: Any, rows: Any, dim: Any, item: Any) -> None:
+    """Raise if these cannot be the name and the sizes of a table."""
+    if not isinstance(name, str):
+        raise InputError(message(f"{who}: name must be a string", f"a {type(name).__name__}"))
+    for field, value, least in (("rows", rows, 0), ("dim", dim, 0), ("item", item, 1)):
+        check_int(who, field, value, least)
+
+
+def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_SIZE) -> None:
+    """Raise if an argument is no integer in a range."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:  # type: ignore[operator]
+        limits = f"in [{least}, {most}]" if most < _MAX_SIZE else f"at least {least}"
+        raise InputError(message(f"{who}: {name} must be a whole number, {limits}", repr(value)))
+
+
+def check_rank(who: str, rank: object, world_size: int) -> None:
+    """Raise if there is no such rank."""
+    check_int(who, "world_size", world_size, 1, MAX_WORLD_SIZE)
+    check_int(who, "rank", rank, 0, world_size - 1)
+
+
+def check_length(what: str, value: object) -> None:
+    """Raise if a value is no length of bags."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_SIZE:  # type: ignore[operator]
+        raise InputError(message(f"{what} must be a number of ids, at least 0", repr(value)))
+
+
+def hash_owner(ids: Tensor, world_size: int) -> Tensor:
+    """The rank that owns each id of a vocabulary: a hash of the id, modulo the number of ranks.
+
+    Example:
+        >>> from sparsestep.nn.vocabulary.id_table import public_hash
+        >>> ids = [0, 1, -1, 2**62 + 3]
+        >>> hash_owner(torch.tensor(ids), 3).tolist() == [(public_hash(i) >> 32) % 3 for i in ids]
+        True
+    """
+    if world_size == 1:
+        return torch.zeros_like(ids)
+    bits = (ids ^ _shift_right_logical(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ _shift_right_logical(bits, 27)) * (0x94D049BB133111EB - 2**64)
+    return _shift_right_logical(bits ^ _shift_right_logical(bits, 31), 32) % world_size
+
+
+def _shift_right_logical(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)
