@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import collectives, grads, lookup
+from sparsestep.distributed.placement import ByRow
 from sparsestep.optim.step import Plan
 from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
@@ -441,7 +442,7 @@ def test_a_table_in_a_file_is_not_sharded(tmp_path: Path, make: Any):
 
 
 def test_a_plan_for_bags_of_one_length():
-    tables = [sparsestep.distributed.ByRow(name, 1000, 16, 4) for name in "ab"]
+    tables = [ByRow(name, 1000, 16, 4) for name in "ab"]
     plan = sparsestep.distributed.Plan(tables, world_size=2)
     by_name = plan.for_batch(512, {"a": 20, "b": 20})
     assert str(plan.for_batch(512, 20)) == str(by_name)
@@ -466,7 +467,7 @@ def test_what_a_plan_refuses(wrong: Any):
         lambda: plan.bytes_sent_by(wrong),
         lambda: placement.rows_on(0, wrong),
         lambda: sparsestep.distributed.Plan([placement], wrong),
-        lambda: sparsestep.distributed.ByRow("a", wrong, 4, 4),
+        lambda: ByRow("a", wrong, 4, 4),
         lambda: plan.local("", wrong),
         lambda: plan[wrong],
     ]

@@ -106,8 +106,8 @@ def format_totals(plan: Plan, state: float, network: float) -> str:
         network: Gbit/s.
 
     Example:
-        >>> import sparsestep
-        >>> tables = [sparsestep.distributed.ByRow("user", 1_000_000, 64, 4)]
+        >>> from sparsestep.distributed.placement import ByRow
+        >>> tables = [ByRow("user", 1_000_000, 64, 4)]
         >>> plan = Plan(tables, world_size=4, batch=1024)
         >>> print(format_totals(plan, state=2.0, network=10.0))
         <BLANKLINE>

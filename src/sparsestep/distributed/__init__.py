@@ -9,17 +9,14 @@ number of ranks can load a ``checkpoint``.
 from sparsestep.distributed._functional_optim import register
 from sparsestep.distributed.checkpoint import async_save, consolidate, load, save
 from sparsestep.distributed.lockstep import lockstep
-from sparsestep.distributed.placement import ByRow, ByTable, Placement, Replicated
+from sparsestep.distributed.placement import Placement
 from sparsestep.distributed.plan import Plan
 from sparsestep.distributed.shard import shard
 from sparsestep.distributed.vocabulary import Vocabulary
 
 __all__ = [
-    "ByRow",
-    "ByTable",
     "Placement",
     "Plan",
-    "Replicated",
     "Vocabulary",
     "async_save",
     "consolidate",
