@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,10 +21,6 @@ from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.mapped_file import has_mapped_memory
 from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.embedding import Embedding
-
-if TYPE_CHECKING:
-    from sparsestep.distributed.grads import ShardedGradSource
-    from sparsestep.distributed.lookup import LookupHandle
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 SumOrder: TypeAlias = Literal["fast", "global"]
@@ -222,6 +218,25 @@ def _shape_only_module(module: EmbeddingModule, name: str) -> Any:
     )
 
 
+class LookupHandle:
+    """The requester's handle of one lookup; the autograd graph keeps it alive."""
+
+    def __init__(
+        self,
+        sequence: int,
+        table: ShardedTable,
+        bags_per_rank: list[int],
+        is_partial: bool,
+        inverse: Tensor | None,
+    ) -> None:
+        self.sequence: int = sequence  # the same on all ranks
+        self.table: ShardedTable = table
+        self.bags_per_rank: list[int] = bags_per_rank
+        self.is_partial: bool = is_partial  # every rank has got its part of all bags
+        self.inverse: Tensor | None = inverse  # of deduplicated ids
+        self.grad_fn: RowGradFn | None = None  # of a replicated table
+
+
 class ServedLookup:
     """A lookup in one table, on the rank that owns the rows."""
 
@@ -245,7 +260,7 @@ class TableGroup:
         grads: exchanges gradients. Held here, because parameters refer to it weakly.
     """
 
-    grads: ShardedGradSource
+    grads: object
 
     def __init__(
         self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int

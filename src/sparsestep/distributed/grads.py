@@ -17,8 +17,13 @@ from torch import Tensor
 
 from sparsestep.distributed._handshake import Facts, Operation, PeerStatus
 from sparsestep.distributed._packing import concat, split_by_rank, sum_duplicates
-from sparsestep.distributed._table import NUM_COUNTS, ServedLookup, ShardedTable, TableGroup
-from sparsestep.distributed.lookup import LookupHandle
+from sparsestep.distributed._table import (
+    NUM_COUNTS,
+    LookupHandle,
+    ServedLookup,
+    ShardedTable,
+    TableGroup,
+)
 from sparsestep.errors import InputError, message
 from sparsestep.grads import exchange as arriving
 from sparsestep.grads.compact import CompactGrad, compact, parts_of, positions_of

@@ -26,6 +26,7 @@ from sparsestep.distributed._packing import (
 )
 from sparsestep.distributed._table import (
     NUM_COUNTS,
+    LookupHandle,
     RowGradFn,
     ServedLookup,
     ShardedTable,
@@ -484,18 +485,6 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
 # The whole lookup
 
 
-class LookupHandle:
-    """The requester's handle of one lookup; the autograd graph keeps it alive."""
-
-    def __init__(self, sequence: int, request: LookupRequest) -> None:
-        self.sequence: int = sequence  # the same on all ranks
-        self.table: ShardedTable = request.table
-        self.bags_per_rank: list[int] = request.bags_per_rank
-        self.is_partial: bool = request.is_partial
-        self.inverse: Tensor | None = request.inverse
-        self.grad_fn: RowGradFn | None = None  # of a replicated table
-
-
 def sharded_lookup(
     group: TableGroup,
     first: ShardedTable,
@@ -531,7 +520,10 @@ def sharded_lookup(
         read = partial(list, prefetched.incoming)
     else:
         read = exchange_ids(collectives, requests, peers.counts, max(peers["max_bytes"]))
-    handles = [LookupHandle(group.sequence + n, each) for n, each in enumerate(requests)]
+    handles = [
+        LookupHandle(group.sequence + n, r.table, r.bags_per_rank, r.is_partial, r.inverse)
+        for n, r in enumerate(requests)
+    ]
     group.sequence += len(requests)
     serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
     rows = _return_rows(group, requests, peers, lambda: serve(read()))
