@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/compiler.h"
-#include "rules/all.h"
+#include "rules/registry.h"
 
 namespace sparsestep {
 namespace {

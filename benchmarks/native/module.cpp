@@ -5,7 +5,7 @@
 
 #include "limit.h"
 #include "core/cpu.h"
-#include "core/team.h"
+#include "core/threads.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;

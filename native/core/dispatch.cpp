@@ -1,6 +1,6 @@
 #include "core/dispatch.h"
 
-#include "core/cpu.h"
+#include "core/instruction_sets.h"
 #include "kernels/kernels.h"
 
 namespace sparsestep {

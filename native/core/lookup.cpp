@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/team.h"
+#include "core/threads.h"
 
 namespace sparsestep {
 namespace {

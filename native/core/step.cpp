@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/team.h"
+#include "core/threads.h"
 
 namespace sparsestep {
 namespace {

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <numeric>
 
-#include "core/team.h"
+#include "core/threads.h"
 
 namespace sparsestep {
 namespace {

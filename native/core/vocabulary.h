@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/lazy.h"
-#include "core/victims.h"
+#include "core/memory.h"
+#include "core/eviction.h"
 
 namespace sparsestep {
 

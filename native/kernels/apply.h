@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "core/types.h"
-#include "kernels/gradients.h"
+#include "kernels/grads.h"
 #include "kernels/int8.h"
 #include "kernels/rows.h"
 

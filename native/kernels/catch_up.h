@@ -5,8 +5,8 @@
 #pragma once
 
 #include "core/types.h"
-#include "kernels/gradients.h"
-#include "kernels/motions.h"
+#include "kernels/grads.h"
+#include "kernels/idle.h"
 #include "kernels/rows.h"
 
 namespace sparsestep {

@@ -5,7 +5,7 @@
 #include "kernels/apply.h"
 #include "kernels/catch_up.h"
 #include "kernels/norms.h"
-#include "rules/all.h"
+#include "rules/registry.h"
 
 namespace sparsestep {
 namespace {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "core/types.h"
-#include "kernels/gradients.h"
+#include "kernels/grads.h"
 #include "rules/math.h"
 
 namespace sparsestep {

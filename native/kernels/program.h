@@ -9,7 +9,7 @@
 
 #include "core/program.h"
 #include "core/types.h"
-#include "kernels/gradients.h"
+#include "kernels/grads.h"
 #include "kernels/machine.h"
 #include "kernels/rows.h"
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "python/jobs.h"
+#include "python/step.h"
 
 namespace sparsestep {
 namespace {

@@ -6,14 +6,14 @@
 #include <optional>
 #include <vector>
 
-#include "core/compressed.h"
+#include "core/csr.h"
 #include "core/dispatch.h"
-#include "core/team.h"
+#include "core/threads.h"
 #include "python/again.h"
 #include "python/catch_up.h"
-#include "python/jobs.h"
+#include "python/step.h"
 #include "python/lookup.h"
-#include "python/owners.h"
+#include "python/round_robin.h"
 #include "python/row_writes.h"
 #include "python/storage.h"
 #include "python/vocabulary.h"

@@ -7,9 +7,9 @@
 #include <atomic>
 #include <optional>
 
-#include "core/team.h"
+#include "core/threads.h"
 #include "core/types.h"
-#include "python/jobs.h"
+#include "python/step.h"
 
 namespace sparsestep {
 namespace {

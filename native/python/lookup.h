@@ -9,7 +9,7 @@
 
 #include "core/lookup.h"
 #include "core/scratch.h"
-#include "python/jobs.h"
+#include "python/step.h"
 #include "python/tensors.h"
 
 namespace sparsestep {

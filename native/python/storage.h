@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "core/mapped.h"
+#include "core/mapped_file.h"
 #include "python/tensors.h"
 
 namespace sparsestep {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "python/parts.h"
+#include "python/grads.h"
 #include "python/tensors.h"
 
 namespace sparsestep {

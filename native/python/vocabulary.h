@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "core/vocabulary.h"
-#include "python/owners.h"
+#include "python/round_robin.h"
 
 namespace sparsestep {
 namespace {

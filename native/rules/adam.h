@@ -2,7 +2,7 @@
 // largest second moment so far. The Python twin is src/sparsestep/optim/adam.py.
 #pragma once
 
-#include "rules/bias.h"
+#include "rules/bias_correction.h"
 
 namespace sparsestep {
 namespace {

@@ -3,7 +3,7 @@
 // The Python twin is src/sparsestep/optim/radam.py.
 #pragma once
 
-#include "rules/bias.h"
+#include "rules/bias_correction.h"
 
 namespace sparsestep {
 namespace {

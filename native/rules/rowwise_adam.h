@@ -2,7 +2,7 @@
 // moment is kept per element. The Python twin is src/sparsestep/optim/rowwise_adam.py.
 #pragma once
 
-#include "rules/bias.h"
+#include "rules/bias_correction.h"
 
 namespace sparsestep {
 namespace {

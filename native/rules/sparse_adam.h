@@ -2,7 +2,7 @@
 // The Python twin is src/sparsestep/optim/sparse_adam.py.
 #pragma once
 
-#include "rules/bias.h"
+#include "rules/bias_correction.h"
 
 namespace sparsestep {
 namespace {

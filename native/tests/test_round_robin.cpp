@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "core/owners.h"
+#include "core/round_robin.h"
 #include "testing.h"
 
 namespace sparsestep::testing {

@@ -1,7 +1,7 @@
 // Lazily provided arrays: zeroed, writable, movable, and refused where there is no memory.
 #include <new>
 
-#include "core/lazy.h"
+#include "core/memory.h"
 #include "testing.h"
 
 namespace sparsestep::testing {

@@ -1,4 +1,4 @@
-#include "core/cpu.h"
+#include "core/instruction_sets.h"
 
 #if defined(_MSC_VER)
 #include <immintrin.h>

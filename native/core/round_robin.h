@@ -7,7 +7,7 @@
 
 #include "core/scratch.h"
 #include "core/types.h"
-#include "core/unique.h"
+#include "core/dedup.h"
 
 namespace sparsestep {
 

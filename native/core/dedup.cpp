@@ -1,4 +1,4 @@
-#include "core/unique.h"
+#include "core/dedup.h"
 
 #include <algorithm>
 #include <stdexcept>

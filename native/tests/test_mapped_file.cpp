@@ -3,7 +3,7 @@
 #include <set>
 #include <string>
 
-#include "core/mapped.h"
+#include "core/mapped_file.h"
 #include "testing.h"
 
 #if defined(_WIN32)

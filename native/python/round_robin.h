@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/owners.h"
+#include "core/round_robin.h"
 #include "python/tensors.h"
 
 namespace sparsestep {

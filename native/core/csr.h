@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/team.h"
+#include "core/threads.h"
 
 namespace sparsestep {
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "core/compressed.h"
+#include "core/csr.h"
 #include "testing.h"
 
 using namespace sparsestep;

@@ -1,4 +1,4 @@
-#include "core/team.h"
+#include "core/threads.h"
 
 #if !defined(_WIN32)
 #include <dlfcn.h>
