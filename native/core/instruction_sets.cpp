@@ -1,5 +1,7 @@
 #include "core/instruction_sets.h"
 
+#include "kernels/kernels.h"
+
 #if defined(_MSC_VER)
 #include <immintrin.h>
 #include <intrin.h>
@@ -45,5 +47,16 @@ bool has_avx512() {
 }
 
 #endif
+
+const std::vector<InstructionSet>& instruction_sets() {
+    static const std::vector<InstructionSet> sets = {
+        {"baseline", true, kernels_baseline()},
+#if defined(__x86_64__) && !defined(SPARSESTEP_BASELINE_ONLY)
+        {"avx2", has_avx2(), kernels_avx2()},
+        {"avx512", has_avx512(), kernels_avx512()},
+#endif
+    };
+    return sets;
+}
 
 }  // namespace sparsestep

@@ -1,4 +1,4 @@
-// A zero-initialized array on lazily provided pages: for tables with random access.
+// Working memory of steps, and lazily provided pages for tables.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,32 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/pages.h"
-
 namespace sparsestep {
 
+// Working memory of a step. A few blocks are kept from step to step, because asking the system
+// again each time would fault every page in again; very large ones are given back.
+class Scratch {
+public:
+    Scratch() = default;
+    ~Scratch();
+    void reserve(size_t bytes);  // once; throws std::bad_alloc
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    void* data() const { return data_; }
+
+private:
+    void* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// Zeroed pages, straight from the operating system: it provides each one when it is first written.
+//
+// At least `bytes` zeroed bytes, page-aligned, on huge pages where the system has them. Throws
+// std::bad_alloc. Release them with free_pages() and the same size.
+void* allocate_pages(size_t bytes);
+void free_pages(void* pages, size_t bytes) noexcept;
+
+// A zero-initialized array on such pages: for tables with random access.
 template <class Item>
 class LazyArray {
     static_assert(std::is_trivially_destructible_v<Item>);

@@ -1,5 +1,5 @@
 // A formula that comes from Python, as the core runs it: a short program over the tiles of a row.
-// Plain data, as in types.h. The machine is kernels/machine.h, the loop kernels/program.h.
+// Plain data, as in types.h. kernels/programs.cpp runs it.
 #pragma once
 
 #include <cstdint>

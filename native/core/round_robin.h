@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/scratch.h"
-#include "core/types.h"
 #include "core/dedup.h"
+#include "core/memory.h"
+#include "core/types.h"
 
 namespace sparsestep {
 

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/scratch.h"
-#include "core/types.h"
 #include "core/dedup.h"
+#include "core/memory.h"
+#include "core/types.h"
 
 namespace sparsestep {
 

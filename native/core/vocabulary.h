@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/memory.h"
 #include "core/eviction.h"
+#include "core/memory.h"
 
 namespace sparsestep {
 

@@ -15,6 +15,7 @@
 #include "kernels/grads.h"
 #include "kernels/int8.h"
 #include "kernels/rows.h"
+#include "rules/math.h"
 
 namespace sparsestep {
 namespace {
@@ -138,7 +139,7 @@ private:
         const T* known = nullptr;
         T mean_square = 0;
         if constexpr (Rule::wants_mean_square) {
-            T lanes[mean_lanes] = {};
+            T lanes[row_lanes] = {};
             for (int64_t offset = 0; offset < columns; offset += tile_size) {
                 const int64_t rest = columns - offset;
                 const int64_t n = rest < tile_size ? rest : tile_size;
@@ -147,7 +148,8 @@ private:
                 add_squares(lanes, known, n);
             }
             if (columns > tile_size) known = nullptr;
-            mean_square = total(lanes) / T(columns);
+            const T sum = fold(lanes, [](T a, T b) SPARSESTEP_LAMBDA { return a + b; });
+            mean_square = sum / T(columns);
         }
         T row_state[slot_states] = {};
         for (int s = 0; s < slot_states; ++s) {
@@ -160,26 +162,15 @@ private:
         return known;
     }
 
-    // Squares are summed in as many lanes as the widest vector has, on every machine: the order of
-    // a sum decides its last bits.
-    static constexpr int mean_lanes = 16;
-
     SPARSESTEP_INLINE static void add_squares(T* __restrict lanes, const T* __restrict grad,
                                               int64_t n) {
         int64_t j = 0;
-        for (; j + mean_lanes <= n; j += mean_lanes) {
-            for (int lane = 0; lane < mean_lanes; ++lane) {
+        for (; j + row_lanes <= n; j += row_lanes) {
+            for (int lane = 0; lane < row_lanes; ++lane) {
                 lanes[lane] += grad[j + lane] * grad[j + lane];
             }
         }
         for (int lane = 0; j < n; ++j, ++lane) lanes[lane] += grad[j] * grad[j];
-    }
-    // Each half onto the other, until one is left; the lengths are known to the compiler.
-    template <int half = mean_lanes / 2>
-    SPARSESTEP_INLINE static T total(T* lanes) {
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-        if constexpr (half > 1) return total<half / 2>(lanes);
-        return lanes[0];
     }
 
     const Rule rule_;

@@ -3,8 +3,8 @@
 #include "kernels/kernels.h"
 
 #include "kernels/apply.h"
-#include "kernels/catch_up.h"
-#include "kernels/norms.h"
+#include "kernels/grads.h"
+#include "kernels/idle.h"
 #include "rules/registry.h"
 
 namespace sparsestep {

@@ -11,7 +11,6 @@
 #include <cstring>
 
 #include "kernels/rows.h"
-#include "kernels/tile.h"
 
 namespace sparsestep {
 namespace {

@@ -1,8 +1,336 @@
-// The loop for rules that come from Python, compiled once per instruction set as kernels.cpp is.
+// Rules that come from Python as programs, compiled once per instruction set: each instruction is a
+// loop over a tile, and a row is gone over once for each phase of the program.
+//
+// Operations round as IEEE 754 says, the same on every instruction set. exp, log and pow are taken
+// in double, one by one, by the system's one implementation, so their bits do not depend on the
+// width of a vector either.
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "core/program.h"
+#include "core/types.h"
+#include "kernels/grads.h"
 #include "kernels/kernels.h"
-#include "kernels/program.h"
+#include "kernels/rows.h"
+#include "rules/math.h"
 
 namespace sparsestep {
+namespace {
+
+// How much of a row is computed at a time: so little that all registers of a program stay in the
+// first-level cache.
+constexpr int64_t chunk = 64;
+
+// Runs instructions over tiles of n elements; `fixed`: n, where it is known to the compiler, else
+// 0. `to` may be one of the operands.
+template <class T, int64_t fixed>
+__attribute__((noinline)) void run(const Instruction* at, const Instruction* end, T* const* tiles,
+                                   int64_t given) {
+    const int64_t n = fixed ? fixed : given;
+    for (; at != end; ++at) {
+        T* const to = tiles[at->to];
+        const T *const a = tiles[at->a], *const b = tiles[at->b], *const c = tiles[at->c];
+        const T* const d = tiles[at->d];
+#define SPARSESTEP_EACH(expression)                                                      \
+    {                                                                                    \
+        SPARSESTEP_IVDEP _Pragma("GCC unroll 8") for (int64_t j = 0; j < n; ++j) to[j] = \
+            expression;                                                                  \
+        break;                                                                           \
+    }
+        switch (at->code) {
+            case Code::add: SPARSESTEP_EACH(a[j] + b[j])
+            case Code::sub: SPARSESTEP_EACH(a[j] - b[j])
+            case Code::mul: SPARSESTEP_EACH(a[j] * b[j])
+            case Code::div: SPARSESTEP_EACH(a[j] / b[j])
+            case Code::maximum: SPARSESTEP_EACH(larger(a[j], b[j]))
+            case Code::minimum: SPARSESTEP_EACH(smaller(a[j], b[j]))
+            case Code::pow: SPARSESTEP_EACH(T(power(double(a[j]), double(b[j]))))
+            case Code::lt: SPARSESTEP_EACH(T(a[j] < b[j]))
+            case Code::le: SPARSESTEP_EACH(T(a[j] <= b[j]))
+            case Code::gt: SPARSESTEP_EACH(T(a[j] > b[j]))
+            case Code::ge: SPARSESTEP_EACH(T(a[j] >= b[j]))
+            case Code::eq: SPARSESTEP_EACH(T(a[j] == b[j]))
+            case Code::ne: SPARSESTEP_EACH(T(a[j] != b[j]))
+            case Code::neg: SPARSESTEP_EACH(-a[j])
+            case Code::abs: SPARSESTEP_EACH(absolute(a[j]))
+            case Code::sign: SPARSESTEP_EACH(sign(a[j]))
+            case Code::sqrt: SPARSESTEP_EACH(square_root(a[j]))
+            case Code::rsqrt: SPARSESTEP_EACH(T(1) / square_root(a[j]))
+            case Code::reciprocal: SPARSESTEP_EACH(T(1) / a[j])
+            case Code::exp: SPARSESTEP_EACH(T(exponential(double(a[j]))))
+            case Code::log: SPARSESTEP_EACH(T(logarithm(double(a[j]))))
+            case Code::copy: SPARSESTEP_EACH(a[j])
+            case Code::where: SPARSESTEP_EACH(a[j] != 0 ? b[j] : c[j])
+            case Code::mul_add: SPARSESTEP_EACH(a[j] * b[j] + c[j])
+            case Code::mul_sub: SPARSESTEP_EACH(a[j] * b[j] - c[j])
+            case Code::sub_mul: SPARSESTEP_EACH(c[j] - a[j] * b[j])
+            case Code::mul_mul_add: SPARSESTEP_EACH(a[j] * b[j] + c[j] * d[j])
+            case Code::mul_div: SPARSESTEP_EACH(a[j] * b[j] / c[j])
+            case Code::sub_div: SPARSESTEP_EACH(c[j] - a[j] / b[j])
+            case Code::sub_mul_div: SPARSESTEP_EACH(d[j] - a[j] * b[j] / c[j])
+            case Code::sqrt_add: SPARSESTEP_EACH(square_root(a[j]) + b[j])
+            case Code::sqrt_div: SPARSESTEP_EACH(square_root(a[j]) / b[j])
+            case Code::sqrt_div_add: SPARSESTEP_EACH(square_root(a[j]) / b[j] + c[j])
+            default: break;  // those that go from tiles to rows or back
+        }
+#undef SPARSESTEP_EACH
+    }
+}
+
+// One sum, mean or largest of a row, while it is being taken.
+template <class T>
+struct Reduction {
+    T lanes[row_lanes];
+
+    void begin(Code code) {
+        for (T& lane : lanes) lane = code == Code::amax ? -T(__builtin_inf()) : T(0);
+    }
+    SPARSESTEP_INLINE void add(Code code, const T* from, int64_t n) {
+        if (n == chunk) return add_chunk<chunk>(code, from, n);
+        add_chunk<0>(code, from, n);
+    }
+    T end(Code code, int64_t columns) {
+        if (code == Code::amax)
+            return fold(lanes, [](T a, T b) SPARSESTEP_LAMBDA { return larger(a, b); });
+        const T sum = fold(lanes, [](T a, T b) SPARSESTEP_LAMBDA { return a + b; });
+        return code == Code::mean ? sum / T(columns) : sum;
+    }
+
+private:
+    // `fixed`: n, where it is known to the compiler, else 0.
+    template <int64_t fixed>
+    __attribute__((noinline)) void add_chunk(Code code, const T* __restrict from, int64_t given) {
+        const int64_t n = fixed ? fixed : given;
+        if (code == Code::amax) {
+            each(from, n, [](T lane, T value) SPARSESTEP_LAMBDA { return larger(value, lane); });
+        } else {
+            each(from, n, [](T lane, T value) SPARSESTEP_LAMBDA { return lane + value; });
+        }
+    }
+    template <class Take>
+    SPARSESTEP_INLINE void each(const T* __restrict from, int64_t n, const Take& take) {
+        int64_t j = 0;
+        for (; j + row_lanes <= n; j += row_lanes) {
+            for (int lane = 0; lane < row_lanes; ++lane) {
+                lanes[lane] = take(lanes[lane], from[j + lane]);
+            }
+        }
+        const int rest = int(n - j);
+        for (int lane = 0; lane < rest; ++lane) lanes[lane] = take(lanes[lane], from[j + lane]);
+    }
+};
+
+template <class T, class Rows, bool plain = false>
+class ProgramLoop : Gradients<T, Rows, plain> {
+public:
+    ProgramLoop(const Job& job, const Piece& piece)
+        : Gradients<T, Rows, plain>(job, piece),
+          program_(*job.program),
+          states_(job.program->states),
+          held_(job.held),
+          shrink_(T(job.shrink)),
+          tensors_(job, piece) {
+        const int inputs = 2 + states_;
+        for (int r = inputs; r < max_tile_registers; ++r) tiles_[r] = registers_[r - inputs];
+        for (int r = 0; r < max_row_registers; ++r) row_[r] = row_registers_ + r;
+        for (int k = 0; k < program_.numbers; ++k) {
+            const T number = T(job.numbers[k]);
+            row_registers_[program_.slot_states + k] = number;
+            fill(tiles_[inputs + k], number);
+        }
+    }
+
+    void run() {
+        this->for_each_slot([this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
+                            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch); });
+    }
+
+private:
+    using Base = Gradients<T, Rows, plain>;
+    using Base::columns_, Base::gradient, Base::job_, Base::row_of;
+
+    // The parameter, then the states; those that the program has not are the parameter again.
+    struct Tensors {
+        Rows param, state[max_states];
+        Tensors(const Job& job, const Piece& piece)
+            : Tensors(job, piece, std::make_index_sequence<max_states>()) {}
+        template <size_t... S>
+        Tensors(const Job& job, const Piece& piece, std::index_sequence<S...>)
+            : param(job.param, job, piece, 0),
+              state{Rows(int(S) < job.program->states ? job.state[S] : job.param, job, piece,
+                         int(S) + 1)...} {}
+    };
+
+    bool is_held_in_part() const { return !plain && held_; }
+    int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
+
+    SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
+        tensors_.param.prefetch(slot);
+        for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(slot);
+        for (int s = 0; s < program_.slot_states; ++s) {
+            const View& view = job_.slot_state[s];
+            const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
+            __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
+        }
+    }
+
+    SPARSESTEP_INLINE void update_slot(const Touch& touch) {
+        const int64_t slot = touch.slot;
+        for (int s = 0; s < program_.slot_states; ++s) {
+            row_registers_[s] = load_number<T>(job_.slot_state[s], slot);
+        }
+        const int last = program_.phase_count - 1;
+        const T* known = nullptr;  // the gradient, where it was needed before and is one tile
+        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], touch, known);
+        write(program_.phases[last], touch, known);
+        for (int s = 0; s < program_.slot_states; ++s) {
+            const T value = row_registers_[program_.row_results[s]];
+            store_number(job_.slot_state[s], slot, value, job_, states_ + 1 + s);
+        }
+    }
+
+    // A phase that writes nothing. Returns the gradient where it is one tile.
+    const T* reduce(const Phase& phase, const Touch& touch, const T* known) {
+        const int64_t slot = touch.slot;
+        const T* grad = known;
+        run_row(phase);
+        Reduction<T> found[max_reductions];
+        int count = 0;
+        for (const Instruction* at = phase.tile; at != phase.tile_end; ++at) {
+            if (at->code >= Code::mean) found[count++].begin(at->code);
+        }
+        const Instruction* const reductions = phase.tile_end - count;
+        for (int64_t offset = 0; offset < columns(); offset += tile_size) {
+            const int64_t n = tile_at(offset);
+            T* param = tensors_.param.load(slot, offset, n, param_tile_);
+            if (!known) grad = gradient(touch, offset, n, param);
+            if (phase.reads & 1 && shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) shrunk_[j] = param[j] * shrink_;
+                param = shrunk_;
+            }
+            T* state[max_states];
+            for (int s = 0; s < states_; ++s) {
+                const bool is_read = phase.reads >> (2 + s) & 1;
+                state[s] = is_read ? load_state(s, slot, offset, n) : param_tile_;
+            }
+            for (int64_t at = 0; at < n; at += chunk) {
+                const int64_t length = n - at < chunk ? n - at : chunk;
+                look_at(param, grad, state, at);
+                run_tile(phase.tile, reductions, length);
+                for (int r = 0; r < count; ++r) {
+                    found[r].add(reductions[r].code, tiles_[reductions[r].a], length);
+                }
+            }
+        }
+        for (int r = 0; r < count; ++r) {
+            row_registers_[reductions[r].to] = found[r].end(reductions[r].code, columns());
+        }
+        return columns() <= tile_size ? grad : nullptr;
+    }
+
+    // The last phase.
+    SPARSESTEP_INLINE void write(const Phase& phase, const Touch& touch, const T* known) {
+        const int64_t slot = touch.slot;
+        run_row(phase);
+        for (int64_t offset = 0; offset < columns(); offset += tile_size) {
+            const int64_t n = tile_at(offset);
+            T* const param = tensors_.param.load(slot, offset, n, param_tile_);
+            const T* const grad = known ? known : gradient(touch, offset, n, param);
+            T* state[max_states];
+            for (int s = 0; s < states_; ++s) state[s] = load_state(s, slot, offset, n);
+            if (is_held_in_part()) keep(param, state, n);
+            if (shrink_ != 1) {
+                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
+            }
+            for (int64_t at = 0; at < n; at += chunk) {
+                look_at(param, grad, state, at);
+                run_tile(phase.tile, phase.tile_end, n - at < chunk ? n - at : chunk);
+            }
+            if (is_held_in_part())
+                restore(param, state, row_of(touch.first) * columns() + offset, n);
+            tensors_.param.store(slot, offset, n, param);
+            for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
+        }
+    }
+
+    int64_t tile_at(int64_t offset) const {
+        const int64_t rest = columns() - offset;
+        return rest < tile_size ? rest : tile_size;
+    }
+    T* load_state(int s, int64_t slot, int64_t offset, int64_t n) {
+        return tensors_.state[s].load(slot, offset, n, state_tiles_[s]);
+    }
+    SPARSESTEP_INLINE void look_at(T* param, const T* grad, T* const* state, int64_t at) {
+        tiles_[0] = param + at;
+        tiles_[1] = const_cast<T*>(grad) + at;  // no program writes it
+        for (int s = 0; s < states_; ++s) tiles_[2 + s] = state[s] + at;
+    }
+    SPARSESTEP_INLINE void run_tile(const Instruction* begin, const Instruction* end, int64_t n) {
+        if (n == chunk) return sparsestep::run<T, chunk>(begin, end, tiles_, n);
+        sparsestep::run<T, 0>(begin, end, tiles_, n);
+    }
+
+    // What is computed once for the row.
+    SPARSESTEP_INLINE void run_row(const Phase& phase) {
+        if (phase.row == phase.row_end) return;
+        const Instruction* at = phase.row;
+        while (at != phase.row_end && at->code != Code::spread) ++at;
+        sparsestep::run<T, 1>(phase.row, at, row_, 1);
+        for (; at != phase.row_end; ++at) fill(tiles_[at->to], row_registers_[at->a]);
+    }
+    static void fill(T* tile, T value) {
+        for (int64_t j = 0; j < chunk; ++j) tile[j] = value;
+    }
+
+    // Of a slot that is held in part, what is not held gets back what it had.
+    void keep(const T* param, T* const* state, int64_t n) {
+        std::memcpy(before_[0], param, size_t(n) * sizeof(T));
+        for (int s = 0; s < states_; ++s) {
+            std::memcpy(before_[1 + s], state[s], size_t(n) * sizeof(T));
+        }
+    }
+    void restore(T* param, T* const* state, int64_t first, int64_t n) const {
+        for (int t = 0; t <= states_; ++t) {
+            T* const written = t ? state[t - 1] : param;
+            for (int64_t j = 0; j < n; ++j) {
+                written[j] = held_[first + j] ? written[j] : before_[t][j];
+            }
+        }
+    }
+
+    const Program& program_;
+    const int states_;
+    const bool* const held_;
+    const T shrink_;
+    const Tensors tensors_;
+    T* tiles_[max_tile_registers];  // where each register lies
+    T* row_[max_row_registers];
+    T row_registers_[max_row_registers];
+    alignas(cache_line) T registers_[max_tile_registers - 2][chunk];
+    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T shrunk_[tile_size];
+    alignas(cache_line) T state_tiles_[max_states][tile_size];
+    T before_[1 + max_states][tile_size];
+};
+
+template <class T>
+void apply_program(const Job& job, const Piece& piece) {
+    if (piece.first_column == piece.last_column) return;  // slots without elements
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    for (int s = 0; s < job.program->states; ++s) stored &= is_stored_as<T>(job.state[s]);
+    if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, piece).run();
+    if constexpr (sizeof(T) == 4) {
+        if (is_plain(job)) {
+            const bool usual = piece.last_column - piece.first_column == 64;
+            if (usual) return ProgramLoop<T, StoredRows<T, 64>, true>(job, piece).run();
+            return ProgramLoop<T, StoredRows<T, 0>, true>(job, piece).run();
+        }
+    }
+    ProgramLoop<T, StoredRows<T, 0>>(job, piece).run();
+}
+
+}  // namespace
 
 ProgramKernels SPARSESTEP_JOIN(programs_, SPARSESTEP_ISA)() {
     return {&apply_program<float>, &apply_program<double>};

@@ -1,14 +1,236 @@
-// The rows of a tensor as a rule sees them: as they lie in memory, or converted tile by tile.
+// How a rule sees the rows of a tensor: as tiles of float or double.
 //
-// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+// Where a row is stored just so, the tile is the row itself. Where it is stored otherwise (half
+// precision, strided), the tile is a copy in the first-level cache that is converted on the way in
+// and rounded on the way out. So a rule is compiled for two types only.
+//
+// Internal linkage throughout: see types.h.
 #pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "core/compiler.h"
 #include "core/types.h"
-#include "kernels/tile.h"
 
 namespace sparsestep {
 namespace {
+
+constexpr int64_t tile_size = 512;
+
+template <class To, class From>
+inline To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+// Storage types. The conversions are written without branches on the value, in integer and float
+// operations that every instruction set rounds alike, so that the bits never depend on the machine.
+struct Bfloat16 {
+    uint16_t bits;
+    operator float() const { return bits_as<float>(uint32_t(bits) << 16); }
+    static Bfloat16 nearest(float value) {
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+        return {uint16_t(value != value ? 0x7fc0u : rounded)};
+    }
+    // Up with the probability that is the distance to the lower neighbour: 16 of the random bits
+    // decide about the 16 bits that are lost.
+    static Bfloat16 random(float value, uint32_t bits) {
+        const uint32_t rounded = (bits_as<uint32_t>(value) + (bits & 0xffffu)) >> 16;
+        return {uint16_t(value != value ? 0x7fc0u : rounded)};
+    }
+};
+
+struct Float16 {
+    uint16_t bits;
+    operator float() const {
+        const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+        const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
+        // Scaling by 2^112 moves the exponent from half's bias to float's and renormalises
+        // subnormals; what was infinite or NaN gets the exponent of 255 instead.
+        const float scaled = bits_as<float>(magnitude) * bits_as<float>(uint32_t(239) << 23);
+        const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+        return bits_as<float>(bits_as<uint32_t>(scaled) | special | sign);
+    }
+    static Float16 nearest(float value) {
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t sign = (word >> 16) & 0x8000u;
+        const uint32_t magnitude = word & 0x7fffffffu;
+        // Normal results: round to nearest even by integer arithmetic on the shortened mantissa.
+        const uint32_t normal =
+            (magnitude - (uint32_t(112) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        // Subnormal results: adding 0.5 lets the float adder round at half's last place.
+        const uint32_t subnormal =
+            bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
+        uint32_t half = magnitude < (uint32_t(113) << 23) ? subnormal : normal;
+        half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // from 65520 on: infinite
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return {uint16_t(half | sign)};
+    }
+    static Float16 random(float value, uint32_t bits) {
+        const uint32_t word = bits_as<uint32_t>(value);
+        const uint32_t sign = (word >> 16) & 0x8000u;
+        const uint32_t magnitude = word & 0x7fffffffu;
+        const uint32_t chance = bits & 0x1fffu;
+        const uint32_t normal = (magnitude - (uint32_t(112) << 23) + chance) >> 13;
+        // Subnormal results are multiples of 2^-24; what is larger is cut off before converting.
+        const float few = magnitude < (uint32_t(113) << 23) ? bits_as<float>(magnitude) : 0.0f;
+        const float places = few * 16777216.0f + float(int32_t(chance)) * (1.0f / 8192.0f);
+        uint32_t half = magnitude < (uint32_t(113) << 23) ? uint32_t(int32_t(places)) : normal;
+        half = magnitude >= 0x47800000u || half > 0x7c00u ? 0x7c00u : half;
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return {uint16_t(half | sign)};
+    }
+};
+
+// Random bits for every element of a tensor, a function of key and element alone: the same
+// whatever the order, the threads or the instruction set. The Python twin is in rounding.py.
+struct Randomness {
+    uint32_t first, second;
+
+    constexpr Randomness(uint64_t seed, int tensor) : first(0), second(0) {
+        uint64_t key = seed + uint64_t(tensor + 1) * 0x9e3779b97f4a7c15u;
+        key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9u;
+        key = (key ^ (key >> 27)) * 0x94d049bb133111ebu;
+        key ^= key >> 31;
+        first = uint32_t(key);
+        second = uint32_t(key >> 32);
+    }
+    constexpr uint32_t operator()(int64_t element) const {
+        uint32_t bits = (uint32_t(element) ^ first) * 0x9e3779b1u;
+        bits ^= bits >> 15;
+        bits += second + uint32_t(uint64_t(element) >> 32) * 0x85ebca77u;
+        bits = (bits ^ (bits >> 16)) * 0x85ebca6bu;
+        bits = (bits ^ (bits >> 13)) * 0xc2b2ae35u;
+        return bits ^ (bits >> 16);
+    }
+};
+
+template <class Stored, class T>
+struct Convert {
+    static T load(Stored stored) { return T(float(stored)); }
+    static Stored store(T value) { return Stored::nearest(float(value)); }
+    static Stored store(T value, uint32_t bits) { return Stored::random(float(value), bits); }
+};
+template <class T>
+struct Convert<float, T> {
+    static T load(float stored) { return T(stored); }
+    static float store(T value) { return float(value); }
+    static float store(T value, uint32_t) { return float(value); }
+};
+template <class T>
+struct Convert<double, T> {
+    static T load(double stored) { return T(stored); }
+    static double store(T value) { return double(value); }
+    static double store(T value, uint32_t) { return double(value); }
+};
+
+template <class T>
+constexpr Dtype dtype_of = sizeof(T) == 4 ? Dtype::float32 : Dtype::float64;
+
+// Runs body(typed pointer) for the dtype that the view has.
+template <class Body>
+inline void with_dtype(const View& view, Body body) {
+    switch (view.dtype) {
+        case Dtype::float16: return body(static_cast<Float16*>(view.data));
+        case Dtype::bfloat16: return body(static_cast<Bfloat16*>(view.data));
+        case Dtype::float32: return body(static_cast<float*>(view.data));
+        case Dtype::float64: return body(static_cast<double*>(view.data));
+    }
+}
+
+inline int64_t bytes_of(Dtype dtype) {
+    return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
+}
+
+template <class T>
+inline bool is_stored_as(const View& view) {
+    return view.dtype == dtype_of<T> && view.element_stride == 1;
+}
+
+inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
+    return slot * view.slot_stride + column * view.element_stride;
+}
+
+// Not inlined, here and below: there are many loops, and this is no small code.
+template <class T>
+__attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                         T* tile) {
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        const Stored* from = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        if (stride == 1) {
+            for (int64_t i = 0; i < n; ++i) tile[i] = Convert<Stored, T>::load(from[i]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) tile[i] = Convert<Stored, T>::load(from[i * stride]);
+        }
+    });
+}
+
+template <class T>
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                          const T* tile) {
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        Stored* to = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        if (stride == 1) {
+            for (int64_t i = 0; i < n; ++i) to[i] = Convert<Stored, T>::store(tile[i]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) to[i * stride] = Convert<Stored, T>::store(tile[i]);
+        }
+    });
+}
+
+// Rounds a tile to what the dtype can hold.
+template <class T>
+__attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
+    with_dtype(View{nullptr, dtype, 0, 0}, [&](auto* none) {
+        using Convert = Convert<std::remove_pointer_t<decltype(none)>, T>;
+        for (int64_t i = 0; i < n; ++i) tile[i] = Convert::load(Convert::store(tile[i]));
+    });
+}
+
+// The same, rounding at random; `element` is the number of the first within the tensor.
+template <class T>
+__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
+                                          const T* tile, const Randomness& random,
+                                          int64_t element) {
+    with_dtype(view, [&](auto* data) {
+        using Stored = std::remove_pointer_t<decltype(data)>;
+        Stored* to = data + element_offset(view, slot, column);
+        const int64_t stride = view.element_stride;
+        for (int64_t i = 0; i < n; ++i) {
+            to[i * stride] = Convert<Stored, T>::store(tile[i], random(element + i));
+        }
+    });
+}
+
+// The number that a slot has. Where there is nothing to convert it is read and written at once: a
+// call for each would take as long as the rest.
+template <class T>
+inline T load_number(const View& view, int64_t slot) {
+    if (view.dtype == dtype_of<T>) return static_cast<const T*>(view.data)[slot * view.slot_stride];
+    T number;
+    load_tile(view, slot, 0, 1, &number);
+    return number;
+}
+template <class T>
+inline void store_number(const View& view, int64_t slot, T number, const Job& job, int tensor) {
+    if (view.dtype == dtype_of<T>) {
+        static_cast<T*>(view.data)[slot * view.slot_stride] = number;
+    } else if (job.stochastic) {
+        const Randomness random(job.seed, tensor);
+        store_tile(view, slot, 0, 1, &number, random, job.dealt.row(slot));
+    } else {
+        store_tile(view, slot, 0, 1, &number);
+    }
+}
 
 constexpr int64_t cache_line = 64;
 

@@ -7,14 +7,13 @@
 #include <vector>
 
 #include "core/csr.h"
-#include "core/dispatch.h"
+#include "core/instruction_sets.h"
 #include "core/threads.h"
-#include "python/again.h"
 #include "python/catch_up.h"
-#include "python/step.h"
 #include "python/lookup.h"
 #include "python/round_robin.h"
 #include "python/row_writes.h"
+#include "python/step.h"
 #include "python/storage.h"
 #include "python/vocabulary.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/lookup.h"
-#include "core/scratch.h"
+#include "core/memory.h"
 #include "python/step.h"
 #include "python/tensors.h"
 

@@ -1,21 +1,260 @@
-// The jobs of one step, as Python's side hands them over. Included by bindings.cpp alone.
+// One step as Python hands it over: programs, param groups, jobs; and a step like the one before,
+// in one call. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "core/dispatch.h"
+#include "core/instruction_sets.h"
+#include "core/program.h"
 #include "core/step.h"
-#include "python/groups.h"
+#include "core/types.h"
+#include "python/grads.h"
 #include "python/tensors.h"
-#include "python/usual.h"
 
 namespace sparsestep {
 namespace {
+
+// A Program and what it points to; every register is looked at before the core trusts it. `phases`
+// has two bytes objects for each: six 16-bit numbers for each instruction, those of the row and
+// those of its tiles.
+class OwnedProgram {
+public:
+    OwnedProgram(int states, int slot_states, int numbers, nb::tuple phases, nb::bytes row_results)
+        : row_results_(numbers_in<uint16_t>(row_results)) {
+        program_ = {states, slot_states, numbers, nullptr, int(nb::len(phases)), nullptr};
+        if (states < 0 || states > max_states || slot_states < 0 || slot_states > max_slot_states ||
+            numbers < 0 || numbers > max_tile_registers || nb::len(phases) == 0 ||
+            row_results_.size() != size_t(slot_states)) {
+            refuse();
+        }
+        for (uint16_t r : row_results_) check(r < max_row_registers);
+        instructions_.reserve(2 * nb::len(phases));
+        for (nb::handle phase : phases) {
+            const bool last = phases_.size() + 1 == nb::len(phases);
+            instructions_.push_back(numbers_in<Instruction>(nb::cast<nb::bytes>(phase[0])));
+            const auto& row = instructions_.back();
+            instructions_.push_back(numbers_in<Instruction>(nb::cast<nb::bytes>(phase[1])));
+            const auto& tile = instructions_.back();
+            check_row(row);
+            phases_.push_back({row.data(), row.data() + row.size(), tile.data(),
+                               tile.data() + tile.size(), check_tile(tile, last)});
+        }
+        program_.phases = phases_.data();
+        program_.row_results = row_results_.data();
+    }
+    OwnedProgram(const OwnedProgram&) = delete;
+
+    const Program& get() const { return program_; }
+
+private:
+    [[noreturn]] static void refuse() { throw nb::value_error("no such program"); }
+    static void check(bool holds) {
+        if (!holds) refuse();
+    }
+
+    template <class T>
+    static std::vector<T> numbers_in(const nb::bytes& bytes) {
+        static_assert(std::is_trivially_copyable_v<T>, "its bytes are all there is to it");
+        check(bytes.size() % sizeof(T) == 0);
+        std::vector<T> found(bytes.size() / sizeof(T));
+        if (!found.empty()) std::memcpy(found.data(), bytes.c_str(), bytes.size());
+        return found;
+    }
+
+    // Operations on the row's numbers, then tiles that are filled with some of them.
+    void check_row(const std::vector<Instruction>& row) const {
+        bool spreading = false;
+        for (const Instruction& each : row) {
+            check(int(each.code) < code_count && each.code < Code::mean);
+            check(each.a < max_row_registers && each.b < max_row_registers &&
+                  each.c < max_row_registers && each.d < max_row_registers);
+            const bool spread = each.code == Code::spread;
+            check(spread || !spreading);
+            spreading = spread;
+            const int first = program_.numbers + (spread ? 2 + program_.states : 0);
+            const int end = spread ? max_tile_registers : max_row_registers;
+            check(each.to >= first + (spread ? 0 : program_.slot_states) && each.to < end);
+        }
+    }
+
+    // Operations on tiles; but in the last phase, then those that make numbers of the row.
+    uint64_t check_tile(const std::vector<Instruction>& tile, bool last) const {
+        int reductions = 0;
+        uint64_t reads = 0;
+        for (const Instruction& each : tile) {
+            check(int(each.code) < code_count && each.code != Code::spread);
+            check(each.a < max_tile_registers && each.b < max_tile_registers &&
+                  each.c < max_tile_registers && each.d < max_tile_registers);
+            for (int r : {each.a, each.b, each.c, each.d}) reads |= uint64_t(1) << r;
+            const bool reduces = each.code >= Code::mean;
+            check(reduces || !reductions);
+            if (reduces) {
+                check(!last && ++reductions <= max_reductions && each.to < max_row_registers &&
+                      each.to >= program_.slot_states + program_.numbers);
+            } else if (each.to < 2 + program_.states) {
+                check(last && each.to != 1);
+            } else {
+                check(each.to >= 2 + program_.states + program_.numbers &&
+                      each.to < max_tile_registers);
+            }
+        }
+        return reads;
+    }
+
+    Program program_;
+    std::vector<Phase> phases_;
+    std::vector<std::vector<Instruction>> instructions_;
+    std::vector<uint16_t> row_results_;
+};
+
+// What a dict has for a key, or null. Looking it up may run Python code, and so raise.
+PyObject* find(nb::handle dict, nb::handle key) {
+    PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+    if (!found && PyErr_Occurred()) throw nb::python_error();
+    return found;
+}
+
+bool contains(nb::handle set, nb::handle key) {
+    const int found = PySet_Contains(set.ptr(), key.ptr());
+    if (found < 0) throw nb::python_error();
+    return found == 1;
+}
+
+// An int object's value as an address.
+bool is_address(nb::handle number, const void* data) {
+    const void* const found = PyLong_AsVoidPtr(number.ptr());
+    if (!found && PyErr_Occurred()) PyErr_Clear();
+    return found == data;
+}
+
+// What a param group says about its updates: made once, when Python's side has read the group.
+struct Group {
+    int rule = -1;             // one of the core's own, or else:
+    nb::object program_owner;  // keeps the program
+    const Program* program = nullptr;
+    int64_t step = 0;  // the one step that the program is for; 0: any
+    nb::tuple names;   // of the rule's state: first per element, then per row
+    bool counts;       // whether a parameter's state has a step count
+    bool negate;       // to maximize
+    double l2, shrink;
+    std::vector<double> options;  // of the rule, or the numbers of the program
+    bool stochastic;              // whether half precision is rounded at random
+    std::vector<bool> signs;      // for each state that is codes, whether it has a sign; else none
+
+    Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
+          nb::tuple options, bool stochastic, nb::tuple signs)
+        : rule(rule),
+          names(names),
+          counts(counts),
+          negate(sign < 0),
+          l2(l2),
+          shrink(shrink),
+          stochastic(stochastic) {
+        const KernelTable table = instruction_sets()[0].kernels;
+        if (rule < 0 || rule >= table.count) throw nb::value_error("no such rule");
+        const RuleKernels& of = table.rules[rule];
+        for (nb::handle each : signs) this->signs.push_back(nb::cast<bool>(each));
+        const size_t coded = this->signs.size();  // each has a scale beside it
+        if (nb::len(names) != size_t(of.states + of.slot_states) + coded ||
+            nb::len(options) != size_t(of.options) || (coded && coded != size_t(of.states))) {
+            throw nb::value_error("a rule was given the wrong number of states or options");
+        }
+        for (nb::handle option : options) this->options.push_back(nb::cast<double>(option));
+    }
+
+    Group(nb::object owner, nb::tuple names, int64_t step, double sign, double l2, double shrink,
+          nb::tuple numbers, bool stochastic)
+        : program_owner(owner),
+          program(&nb::cast<const OwnedProgram&>(owner).get()),
+          step(step),
+          names(names),
+          counts(true),
+          negate(sign < 0),
+          l2(l2),
+          shrink(shrink),
+          stochastic(stochastic) {
+        if (nb::len(names) != size_t(program->states + program->slot_states) ||
+            nb::len(numbers) != size_t(program->numbers)) {
+            throw nb::value_error("a program was given the wrong number of states or numbers");
+        }
+        for (nb::handle number : numbers) options.push_back(nb::cast<double>(number));
+    }
+
+    RuleKernels kernels(const KernelTable& table) const {
+        if (!program) return table.rules[rule];
+        return {"program",           program->states,     program->slot_states,
+                int(options.size()), table.program_float, table.program_double};
+    }
+
+    // The group must outlive the job where it has a program.
+    void write_to(Job& job, int64_t step) const {
+        job.negate = negate;
+        job.l2 = l2;
+        job.shrink = shrink;
+        job.step = double(step);
+        job.program = program;
+        job.numbers = options.data();
+        if (program) return;
+        for (size_t i = 0; i < options.size(); ++i) job.options[i] = options[i];
+    }
+};
+
+// Whether a dict has these very objects as its values, in this order.
+bool has_values(nb::handle dict, nb::handle values) {
+    if (!PyDict_Check(dict.ptr()) || nb::len(dict) != nb::len(values)) return false;
+    PyObject *key, *value;
+    Py_ssize_t next = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(dict.ptr(), &next, &key, &value); ++i) {
+        if (PyTuple_GET_ITEM(values.ptr(), i) != value) return false;
+    }
+    return true;
+}
+
+// A step count: a Python number, or the one element of a tensor. Owns what it points to.
+struct Count {
+    nb::object state;   // the dict that holds it
+    nb::object tensor;  // the count itself, where it is a tensor
+    nb::object next;    // what replaces it, where it is a number
+    int64_t value = 0;
+    void* data = nullptr;
+    Dtype dtype = Dtype::float32;
+
+    // False if it is anything else.
+    bool read(nb::handle from) {
+        state = nb::borrow(from);
+        PyObject* found = find(from, names().step);
+        if (!found) return false;
+        if (PyLong_CheckExact(found)) {
+            value = nb::cast<int64_t>(nb::handle(found));
+            next = nb::int_(value + 1);
+            return true;
+        }
+        tensor = nb::borrow(found);
+        Plain read;
+        if (!read.read(found) || read.dl.dims != 0 || !read.dtype()) return false;
+        data = read.data();
+        dtype = *read.dtype();
+        if (dtype == Dtype::float32) value = int64_t(*static_cast<float*>(data));
+        if (dtype == Dtype::float64) value = int64_t(*static_cast<double*>(data));
+        return dtype == Dtype::float32 || dtype == Dtype::float64;
+    }
+    void advance() const {
+        if (!data) {
+            // Replaces a value that is there: nothing is allocated.
+            if (PyDict_SetItem(state.ptr(), names().step, next.ptr())) PyErr_Clear();
+        } else if (dtype == Dtype::float32) {
+            *static_cast<float*>(data) = float(value + 1);
+        } else {
+            *static_cast<double*>(data) = double(value + 1);
+        }
+    }
+};
 
 const KernelTable& kernels_of(int instruction_set) {
     const auto& sets = instruction_sets();
@@ -287,6 +526,53 @@ private:
     std::vector<nb::object> alive_;
     std::vector<std::unique_ptr<Joined>> joined_;
 };
+
+// What the masks of a group select, for each of its parameters. `masked` has for each parameter
+// itself and None, or its mask, the mask's version when it was looked at, and what it selected
+// then. False where a parameter or a mask is another now, or a mask has changed.
+bool read_masks(nb::handle group, nb::handle params, nb::handle masked,
+                std::vector<nb::object>& selections) {
+    PyObject* const given = find(group, names().mask);
+    const size_t count = nb::len(masked);
+    if (!given || nb::len(params) != count) return false;
+    const bool listed = PyList_CheckExact(given) || PyTuple_CheckExact(given);
+    if (listed ? nb::len(given) != count : count != 1) return false;
+    for (size_t i = 0; i < count; ++i) {
+        const nb::tuple one = nb::cast<nb::tuple>(masked[i]);
+        const nb::object param = params[i];
+        const nb::object mask = listed ? nb::object(nb::handle(given)[i]) : nb::borrow(given);
+        if (param.ptr() != one[0].ptr() || mask.ptr() != one[1].ptr()) return false;
+        if (!mask.is_none() && !get(mask, names().version).equal(one[2])) return false;
+        selections.push_back(one[3]);
+    }
+    return true;
+}
+
+// Does a whole step where the param groups say what they said and every gradient is in the usual
+// form. False, and nothing written, where anything is not so, or a position is no slot: Python's
+// side then does the step, or tells what is wrong. `before` has for each group its values, what
+// they say, a Group, and what its masks select, if it has any (see read_masks).
+bool step_again(int instruction_set, nb::list groups, nb::list before, nb::dict state,
+                nb::dict known, int threads) {
+    const size_t count = nb::len(before);
+    if (nb::len(groups) != count) return false;
+    Jobs jobs(instruction_set);
+    nb::set seen;
+    for (size_t i = 0; i < count; ++i) {
+        const nb::object group = groups[i];
+        const nb::tuple was = nb::cast<nb::tuple>(before[i]);
+        if (!has_values(group, was[0])) return false;
+        PyObject* const params = find(group, names().params);
+        if (!params || !PyList_CheckExact(params)) return false;
+        const Group& says = nb::cast<const Group&>(was[1]);
+        std::vector<nb::object> selections;
+        if (!was[2].is_none() && !read_masks(group, params, was[2], selections)) return false;
+        if (!jobs.claim_all(says, params, state, known, seen, selections)) return false;
+    }
+    if (jobs.try_prepare(threads)) return false;
+    jobs.commit();
+    return true;
+}
 
 }  // namespace
 }  // namespace sparsestep

@@ -32,7 +32,7 @@ struct Ftrl {
     // The parameter, which is a function of its state; `root` is that of `sum`.
     inline T solve(T linear, T root) const {
         const T solution = (sign(linear) * l1 - linear) / ((beta + root) * rate + l2);
-        return magnitude(linear) <= l1 ? T(0) : solution;
+        return absolute(linear) <= l1 ? T(0) : solution;
     }
 
     // Without a gradient; the rate may have changed.

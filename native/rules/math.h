@@ -3,6 +3,8 @@
 // implementation.
 #pragma once
 
+#include "core/compiler.h"
+
 namespace sparsestep {
 namespace {
 
@@ -19,9 +21,26 @@ inline T sign(T value) {
     return T(value > 0) - T(value < 0);
 }
 
+// NaN wins, as in torch.
 template <class T>
-inline T magnitude(T value) {
-    return value < 0 ? -value : value;
+inline T larger(T a, T b) {
+    return a > b || a != a ? a : b;
+}
+template <class T>
+inline T smaller(T a, T b) {
+    return a < b || a != a ? a : b;
+}
+
+// Sums over a row are taken in as many lanes as the widest vector has, on every machine: the order
+// of a sum decides its last bits.
+constexpr int row_lanes = 16;
+
+// Combines lanes by halves; the lengths are known to the compiler.
+template <int half = row_lanes / 2, class T, class Combine>
+SPARSESTEP_INLINE T fold(T* lanes, const Combine& combine) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = combine(lanes[lane], lanes[lane + half]);
+    if constexpr (half > 1) return fold<half / 2>(lanes, combine);
+    return lanes[0];
 }
 
 }  // namespace

@@ -10,10 +10,17 @@ using namespace sparsestep::testing;
 
 int main(int count, char** names) {
     const std::pair<const char*, void (*)()> groups[] = {
-        {"steps", test_steps},   {"rules", test_rules},           {"tiles", test_tiles},
-        {"norms", test_norms},   {"catch_up", test_catch_up},     {"compressed", test_compressed},
-        {"owners", test_owners}, {"mapped", test_mapped},         {"lazy", test_lazy},
-        {"lookup", test_lookup}, {"vocabulary", test_vocabulary},
+        {"steps", test_steps},
+        {"rules", test_rules},
+        {"rows", test_rows},
+        {"grads", test_grads},
+        {"idle", test_idle},
+        {"csr", test_csr},
+        {"round_robin", test_round_robin},
+        {"mapped_file", test_mapped_file},
+        {"memory", test_memory},
+        {"lookup", test_lookup},
+        {"vocabulary", test_vocabulary},
     };
     for (const auto& [name, test] : groups) {
         bool chosen = count == 1;

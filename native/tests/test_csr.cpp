@@ -99,7 +99,7 @@ void test_what_is_not_valid() {
 
 }  // namespace
 
-void sparsestep::testing::test_compressed() {
+void sparsestep::testing::test_csr() {
     test_against_plain_loops();
     test_what_is_not_valid();
 }

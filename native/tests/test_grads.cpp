@@ -123,7 +123,7 @@ void test_bad_positions() {
 
 }  // namespace
 
-void sparsestep::testing::test_norms() {
+void sparsestep::testing::test_grads() {
     test_against_plain_loops();
     test_what_is_not_finite();
     test_bad_positions();

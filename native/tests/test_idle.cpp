@@ -251,7 +251,7 @@ void test_recompute() {
 
 }  // namespace
 
-void sparsestep::testing::test_catch_up() {
+void sparsestep::testing::test_idle() {
     if (threads_only) return;  // shares are called one after the other here
     test_every_way_to_move<float>();
     test_every_way_to_move<double>();

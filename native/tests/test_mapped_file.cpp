@@ -78,7 +78,7 @@ void test_marks() {
 
 }  // namespace
 
-void test_mapped() {
+void test_mapped_file() {
     test_pages(4, 4096, 1);
     test_pages(256, 4096, 2);
     test_pages(3000, 4096, 3);

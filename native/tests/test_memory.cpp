@@ -18,7 +18,7 @@ bool is_refused(size_t count) {
 
 }  // namespace
 
-void test_lazy() {
+void test_memory() {
     for (size_t count : {size_t(1), size_t(1000), size_t(1) << 20}) {
         LazyArray<int64_t> array(count);
         bool zeroed = true;

@@ -77,7 +77,7 @@ void test_distinct(int64_t entries, int64_t rows, unsigned seed) {
 
 }  // namespace
 
-void test_owners() {
+void test_round_robin() {
     for (int64_t world : {1, 2, 3, 64}) {
         for (int64_t bags : {0, 1, 300}) test_split(bags, world, unsigned(bags + world));
     }

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-#include "kernels/tile.h"
+#include "kernels/rows.h"
 #include "testing.h"
 
 using namespace sparsestep;
@@ -67,7 +67,7 @@ void test_half_precision() {
 
 }  // namespace
 
-void sparsestep::testing::test_tiles() {
+void sparsestep::testing::test_rows() {
     if (threads_only) return;
     test_random_rounding();
     test_half_precision();

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/dispatch.h"
+#include "core/instruction_sets.h"
 
 namespace sparsestep::testing {
 
@@ -53,13 +53,13 @@ inline std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsig
 // One file each.
 void test_steps();
 void test_rules();
-void test_tiles();
-void test_norms();
-void test_catch_up();
-void test_compressed();
-void test_owners();
-void test_mapped();
-void test_lazy();
+void test_rows();
+void test_grads();
+void test_idle();
+void test_csr();
+void test_round_robin();
+void test_mapped_file();
+void test_memory();
 void test_lookup();
 void test_vocabulary();
 

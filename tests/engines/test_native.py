@@ -258,7 +258,7 @@ def test_tables_above_two_billion_slots():
 
 
 def colliding_slots(count: int) -> Tensor:
-    """Slots side by side in the core's hash tables: see ``mix`` in native/core/grouping.h."""
+    """Slots side by side in the core's hash tables: see ``mix`` in native/core/dedup.cpp."""
     slots = torch.arange(1 << 24)
     product = slots * (0x9E3779B97F4A7C15 - (1 << 64))
     mixed = product ^ (product >> 29 & 0x7FFFFFFFF)

@@ -5,7 +5,7 @@ numbers of the row (its mean, sum or largest element) and write nothing; what th
 their elements it computes again, so that a row may have any length. In a phase, what there is once
 per row is computed first; then come the elements, tile by tile, in registers.
 
-The native side is ``native/core/program.h`` (the form) and ``native/kernels/machine.h`` (the
+The native side is ``native/core/program.h`` (the form) and ``native/kernels/programs.cpp`` (the
 operations).
 """
 

@@ -89,7 +89,7 @@ def _row_norms(grad: Tensor, order: float) -> Tensor | None:
     return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
 
 
-_NORMS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/types.h
+_NORMS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/core/types.h
 
 
 def slot_norms(parts: tuple[IndexedGrad, ...], order: float) -> Tensor | None:

@@ -4,7 +4,7 @@ The averages begin at zero, so after ``t`` updates they hold only ``1 - beta^t``
 should. Torch counts the parameter's steps. A row of an embedding that is first seen at step 2001
 then counts as long corrected and moves almost three times as far as the first rows did; with
 ``bias_correction="per_row"`` each row counts its own updates. The native twin is
-``native/rules/bias.h``.
+``native/rules/bias_correction.h``.
 """
 
 from __future__ import annotations

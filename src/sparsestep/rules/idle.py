@@ -4,7 +4,7 @@ A rule declares it as one of the motions below. In every step without a gradient
 tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
 motion says how the parameter moves besides. All steps that a row missed are done at once: a motion
 gets them as ``Missed`` and computes in torch operations where they lead to. Its C++ twin, in
-``native/kernels/motions.h``, does the same.
+``native/kernels/idle.h``, does the same.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Operations are spelled such that every GPU rounds them alike: a division and a root are those that
 are rounded to nearest, no product is fused with a sum (``enable_fp_fusion=False`` at each launch),
-and conversions to half precision are done on the bits, as ``native/kernels/tile.h`` does them.
+and conversions to half precision are done on the bits, as ``native/kernels/rows.h`` does them.
 
 Imported where there is Triton, and not before there is something to launch. Under
 ``TRITON_INTERPRET=1`` the same code runs on the CPU.
@@ -280,7 +280,7 @@ def rounded_at_random(a, to: tl.constexpr, seed, TENSOR: tl.constexpr, element):
 
 @triton.jit
 def _random_bits(seed, TENSOR: tl.constexpr, element):
-    """As in ``rounding.py`` and ``native/kernels/tile.h``."""
+    """As in ``rounding.py`` and ``native/kernels/rows.h``."""
     key = seed.to(tl.uint64) + TENSOR
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
     key = (key ^ (key >> 27)) * 0x94D049BB133111EB
