@@ -62,9 +62,7 @@ struct LimitTable {
 
 // One function per instruction set that limit.cpp is compiled for.
 LimitTable limits_baseline();
-#if defined(__x86_64__)
 LimitTable limits_avx2();
 LimitTable limits_avx512();
-#endif
 
 }  // namespace sparsestep

@@ -18,12 +18,16 @@ struct InstructionSet {
     LimitTable limits;
 };
 
-// As in core/dispatch.cpp.
+// As in core/instruction_sets.cpp.
 const std::vector<InstructionSet>& instruction_sets() {
     static const std::vector<InstructionSet> sets = {
+#if defined(SPARSESTEP_HAS_BASELINE)
         {"baseline", true, limits_baseline()},
-#if defined(__x86_64__)
+#endif
+#if defined(SPARSESTEP_HAS_AVX2)
         {"avx2", has_avx2(), limits_avx2()},
+#endif
+#if defined(SPARSESTEP_HAS_AVX512)
         {"avx512", has_avx512(), limits_avx512()},
 #endif
     };

@@ -3,19 +3,17 @@
 
 #include <vector>
 
+#include "core/lookup.h"
 #include "core/types.h"
 
 namespace sparsestep {
 
-#if defined(__x86_64__)
-bool has_avx2();
-bool has_avx512();  // with the parts that the kernels are compiled for
-#endif
-
 struct InstructionSet {
     const char* name;
     bool available;
-    KernelTable kernels;
+    Kernels in_float, in_double;
+    Apply program_float, program_double;
+    Lookup lookup;
 };
 
 // From the plainest to the widest.

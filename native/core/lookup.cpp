@@ -31,17 +31,6 @@ void add_tasks(std::vector<Task>& tasks, const LookupWork& work, int64_t index) 
 
 }  // namespace
 
-Lookup lookup_of(int instruction_set) {
-    static const Lookup all[] = {
-        lookup_baseline(),
-#if defined(__x86_64__) && !defined(SPARSESTEP_BASELINE_ONLY)
-        lookup_avx2(),
-        lookup_avx512(),
-#endif
-    };
-    return all[instruction_set];
-}
-
 bool look_up(const LookupWork* works, int64_t count, Lookup run, int threads, int64_t* counted) {
     std::vector<Task> tasks;
     int64_t elements = 0;

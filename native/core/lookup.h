@@ -48,15 +48,6 @@ struct LookedUp {
 // Does the bags [first, last).
 using Lookup = LookedUp (*)(const LookupWork& work, int64_t first, int64_t last);
 
-Lookup lookup_baseline();
-#if defined(__x86_64__) && !defined(SPARSESTEP_BASELINE_ONLY)
-Lookup lookup_avx2();
-Lookup lookup_avx512();
-#endif
-
-// The loop for an instruction set, by its number in instruction_sets().
-Lookup lookup_of(int instruction_set);
-
 // Does all of them and fills in, for each, how many ids are no padding: these come first among its
 // positions, and in its source. False, and what was written means nothing, where an id is no row of
 // its table or the starts of bags are not valid.

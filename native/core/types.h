@@ -119,15 +119,12 @@ struct Job {
     double* norms;  // of each slot, at the number of its first entry
 };
 
-// What one translation unit of kernels.cpp offers for one rule. The arithmetic is done in float
-// unless a float64 tensor takes part.
-struct RuleKernels {
+struct RuleKernel {
     const char* name;
     int states;
     int slot_states;
     int options;
-    Apply apply_float;
-    Apply apply_double;
+    Apply apply;
 };
 
 constexpr int series_terms = 4;
@@ -172,22 +169,19 @@ struct CaughtUp {
 };
 using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
 
-// What one translation unit of kernels.cpp offers for one motion.
-struct MotionKernels {
+struct MotionKernel {
     const char* name;
-    CatchUp catch_up_float;
-    CatchUp catch_up_double;
+    CatchUp catch_up;
 };
 
-struct KernelTable {
-    const RuleKernels* rules;
-    int count;
-    const MotionKernels* motions;
+// What the core can do in one type of arithmetic: float, or double where a float64 tensor takes
+// part.
+struct Kernels {
+    const RuleKernel* rules;
+    int rule_count;
+    const MotionKernel* motions;
     int motion_count;
-    Apply norms_float;
-    Apply norms_double;
-    Apply program_float;
-    Apply program_double;
+    Apply norms;
 };
 
 }  // namespace sparsestep

@@ -34,7 +34,8 @@ public:
           state_(make_state(job, piece, sequence())) {}
 
     void run() {
-        this->template for_each_slot<is_spread>(
+        this->for_each_slot(
+            state_.rows[0].is_spread(),
             [this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
             [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch, sequence()); });
     }
@@ -45,10 +46,6 @@ private:
     static constexpr int states = Rule::states;
     static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
-
-    // With codes a row takes so many instructions that what is asked for at its beginning would
-    // keep them waiting: the next row is asked for bit by bit.
-    static constexpr bool is_spread = !std::is_same_v<StateRows, Rows>;
 
     bool is_held_in_part() const { return !plain && held_; }
 
@@ -85,16 +82,17 @@ private:
             const int64_t n = rest < tile_size ? rest : tile_size;
             T* param = param_.load(slot, offset, n, param_tile_);
             const T* grad = known ? known : gradient(touch, offset, n, param);
-            if (is_spread && touch.next >= 0) param_.prefetch(this->slot_of(touch.next));
+            if (touch.next >= 0) param_.prefetch(this->slot_of(touch.next));
             T* state[] = {load_state<S>(touch, offset, n)..., nullptr};
             T* written[] = {param, state[S]...};
-            if (is_held_in_part()) keep(written, n);
-            if (shrink_ != 1) {
-                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
-            }
+            if (is_held_in_part()) keep_tiles(written, 1 + states, n, before_[0]);
+            if (shrink_ != 1) multiply_tile(param, shrink_, n);
             update(rule, n, param, grad, state[S]...);
-            if (is_spread && touch.next >= 0) this->values_.prefetch(row_of(touch.next));
-            if (is_held_in_part()) restore(written, row_of(touch.first) * columns + offset, n);
+            if (touch.next >= 0) this->values_.prefetch(row_of(touch.next));
+            if (is_held_in_part()) {
+                const bool* const held = held_ + row_of(touch.first) * columns + offset;
+                restore_tiles(written, 1 + states, n, before_[0], held);
+            }
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
         }
@@ -104,13 +102,13 @@ private:
     template <size_t S>
     SPARSESTEP_INLINE T* load_state(const Touch& touch, int64_t offset, int64_t n) {
         T* found = state_.rows[S].load(touch.slot, offset, n, state_tile(S, offset));
-        if (is_spread && touch.next >= 0) state_.rows[S].prefetch(this->slot_of(touch.next));
+        if (touch.next >= 0) state_.rows[S].prefetch(this->slot_of(touch.next));
         return found;
     }
 
     // Where a slot's state is kept until its end, each tile has its place.
     T* state_tile(size_t state, int64_t offset) {
-        return state_tiles_[state] + (StateRows::kept_columns > tile_size ? offset : 0);
+        return state_tiles_[state] + (state_.rows[state].is_kept() ? offset : 0);
     }
 
     template <class... Tile>
@@ -118,19 +116,6 @@ private:
                                          const T* __restrict grad, Tile* __restrict... state) {
         SPARSESTEP_IVDEP
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
-    }
-
-    // Of a slot that is held in part, what is not held gets back what it had.
-    void keep(T* const* written, int64_t n) {
-        for (int t = 0; t <= states; ++t)
-            std::memcpy(before_[t], written[t], size_t(n) * sizeof(T));
-    }
-    void restore(T* const* written, int64_t first, int64_t n) const {
-        for (int t = 0; t <= states; ++t) {
-            for (int64_t j = 0; j < n; ++j) {
-                written[t][j] = held_[first + j] ? written[t][j] : before_[t][j];
-            }
-        }
     }
 
     // Lets the rule read and write what it keeps once per slot.
@@ -218,11 +203,11 @@ void apply(const Job& job, const Piece& piece) {
             if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
                 if (stored && is_plain(job)) return apply_coded<Rule, T>(job, piece);
             }
-            return Loop<Rule<T>, T, ConvertedRows<T>, false, CodedRows<T, 0>>(job, piece).run();
+            stored = false;
         }
     }
-    for (int s = 0; s < Rule<T>::states; ++s) stored &= is_stored_as<T>(job.state[s]);
-    if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>>(job, piece).run();
+    for (int s = 0; s < Rule<T>::states; ++s) stored = stored && is_stored_as<T>(job.state[s]);
+    if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, AnyRows<T>>(job, piece).run();
     if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
         switch (piece.last_column - piece.first_column) {
             case 16: return apply_stored<Rule, T, 16>(job, piece);

@@ -56,32 +56,43 @@ protected:
     bool has_scale() const { return !plain && scale_.data; }
     bool is_negated() const { return !plain && negate_; }
     bool has_decay() const { return !plain && l2_ != 0; }
-    // Calls prefetch(slot) ahead of time and visit(touch) for every slot. With `spread`, entries
+    // Calls prefetch(slot) ahead of time and visit(touch) for every slot: first the entries that
+    // are alone, then the groups. One loop, so that `visit` is inlined once. With `spread`, entries
     // that are alone are left to visit to prefetch, as `next`.
-    template <bool spread = false, class Prefetch, class Visit>
-    SPARSESTEP_INLINE void for_each_slot(const Prefetch& prefetch, const Visit& visit) {
+    template <class Prefetch, class Visit>
+    SPARSESTEP_INLINE void for_each_slot(bool spread, const Prefetch& prefetch,
+                                         const Visit& visit) {
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
         const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
-        for (int64_t i = piece_.begin, ahead = i; i < piece_.end; ++i) {
-            const int64_t until = i + distance + (spread ? 0 : 1);
-            for (; ahead < piece_.end && ahead < until; ++ahead) {
-                prefetch(slot_of(entry_at(ahead)));
-                values_.prefetch(row_of(entry_at(ahead)));
-            }
-            const int64_t entry = entry_at(i);
-            const int64_t next = spread && ahead < piece_.end ? entry_at(ahead++) : -1;
-            visit(Touch{slot_of(entry), entry, nullptr, nullptr, next});
-        }
         const int64_t first = piece_.first_group, last = piece_.last_group;
-        if (first == last) return;
-        const Entry* const members = members_ + groups_[first].begin;
-        last_member_ = members_ + groups_[last - 1].begin + groups_[last - 1].count;
-        for (int64_t i = 0; i < prefetch_distance; ++i) prefetch_values(members + i);
-        for (int64_t i = first, ahead = i; i < last; ++i) {
-            for (; ahead < last && ahead <= i + distance; ++ahead) prefetch(groups_[ahead].slot);
-            const Entry* const begin = members_ + groups_[i].begin;
-            visit(Touch{groups_[i].slot, *begin, begin, begin + groups_[i].count});
+        if (first != last) {
+            last_member_ = members_ + groups_[last - 1].begin + groups_[last - 1].count;
+        }
+        int64_t ahead = piece_.begin, group_ahead = first;
+        for (int64_t i = piece_.begin, group = first; i < piece_.end || group < last;) {
+            Touch touch{};
+            if (i < piece_.end) {
+                const int64_t until = i + distance + (spread ? 0 : 1);
+                for (; ahead < piece_.end && ahead < until; ++ahead) {
+                    prefetch(slot_of(entry_at(ahead)));
+                    values_.prefetch(row_of(entry_at(ahead)));
+                }
+                const int64_t entry = entry_at(i++);
+                const int64_t next = spread && ahead < piece_.end ? entry_at(ahead++) : -1;
+                touch = {slot_of(entry), entry, nullptr, nullptr, next};
+            } else {
+                const Entry* const begin = members_ + groups_[group].begin;
+                if (group == first) {
+                    for (int64_t m = 0; m < prefetch_distance; ++m) prefetch_values(begin + m);
+                }
+                for (; group_ahead < last && group_ahead <= group + distance; ++group_ahead) {
+                    prefetch(groups_[group_ahead].slot);
+                }
+                touch = {groups_[group].slot, *begin, begin, begin + groups_[group].count};
+                ++group;
+            }
+            visit(touch);
         }
     }
 
@@ -89,37 +100,44 @@ protected:
         if (member < last_member_) values_.prefetch(row_of(*member));
     }
 
-    // The gradient of a slot: the sum of its entries' rows, or the stored row itself where that is
-    // all. With maximize its sign is turned, with coupled decay a part of the parameter is added.
+    // The gradient of a slot: the stored row itself where that is all, else the sum of its entries'
+    // rows.
     SPARSESTEP_INLINE const T* gradient(const Touch& touch, int64_t offset, int64_t n,
                                         const T* param) {
+        if (!touch.begin && !has_scale() && !is_negated() && !has_decay()) {
+            return values_.load(row_of(touch.first), offset, n, sum_);
+        }
+        sum_entries(touch, offset, n, param);
+        return sum_;
+    }
+
+    // With maximize the sign is turned, with coupled decay a part of the parameter is added. Not
+    // inlined: it is the same for every rule.
+    __attribute__((noinline)) void sum_entries(const Touch& touch, int64_t offset, int64_t count,
+                                               const T* param) {
+        const int64_t n = Rows::fixed_columns ? Rows::fixed_columns : count;
         const bool is_first_tile = offset == 0;
         if (touch.begin && is_first_tile) prefetch_values(touch.begin + prefetch_distance);
         const T* row = values_.load(row_of(touch.first), offset, n, sum_);
-        const bool is_alone = touch.end - touch.begin <= 1;
         if (has_scale()) {
             multiply(touch.first, row, sum_, n);
-        } else {
-            if (is_alone && !is_negated() && !has_decay()) return row;
-            if (row != sum_) std::memcpy(sum_, row, size_t(n) * sizeof(T));
+        } else if (row != sum_) {
+            std::memcpy(sum_, row, size_t(n) * sizeof(T));
         }
-        if (!is_alone) {
-            for (const Entry* at = touch.begin + 1; at != touch.end; ++at) {
-                if (is_first_tile) prefetch_values(at + prefetch_distance);
-                const T* addend = values_.load(row_of(*at), offset, n, addend_);
-                if (has_scale()) {
-                    multiply(*at, addend, addend_, n);
-                    addend = addend_;
-                }
-                add(sum_, addend, n);
+        for (const Entry* at = touch.begin ? touch.begin + 1 : touch.end; at != touch.end; ++at) {
+            if (is_first_tile) prefetch_values(at + prefetch_distance);
+            const T* addend = values_.load(row_of(*at), offset, n, addend_);
+            if (has_scale()) {
+                multiply(*at, addend, addend_, n);
+                addend = addend_;
             }
+            add(sum_, addend, n);
         }
         if (is_negated()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
         if (has_decay())
             add_decay(row_of(touch.first) * job_.block + piece_.first_column + offset, n, param);
-        return sum_;
     }
 
     // Of a slot that is held in part, only what is held decays. `first` is the number of its first
@@ -171,7 +189,7 @@ public:
 
     void run() {
         this->for_each_slot(
-            [](int64_t) {},
+            false, [](int64_t) {},
             [this](const Touch& touch) { this->job_.norms[touch.first] = norm(touch); });
     }
 

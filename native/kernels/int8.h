@@ -42,6 +42,10 @@ template <class T, int64_t fixed>
 struct CodedRows {
     // A slot is encoded when all of it is known.
     static constexpr int64_t kept_columns = fixed ? tile_size : max_coded_block;
+    static constexpr bool is_kept() { return !fixed; }
+    // A row takes so many instructions that prefetching another at its beginning would keep them
+    // waiting: the next row is asked for bit by bit.
+    static constexpr bool is_spread() { return true; }
 
     Codes codes;
     int64_t block;
@@ -55,12 +59,11 @@ struct CodedRows {
           dealt(job.dealt) {}
 
     SPARSESTEP_INLINE T* load(int64_t row, int64_t offset, int64_t count, T* tile) const {
-        const int64_t n = fixed ? fixed : count;
         const int8_t* const from = codes.data + row * codes.stride + offset;
         if (codes.is_signed) {
-            decode<true>(from, scale_of(row), n, tile);
+            decode<true>(from, scale_of(row), count, tile);
         } else {
-            decode<false>(from, scale_of(row), n, tile);
+            decode<false>(from, scale_of(row), count, tile);
         }
         return tile;
     }
@@ -91,9 +94,11 @@ private:
         return codes.scale[row * codes.scale_stride];
     }
 
+    // Not inlined, here and below: the same for every rule.
     template <bool is_signed>
-    SPARSESTEP_INLINE static void decode(const int8_t* __restrict from, float scale, int64_t n,
-                                         T* __restrict tile) {
+    __attribute__((noinline)) static void decode(const int8_t* __restrict from, float scale,
+                                                 int64_t count, T* __restrict tile) {
+        const int64_t n = fixed ? fixed : count;
         for (int64_t j = 0; j < n; ++j) {
             const int32_t code = is_signed ? int32_t(from[j]) : int32_t(uint8_t(from[j]));
             const int32_t size = is_signed ? code & 0x7f : code;
@@ -105,7 +110,7 @@ private:
     }
 
     template <bool is_signed>
-    SPARSESTEP_INLINE void encode(int64_t row, int64_t columns, const T* values) const {
+    __attribute__((noinline)) void encode(int64_t row, int64_t columns, const T* values) const {
         int8_t* const to = codes.data + row * codes.stride;
         const int32_t largest = largest_size(values, fixed ? fixed : columns);
         if (largest >= bits_as<int32_t>(std::numeric_limits<float>::infinity())) {
@@ -163,6 +168,36 @@ private:
             }
         }
         for (int64_t j = 0; j < n; ++j) to[j] = int8_t(words[j]);
+    }
+};
+
+// State in whatever form: codes, or converted.
+template <class T>
+struct AnyRows {
+    static constexpr int64_t kept_columns = max_coded_block;
+
+    ConvertedRows<T> converted;
+    CodedRows<T, 0> coded;
+    bool is_coded;
+
+    AnyRows(const View& view, const Job& job, const Piece& piece, int tensor)
+        : converted(view, job, piece, tensor),
+          coded(view, job, piece, tensor),
+          is_coded(job.coded) {}
+
+    bool is_kept() const { return is_coded; }
+    bool is_spread() const { return is_coded; }
+    T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
+        return is_coded ? coded.load(row, offset, n, tile) : converted.load(row, offset, n, tile);
+    }
+    void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
+        if (!is_coded) converted.store(row, offset, n, tile);
+    }
+    void finish(int64_t row, int64_t columns, const T* values) const {
+        if (is_coded) coded.finish(row, columns, values);
+    }
+    __attribute__((noinline)) void prefetch(int64_t row) const {
+        is_coded ? coded.prefetch(row) : converted.prefetch(row);
     }
 };
 

@@ -1,26 +1,31 @@
-// Functions that exist once per instruction set: of kernels.cpp, the core's own rules; of
-// programs.cpp, rules that come from Python.
+// Functions that exist once per instruction set, and those of kernels.cpp and programs.cpp once for
+// each of float and double: CMake sets SPARSESTEP_ISA, SPARSESTEP_TYPE and the flags.
 #pragma once
 
+#include "core/lookup.h"
 #include "core/types.h"
 
 namespace sparsestep {
 
-struct ProgramKernels {
-    Apply apply_float, apply_double;
-};
-
-KernelTable kernels_baseline();
-ProgramKernels programs_baseline();
-#if defined(__x86_64__)
-KernelTable kernels_avx2();
-KernelTable kernels_avx512();
-ProgramKernels programs_avx2();
-ProgramKernels programs_avx512();
-#endif
+// Double has no AVX-512 kernels of its own: it takes those of AVX2.
+Kernels kernels_float_baseline();
+Kernels kernels_float_avx2();
+Kernels kernels_float_avx512();
+Kernels kernels_double_baseline();
+Kernels kernels_double_avx2();
+Apply programs_float_baseline();
+Apply programs_float_avx2();
+Apply programs_float_avx512();
+Apply programs_double_baseline();
+Apply programs_double_avx2();
+Lookup lookup_baseline();
+Lookup lookup_avx2();
+Lookup lookup_avx512();
 
 }  // namespace sparsestep
 
 // The name of one of them.
 #define SPARSESTEP_JOIN_(a, b) a##b
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
+#define SPARSESTEP_TYPED(name) \
+    SPARSESTEP_JOIN(name, SPARSESTEP_JOIN(SPARSESTEP_TYPE, SPARSESTEP_JOIN(_, SPARSESTEP_ISA)))

@@ -6,10 +6,9 @@
 //
 // Compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags. Everything has
 // internal linkage (see types.h for the reason).
-#include "core/lookup.h"
-
 #include <cstring>
 
+#include "kernels/kernels.h"
 #include "kernels/rows.h"
 
 namespace sparsestep {
@@ -316,9 +315,6 @@ LookedUp look_up_bags(const LookupWork& work, int64_t first, int64_t last) {
 }
 
 }  // namespace
-
-#define SPARSESTEP_JOIN_(a, b) a##b
-#define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 
 Lookup SPARSESTEP_JOIN(lookup_, SPARSESTEP_ISA)() { return &look_up_bags; }
 

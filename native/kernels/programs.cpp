@@ -142,8 +142,9 @@ public:
     }
 
     void run() {
-        this->for_each_slot([this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
-                            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch); });
+        this->for_each_slot(
+            false, [this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
+            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch); });
     }
 
 private:
@@ -332,8 +333,6 @@ void apply_program(const Job& job, const Piece& piece) {
 
 }  // namespace
 
-ProgramKernels SPARSESTEP_JOIN(programs_, SPARSESTEP_ISA)() {
-    return {&apply_program<float>, &apply_program<double>};
-}
+Apply SPARSESTEP_TYPED(programs_)() { return &apply_program<SPARSESTEP_TYPE>; }
 
 }  // namespace sparsestep

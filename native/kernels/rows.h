@@ -211,6 +211,26 @@ __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_
     });
 }
 
+template <class T>
+SPARSESTEP_INLINE void multiply_tile(T* tile, T factor, int64_t n) {
+    for (int64_t j = 0; j < n; ++j) tile[j] *= factor;
+}
+
+// Where only some elements of a slot are updated, the others get back what they had.
+template <class T>
+__attribute__((noinline)) void keep_tiles(T* const* tiles, int count, int64_t n, T* kept) {
+    for (int t = 0; t < count; ++t) {
+        std::memcpy(kept + t * tile_size, tiles[t], size_t(n) * sizeof(T));
+    }
+}
+template <class T>
+__attribute__((noinline)) void restore_tiles(T* const* tiles, int count, int64_t n, const T* kept,
+                                             const bool* updated) {
+    for (int t = 0; t < count; ++t, kept += tile_size) {
+        for (int64_t j = 0; j < n; ++j) tiles[t][j] = updated[j] ? tiles[t][j] : kept[j];
+    }
+}
+
 // The number that a slot has. Where there is nothing to convert it is read and written at once: a
 // call for each would take as long as the rest.
 template <class T>
@@ -245,6 +265,8 @@ template <class T, int64_t fixed>
 struct StoredRows {
     static constexpr int64_t fixed_columns = fixed;
     static constexpr int64_t kept_columns = tile_size;
+    static constexpr bool is_kept() { return false; }
+    static constexpr bool is_spread() { return false; }
 
     char* data;
     int64_t row_bytes;
@@ -277,7 +299,6 @@ struct StoredRows {
 template <class T>
 struct ConvertedRows {
     static constexpr int64_t fixed_columns = 0;
-    static constexpr int64_t kept_columns = tile_size;
     View view;
     int64_t first_column, last_column, block;
     bool stochastic;
@@ -298,7 +319,11 @@ struct ConvertedRows {
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
         const int64_t column = first_column + offset;
-        if (!stochastic) return store_tile(view, row, column, n, tile);
+        if (stochastic) return store_at_random(row, column, n, tile);
+        store_tile(view, row, column, n, tile);
+    }
+    __attribute__((noinline)) void store_at_random(int64_t row, int64_t column, int64_t n,
+                                                   const T* tile) const {
         for (int64_t done = 0, run = 0; done < n; done += run) {  // a row of the tensor at a time
             const int64_t here = row * block + column + done;
             const int64_t rest = dealt.length - here % dealt.length;
@@ -306,7 +331,6 @@ struct ConvertedRows {
             store_tile(view, row, column + done, run, tile + done, random, dealt.element(here));
         }
     }
-    void finish(int64_t, int64_t, const T*) const {}
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const int64_t size = bytes_of(view.dtype);
         const char* at =

@@ -40,7 +40,7 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int6
 // where the core has no way to read its parts; a position, where that is no slot.
 nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
                      int instruction_set) {
-    const KernelTable& table = kernels_of(instruction_set);
+    const InstructionSet& set = instruction_set_of(instruction_set);
     Job job{};
     std::vector<std::unique_ptr<Joined>> joined;
     if (nb::len(parts) > 1) {
@@ -60,7 +60,7 @@ nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
     job.order = Norm(order);
     job.norms = static_cast<double*>(address(norms));
     const bool in_double = job.values.dtype == Dtype::float64;
-    job.apply = in_double ? table.norms_double : table.norms_float;
+    job.apply = (in_double ? set.in_double : set.in_float).norms;
     std::optional<BadEntry> bad;
     {
         nb::gil_scoped_release release;
@@ -71,9 +71,9 @@ nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
 
 nb::dict rules() {
     nb::dict result;
-    const KernelTable table = instruction_sets()[0].kernels;
-    for (int i = 0; i < table.count; ++i) {
-        const RuleKernels& rule = table.rules[i];
+    const Kernels kernels = instruction_sets()[0].in_float;
+    for (int i = 0; i < kernels.rule_count; ++i) {
+        const RuleKernel& rule = kernels.rules[i];
         result[rule.name] = nb::make_tuple(i, rule.states, rule.slot_states, rule.options);
     }
     return result;
@@ -81,8 +81,8 @@ nb::dict rules() {
 
 nb::list motion_names() {
     nb::list result;
-    const KernelTable table = instruction_sets()[0].kernels;
-    for (int i = 0; i < table.motion_count; ++i) result.append(table.motions[i].name);
+    const Kernels kernels = instruction_sets()[0].in_float;
+    for (int i = 0; i < kernels.motion_count; ++i) result.append(kernels.motions[i].name);
     return result;
 }
 

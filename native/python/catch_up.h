@@ -35,8 +35,9 @@ struct CatchUpCall {
     // See CaughtUp for what it returns; None, and nothing done, where the tensors do not lie so
     // that the core can reach them.
     nb::object run(int threads, int instruction_set) const {
-        const KernelTable& table = kernels_of(instruction_set);
-        if (motion < 0 || motion >= table.motion_count) throw nb::value_error("no such motion");
+        const InstructionSet& set = instruction_set_of(instruction_set);
+        if (motion < 0 || motion >= set.in_float.motion_count)
+            throw nb::value_error("no such motion");
         const int64_t slots = numel(last), count = rows.is_none() ? slots : numel(rows);
         if (!count || !numel(param)) return nb::make_tuple(0, 0);
         CatchUpWork work{};
@@ -44,9 +45,8 @@ struct CatchUpCall {
         const std::optional<bool> in_double = read_tensors(work, slots);
         if (!in_double) return nb::none();
         read_history(work);
-        const MotionKernels& kernels = table.motions[motion];
-        const CaughtUp done = run_shares(
-            work, count, threads, *in_double ? kernels.catch_up_double : kernels.catch_up_float);
+        const Kernels& kernels = *in_double ? set.in_double : set.in_float;
+        const CaughtUp done = run_shares(work, count, threads, kernels.motions[motion].catch_up);
         return nb::make_tuple(done.behind, done.stale);
     }
 

@@ -156,7 +156,6 @@ private:
 
 // Looks up all tables. None, and nothing done, where anything is unusual or wrong.
 nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
-    kernels_of(instruction_set);  // which checks that there is such a one
     if (!names().exchange) return nb::none();
     std::vector<Asked> asked(nb::len(tables));
     int64_t words = 0;
@@ -176,7 +175,7 @@ nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
         works.push_back(each.work);
     }
     std::vector<int64_t> counted(works.size());
-    const Lookup run = lookup_of(instruction_set);
+    const Lookup run = instruction_set_of(instruction_set).lookup;
     bool good;
     {
         nb::gil_scoped_release release;

@@ -156,9 +156,9 @@ struct Group {
           l2(l2),
           shrink(shrink),
           stochastic(stochastic) {
-        const KernelTable table = instruction_sets()[0].kernels;
-        if (rule < 0 || rule >= table.count) throw nb::value_error("no such rule");
-        const RuleKernels& of = table.rules[rule];
+        const Kernels kernels = instruction_sets()[0].in_float;
+        if (rule < 0 || rule >= kernels.rule_count) throw nb::value_error("no such rule");
+        const RuleKernel& of = kernels.rules[rule];
         for (nb::handle each : signs) this->signs.push_back(nb::cast<bool>(each));
         const size_t coded = this->signs.size();  // each has a scale beside it
         if (nb::len(names) != size_t(of.states + of.slot_states) + coded ||
@@ -186,10 +186,10 @@ struct Group {
         for (nb::handle number : numbers) options.push_back(nb::cast<double>(number));
     }
 
-    RuleKernels kernels(const KernelTable& table) const {
-        if (!program) return table.rules[rule];
-        return {"program",           program->states,     program->slot_states,
-                int(options.size()), table.program_float, table.program_double};
+    RuleKernel kernel(const InstructionSet& set, bool in_double) const {
+        if (!program) return (in_double ? set.in_double : set.in_float).rules[rule];
+        return {"program", program->states, program->slot_states, int(options.size()),
+                in_double ? set.program_double : set.program_float};
     }
 
     // The group must outlive the job where it has a program.
@@ -256,13 +256,12 @@ struct Count {
     }
 };
 
-const KernelTable& kernels_of(int instruction_set) {
+const InstructionSet& instruction_set_of(int number) {
     const auto& sets = instruction_sets();
-    if (instruction_set < 0 || size_t(instruction_set) >= sets.size() ||
-        !sets[size_t(instruction_set)].available) {
+    if (number < 0 || size_t(number) >= sets.size() || !sets[size_t(number)].available) {
         throw nb::value_error("this machine does not have that instruction set");
     }
-    return sets[size_t(instruction_set)].kernels;
+    return sets[size_t(number)];
 }
 
 // False if the core cannot reach the tensor.
@@ -315,7 +314,7 @@ void read_dealt(const nb::tuple& from, DealtRows& to) {
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
 class Jobs {
 public:
-    explicit Jobs(int instruction_set) : kernels_(kernels_of(instruction_set)) {}
+    explicit Jobs(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
 
     // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
     // says it is. Whoever answers for the group, and the parameter's number there, are returned
@@ -323,7 +322,7 @@ public:
     bool add(const Group& group, int64_t step, nb::tuple touched, nb::object param, nb::list states,
              std::optional<uint64_t> seed, std::optional<nb::tuple> dealt, nb::object owner,
              int64_t index) {
-        const RuleKernels rule = group.kernels(kernels_);
+        const RuleKernel rule = group.kernel(set_, false);
         if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
         }
@@ -352,7 +351,7 @@ public:
             nb::handle state = states[size_t(rule.states + s)];
             if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
         }
-        finish(job, rule, {std::move(owner), index});
+        finish(job, group, {std::move(owner), index});
         keep_alive(group);
         alive_.push_back(std::move(touched));
         written_.append(param);
@@ -466,7 +465,7 @@ private:
         if (!read_state(group, param, own, state, memory, job, count)) return false;
         if (count.value < 0 || (group.step && group.step != count.value + 1)) return false;
         group.write_to(job, count.value + 1);
-        finish(job, group.kernels(kernels_), std::move(owner));
+        finish(job, group, std::move(owner));
         keep_alive(group);
         if (group.counts) counts_.push_back(std::move(count));
         written_.append(param);
@@ -476,7 +475,7 @@ private:
 
     bool read_state(const Group& group, nb::handle param, const Plain& own, nb::dict state,
                     nb::handle memory, Job& job, Count& count) {
-        const RuleKernels rule = group.kernels(kernels_);
+        const RuleKernel rule = group.kernel(set_, false);
         const int states = rule.states + rule.slot_states;
         count.value = 1;  // where nothing is counted, not the first, for there is a state
         if (states == 0 && !group.counts) return true;
@@ -498,7 +497,8 @@ private:
         return true;
     }
 
-    void finish(Job& job, const RuleKernels& rule, Owner owner) {
+    void finish(Job& job, const Group& group, Owner owner) {
+        const RuleKernel rule = group.kernel(set_, false);
         bool in_double = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
         for (int s = 0; s < rule.states; ++s) {
             in_double |= !job.coded && job.state[s].dtype == Dtype::float64;
@@ -506,7 +506,7 @@ private:
         for (int s = 0; s < rule.slot_states; ++s) {
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
-        job.apply = in_double ? rule.apply_double : rule.apply_float;
+        job.apply = in_double ? group.kernel(set_, true).apply : rule.apply;
         job.by_slot =
             rule.slot_states > 0 || job.coded || (job.program && job.program->phase_count > 1);
         jobs_.push_back(job);
@@ -517,7 +517,7 @@ private:
         if (group.program) alive_.push_back(nb::borrow(nb::find(group)));
     }
 
-    KernelTable kernels_;
+    const InstructionSet& set_;
     std::vector<Job> jobs_;
     std::vector<Owner> owners_;
     std::vector<Count> counts_;

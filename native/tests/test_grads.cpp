@@ -63,7 +63,7 @@ struct Problem {
         result.by_slot = true;
         result.order = order;
         result.norms = norms.data();
-        result.apply = set.kernels.norms_float;
+        result.apply = set.in_float.norms;
         return result;
     }
 };

@@ -138,10 +138,12 @@ CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
     return work;
 }
 
-const MotionKernels& kernels_of(const std::string& motion, const InstructionSet& set) {
+template <class T>
+CatchUp catch_up_of(const std::string& motion, const InstructionSet& set) {
+    const Kernels& kernels = sizeof(T) == 4 ? set.in_float : set.in_double;
     int i = 0;
-    while (set.kernels.motions[i].name != motion) ++i;
-    return set.kernels.motions[i];
+    while (kernels.motions[i].name != motion) ++i;
+    return kernels.motions[i].catch_up;
 }
 
 // In several parts, as threads would; with rows that come more than once, or all of them.
@@ -153,8 +155,7 @@ CaughtUp catch_up(Table<T>& table, const History& history, bool converges,
     CaughtUp total{};
     for (int64_t part = 0; part < parts; ++part) {
         const CatchUpShare share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
-        const MotionKernels& kernels = kernels_of(history.motion, set);
-        const auto run = sizeof(T) == 4 ? kernels.catch_up_float : kernels.catch_up_double;
+        const CatchUp run = catch_up_of<T>(history.motion, set);
         const CaughtUp done = run(work, share);
         total.behind += done.behind;
         total.stale += done.stale;
@@ -232,8 +233,7 @@ void test_recompute() {
         work.powers[0] = work.powers[1] = nullptr;
         const double options[] = {1 / rate, beta, l1, l2};
         std::copy_n(options, 4, work.options);
-        const MotionKernels& kernels = kernels_of("ftrl", set);
-        (sizeof(T) == 4 ? kernels.catch_up_float : kernels.catch_up_double)(work, {0, rows, 0, 1});
+        catch_up_of<T>("ftrl", set)(work, {0, rows, 0, 1});
         check(after.buffer == before.buffer && after.square == before.square, "ftrl: state");
         for (size_t i = 0; i < before.param.size(); ++i) {
             const int32_t last = before.last[i / 37];

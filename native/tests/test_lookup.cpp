@@ -155,7 +155,7 @@ void test_refusals(const Lookup lookup, int threads) {
 
 void test_lookup() {
     for_each_set([](const InstructionSet& set) {
-        const Lookup lookup = lookup_of(int(&set - instruction_sets().data()));
+        const Lookup lookup = set.lookup;
         for (int threads : {1, 3}) {
             test_rows(lookup, threads);
             test_refusals(lookup, threads);

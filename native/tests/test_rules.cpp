@@ -17,7 +17,7 @@ namespace {
 std::vector<float> outcome(const InstructionSet& set, int rule_index, int threads, int64_t block,
                            bool whole, bool in_part) {
     const int64_t slots = 300, entries = whole ? slots : 2000;
-    const RuleKernels& rule = set.kernels.rules[rule_index];
+    const RuleKernel& rule = set.in_float.rules[rule_index];
     std::mt19937 random(unsigned(block) + 1);
     std::uniform_real_distribution<float> uniform(0.5f, 1.0f);
     const auto numbers = [&](int64_t count) {
@@ -53,7 +53,7 @@ std::vector<float> outcome(const InstructionSet& set, int rule_index, int thread
     for (int i = 0; i < rule.options; ++i) job.options[i] = 0.5 - 0.03125 * i;
     job.step = 3;
     job.by_slot = rule.slot_states > 0;
-    job.apply = rule.apply_float;
+    job.apply = rule.apply;
     check(!step(&job, 1, threads), "no bad entry");
     std::vector<float> all;
     for (const auto& tensor : tensors) all.insert(all.end(), tensor.begin(), tensor.end());
@@ -62,7 +62,7 @@ std::vector<float> outcome(const InstructionSet& set, int rule_index, int thread
 
 void test_every_rule_everywhere_alike() {
     const auto& plainest = instruction_sets()[0];
-    for (int rule = 0; rule < plainest.kernels.count; ++rule) {
+    for (int rule = 0; rule < plainest.in_float.rule_count; ++rule) {
         for (int64_t block : {1, 16, 37, 600}) {
             if (threads_only && block != 37) continue;
             for (bool whole : {false, true}) {
@@ -72,8 +72,8 @@ void test_every_rule_everywhere_alike() {
                         const auto ours = outcome(set, rule, 3, block, whole, in_part);
                         check(std::memcmp(ours.data(), expected.data(),
                                           ours.size() * sizeof(float)) == 0,
-                              std::string(plainest.kernels.rules[rule].name) + " with " + set.name +
-                                  ", block " + std::to_string(block));
+                              std::string(plainest.in_float.rules[rule].name) + " with " +
+                                  set.name + ", block " + std::to_string(block));
                     });
                 }
             }

@@ -87,8 +87,7 @@ struct Problem {
         result.state[1] = view(exp_avg_sq);
         for (int i = 0; i < 4; ++i) result.options[i] = options[i];
         result.step = late;
-        const RuleKernels& rule = set.kernels.rules[0];
-        result.apply = sizeof(T) == 4 ? rule.apply_float : rule.apply_double;
+        result.apply = (sizeof(T) == 4 ? set.in_float : set.in_double).rules[0].apply;
         return result;
     }
 
