@@ -115,7 +115,7 @@ nb::list instruction_set_names() {
 }  // namespace
 
 NB_MODULE(_limit, module) {
-    watch_forks();
+    install_fork_handler();
     module.doc() = "What benchmarks are measured against; see benchmarks/native/limit.h.";
     module.def("run", &run, nb::arg("rule"), nb::arg("order"), nb::arg("tensors"), nb::arg("dim"),
                nb::arg("options"), nb::arg("step"), nb::arg("shares"), nb::arg("instruction_set"),

@@ -1,5 +1,5 @@
 // The slots of a compressed gradient (CSR, BSR), written out row by row of the parameter. So they
-// come in ascending order, whatever the height of a block, and memory is visited from front to
+// come in ascending order, for any height of a block, and memory is visited from front to
 // back.
 #pragma once
 
@@ -12,16 +12,17 @@ namespace sparsestep {
 
 // Compressed rows of blocks. Block e of group g covers `block_rows` rows of the parameter from g *
 // block_rows on, and in each of them the slot others[e] of `row_slots`.
-struct Compressed {
+struct CompressedSlots {
     const int64_t* starts;  // of each group, and the end: groups + 1 numbers
     const int64_t* others;
     int64_t groups, entries, block_rows, row_slots;
 };
 
-// Fills in the slot of every row of every block, and which row of the values it has (`source`,
+// Fills in the slot of every row of every block, and which row of the values it has (`value_index`,
 // which blocks of one row do not need). False if the indices are not valid: then what
 // was filled in means nothing.
-inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source, int threads) {
+inline bool slots_of(const CompressedSlots& from, int64_t* indices, int64_t* value_index,
+                     int threads) {
     // What the loop below relies on; a few numbers beside the entries.
     if (from.starts[0] != 0 || from.starts[from.groups] != from.entries) return false;
     for (int64_t g = 0; g < from.groups; ++g) {
@@ -41,8 +42,8 @@ inline bool slots_of(const Compressed& from, int64_t* positions, int64_t* source
                 const int64_t first = (g * from.block_rows + row) * from.row_slots;
                 for (int64_t e = begin; e < end; ++e, ++at) {
                     inside &= uint64_t(from.others[e]) < uint64_t(from.row_slots);
-                    positions[at] = int64_t(uint64_t(first) + uint64_t(from.others[e]));
-                    if (source) source[at] = e * from.block_rows + row;
+                    indices[at] = int64_t(uint64_t(first) + uint64_t(from.others[e]));
+                    if (value_index) value_index[at] = e * from.block_rows + row;
                 }
             }
         }

@@ -20,10 +20,10 @@ namespace sparsestep {
 
 constexpr uint64_t no_key = std::numeric_limits<uint64_t>::max();
 
-class Victims {
+class EvictionQueue {
 public:
     // Of at most so many entries.
-    explicit Victims(size_t entries) : share_(std::max<size_t>(64, entries / 32)) {
+    explicit EvictionQueue(size_t entries) : share_(std::max<size_t>(64, entries / 32)) {
         if (!entries) return;
         queue_.reserve(2 * share_);
         later_.reserve(share_);
@@ -62,7 +62,7 @@ public:
             const Entry entry = take();
             const uint64_t key = key_of(entry.index);
             if (key != entry.key) {
-                if (key > entry.key) push(key, entry.index);  // else it was added anew
+                if (key > entry.key) push(key, entry.index);  // else it was added again
             } else if (is_held(entry.index)) {
                 put_aside(entry);
             } else {
@@ -94,7 +94,7 @@ private:
     void push(uint64_t key, uint32_t index) {
         const Entry entry{key, index};
         if (!(entry < bound_)) return;
-        if (later_.size() == share_) {  // they are looked for anew when one is needed
+        if (later_.size() == share_) {  // they are searched again when one is needed
             queue_.clear();
             later_.clear();
             bound_ = {0, 0};
@@ -147,7 +147,7 @@ private:
     std::vector<Entry> queue_;  // those of the share, the smallest last
     std::vector<Entry> later_;  // a heap of those that joined it
     std::vector<Entry> aside_;  // below the bound, too, but held
-    Entry bound_{0, 0};         // whoever is in none of these is not below it
+    Entry bound_{0, 0};         // an entry in none of these is not below it
     bool left_out_ = false;     // but for some that are held
     bool exhausted_ = false;    // all are held
 };

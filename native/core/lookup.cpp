@@ -51,11 +51,12 @@ bool look_up(const LookupWork* works, int64_t count, Lookup run, int threads, in
         const LookupWork& work = works[task.work];
         const auto& [begin, kept] = task.done;
         int64_t& at = counted[task.work];
-        if (at > begin) return false;  // only where somebody changes the starts meanwhile
+        if (at > begin) return false;  // only if the starts change meanwhile
         if (at < begin) {
             const size_t bytes = size_t(kept) * sizeof(int64_t);
-            std::memmove(work.positions + at, work.positions + begin, bytes);
-            if (work.source) std::memmove(work.source + at, work.source + begin, bytes);
+            std::memmove(work.indices + at, work.indices + begin, bytes);
+            if (work.value_index)
+                std::memmove(work.value_index + at, work.value_index + begin, bytes);
         }
         at += kept;
     }

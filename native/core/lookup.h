@@ -30,17 +30,17 @@ struct LookupWork {
     int64_t start_count;  // as many as there are bags; or one more, where the last bag ends
     int64_t bags, length;
     Pooling pooling;
-    const void* factors;  // one for each id, of the table's dtype; null: none
-    int64_t padding;      // the id that does not count; -1: none
-    void* output;         // [bags, columns]
-    int64_t* positions;   // the ids, copied before they are checked, so that nobody changes them
-    int64_t* source;      // the bag of each id; null: not asked for
-    int64_t* winners;     // [bags, columns], for the maximum: whose element it is; null: not asked
-    int64_t* counted;     // for each bag, how many ids are no padding; null: not asked for
+    const void* factors;   // one for each id, of the table's dtype; null: none
+    int64_t padding;       // the id that does not count; -1: none
+    void* output;          // [bags, columns]
+    int64_t* indices;      // the ids, copied before they are checked, so that they cannot change
+    int64_t* value_index;  // the bag of each id; null: not asked for
+    int64_t* winners;      // [bags, columns], for the maximum: whose element it is; null: not asked
+    int64_t* counted;      // for each bag, how many ids are no padding; null: not asked for
 };
 
 // Where the ids of some bags begin, and how many of them are no padding: these come first among the
-// positions of those bags. Less than zero: an id is no row, or the starts do not cut ids into bags.
+// indices of those bags. Less than zero: an id is no row, or the starts do not cut ids into bags.
 struct LookedUp {
     int64_t begin, counted;
 };
@@ -49,7 +49,7 @@ struct LookedUp {
 using Lookup = LookedUp (*)(const LookupWork& work, int64_t first, int64_t last);
 
 // Does all of them and fills in, for each, how many ids are no padding: these come first among its
-// positions, and in its source. False, and what was written means nothing, where an id is no row of
+// indices, and in its source. False, and what was written means nothing, where an id is no row of
 // its table or the starts of bags are not valid.
 bool look_up(const LookupWork* works, int64_t count, Lookup run, int threads, int64_t* counted);
 

@@ -20,7 +20,7 @@
 namespace sparsestep {
 
 // Row r lies at [offset + r * row_bytes, offset + (r + 1) * row_bytes) of the file.
-struct RowsInFile {
+struct FileRows {
     const int64_t* rows;
     int64_t entries;
     int64_t count;  // rows that there are; others are left alone
@@ -32,7 +32,7 @@ struct PageRun {
 };
 
 // The pages of these rows that the map does not know, in order, neighbours together.
-inline std::vector<PageRun> unknown_pages(const RowsInFile& of, const uint8_t* known) {
+inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
     std::vector<int64_t> found;
     for (int64_t e = 0; e < of.entries; ++e) {
         const int64_t row = of.rows[e];
@@ -53,14 +53,14 @@ inline std::vector<PageRun> unknown_pages(const RowsInFile& of, const uint8_t* k
     return runs;
 }
 
-inline int64_t pages_of(const RowsInFile& of) {
+inline int64_t pages_of(const FileRows& of) {
     return (of.offset + of.count * of.row_bytes + of.page_bytes - 1) / of.page_bytes;
 }
 
 // The first page from this one on that has no blocks. A table that was filled once has them all,
 // and reserving page by page would take longer than writing. A file system that does not know about
 // holes reports none: then only the number of blocks counts.
-inline int64_t blocks_end(int file, int64_t page, int64_t page_bytes) {
+inline int64_t next_hole(int file, int64_t page, int64_t page_bytes) {
 #if defined(__linux__)
     const int64_t begin = page * page_bytes, hole = lseek(file, begin, SEEK_HOLE);
     struct stat about;
@@ -75,7 +75,7 @@ inline int64_t blocks_end(int file, int64_t page, int64_t page_bytes) {
 }
 
 // Reserves blocks for bytes of a file. An errno, or 0; EOPNOTSUPP if the file system cannot.
-inline int hold_ready(int file, int64_t begin, int64_t size) {
+inline int allocate_blocks(int file, int64_t begin, int64_t size) {
     int error = 0;
 #if defined(__linux__)
     do {
@@ -89,12 +89,12 @@ inline int hold_ready(int file, int64_t begin, int64_t size) {
 
 // Has blocks held ready for rows that are about to be written, so that the disk cannot turn out to
 // be full while they are. An errno, or 0.
-inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
+inline int reserve_rows(const FileRows& of, int file, uint8_t* known) {
     const int64_t page_count = pages_of(of);
     const std::vector<PageRun> runs = unknown_pages(of, known);
     if (runs.empty()) return 0;
     // Where blocks cannot be reserved, what is told of holes is not trusted either.
-    if (const int error = hold_ready(file, runs[0].first * of.page_bytes, of.page_bytes))
+    if (const int error = allocate_blocks(file, runs[0].first * of.page_bytes, of.page_bytes))
         return error;
     for (PageRun run : runs) {
         const int64_t end = run.first + run.pages;
@@ -103,12 +103,12 @@ inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
                 ++run.first;
                 continue;
             }
-            int64_t pages = std::min(page_count, blocks_end(file, run.first, of.page_bytes));
+            int64_t pages = std::min(page_count, next_hole(file, run.first, of.page_bytes));
             pages -= run.first;
             if (pages <= 0) {
                 pages = end - run.first;
                 const int error =
-                    hold_ready(file, run.first * of.page_bytes, pages * of.page_bytes);
+                    allocate_blocks(file, run.first * of.page_bytes, pages * of.page_bytes);
                 if (error) return error;
             }
             std::fill_n(known + run.first, pages, uint8_t(1));
@@ -119,7 +119,7 @@ inline int reserve_rows(const RowsInFile& of, int file, uint8_t* known) {
 }
 
 // Has the operating system begin to read the pages of rows. How many were asked for.
-inline int64_t prefetch_rows(const RowsInFile& of, char* memory, uint8_t* known) {
+inline int64_t prefetch_rows(const FileRows& of, char* memory, uint8_t* known) {
     int64_t asked = 0;
     for (const PageRun& run : unknown_pages(of, known)) {
 #if defined(_WIN32)

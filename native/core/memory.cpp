@@ -50,7 +50,7 @@ struct Block {
     size_t bytes;
 };
 
-// Whoever takes a spare block leaves null behind, so steps on several threads never share one.
+// Taking a spare block leaves null in its place, so steps on several threads never share one.
 std::atomic<Block*> spare[spare_blocks];
 std::atomic<size_t> kept_bytes{0};
 

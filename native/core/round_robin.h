@@ -21,10 +21,10 @@ struct IdBags {
     int64_t start(int64_t bag) const { return starts ? starts[bag] : bag; }
 };
 
-// Where the ids of each owner go, all in their order: the owner's number of the row, the entry it
-// was, and for each bag of which the owner has a part, the bag and how many of its ids.
+// Where the ids of each owner rank go, all in their order: the owner's number of the row, the entry
+// it was, and for each bag of which the owner has a part, the bag and how many of its ids.
 template <class Row>
-struct OwnerParts {
+struct RankParts {
     Row* rows;
     int64_t* order;    // null: not asked for
     int64_t* bags;     // null: not asked for; with lengths, every owner has a part of every bag
@@ -36,9 +36,9 @@ struct OwnerParts {
 
 // Division by a number that is not known to the compiler. It takes several times as long as all
 // else that is done for an id.
-class Shift {
+class DivideByShift {
 public:
-    explicit Shift(uint64_t world) : mask_(world - 1) {
+    explicit DivideByShift(uint64_t world) : mask_(world - 1) {
         while (world >> bits_ > 1) ++bits_;
     }
     static bool fits(uint64_t world) { return (world & (world - 1)) == 0; }
@@ -51,9 +51,9 @@ private:
 };
 
 // Of 32 bits, by the inverse in 64: the product's upper half is exact. World is below 2^32.
-class Inverse {
+class DivideByMultiply {
 public:
-    explicit Inverse(uint64_t world) : world_(world), inverse_(UINT64_MAX / world + 1) {}
+    explicit DivideByMultiply(uint64_t world) : world_(world), inverse_(UINT64_MAX / world + 1) {}
     uint64_t row(uint64_t id) const {
         if (id >> 32) return id / world_;
         return uint64_t(Wide(inverse_) * id >> 64);
@@ -66,9 +66,9 @@ private:
 };
 
 template <class Row, class Divide>
-class SplitByOwner {
+class SplitByRank {
 public:
-    SplitByOwner(const IdBags& from, uint64_t world, OwnerParts<Row>& to)
+    SplitByRank(const IdBags& from, uint64_t world, RankParts<Row>& to)
         : from_(from), to_(to), world_(size_t(world)), divide_(world) {}
 
     void run() {
@@ -167,37 +167,37 @@ private:
     static constexpr int64_t most_room = int64_t(1) << 20;  // numbers
 
     const IdBags& from_;
-    OwnerParts<Row>& to_;
+    RankParts<Row>& to_;
     const size_t world_;
     const Divide divide_;
     std::vector<int64_t> at_, part_, latest_;  // by owner: the next id, the next part, the last bag
 };
 
 template <class Row>
-void split_by_owner(const IdBags& from, uint64_t world, OwnerParts<Row>& to) {
-    if (Shift::fits(world)) {
-        SplitByOwner<Row, Shift>(from, world, to).run();
+void split_by_owner(const IdBags& from, uint64_t world, RankParts<Row>& to) {
+    if (DivideByShift::fits(world)) {
+        SplitByRank<Row, DivideByShift>(from, world, to).run();
     } else {
-        SplitByOwner<Row, Inverse>(from, world, to).run();
+        SplitByRank<Row, DivideByMultiply>(from, world, to).run();
     }
 }
 
 // The distinct ids in order of appearance, and for each entry which of them it is. Returns how many
 // they are; -1 where one is not below `rows`.
-inline int64_t find_distinct(const int64_t* ids, int64_t entries, int64_t rows, int64_t* distinct,
-                             int64_t* which) {
+inline int64_t find_unique(const int64_t* ids, int64_t entries, int64_t rows, int64_t* distinct,
+                           int64_t* which) {
     Job job{};
-    job.positions = ids;
+    job.indices = ids;
     job.entries = entries;
-    job.slots = rows;
-    Unique unique(job);
-    for (int64_t chunk = 0; chunk < unique.chunks(); ++chunk) unique.inspect(chunk);
-    if (unique.first_bad_entry() >= 0) return -1;
+    job.num_slots = rows;
+    Dedup unique(job);
+    for (int64_t chunk = 0; chunk < unique.chunks(); ++chunk) unique.scan(chunk);
+    if (unique.first_out_of_range() >= 0) return -1;
     for (int64_t e = 0; e < entries; ++e) which[e] = e;
     Scratch scratch;
     if (!unique.ascending()) {
         scratch.reserve(size_t(unique.scratch_words()) * sizeof(uint64_t));
-        unique.use_scratch(static_cast<uint64_t*>(scratch.data()));
+        unique.set_scratch(static_cast<uint64_t*>(scratch.data()));
         if (unique.has_buckets()) {
             for (int64_t chunk = 0; chunk < unique.chunks(); ++chunk) unique.count(chunk);
             unique.place_buckets();
@@ -205,10 +205,12 @@ inline int64_t find_distinct(const int64_t* ids, int64_t entries, int64_t rows, 
         }
         for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) {
             unique.group(bucket);
-            const Unique::Range range = unique.range(bucket);
+            const Dedup::Range range = unique.range(bucket);
             for (int64_t g = range.begin; g < range.end; ++g) {
-                const Entry* const members = unique.members() + unique.groups()[g].begin;
-                for (Entry i = 1; i < unique.groups()[g].count; ++i) which[members[i]] = *members;
+                const Entry* const duplicate_entries =
+                    unique.duplicate_entries() + unique.groups()[g].begin;
+                for (Entry i = 1; i < unique.groups()[g].count; ++i)
+                    which[duplicate_entries[i]] = *duplicate_entries;
             }
         }
     }

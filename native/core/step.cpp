@@ -26,7 +26,7 @@ int64_t element_bytes(Dtype dtype) {
 }
 
 int64_t traffic(const Job& job) {
-    return job.entries * (job.block * element_bytes(job.param.dtype) * 6 + 64);
+    return job.entries * (job.slot_size * element_bytes(job.param.dtype) * 6 + 64);
 }
 
 // Memory from the first byte to behind the last.
@@ -35,7 +35,7 @@ struct Extent {
     bool operator<(const Extent& other) const { return begin < other.begin; }
 };
 
-Extent extent(const View& view, int64_t rows, int64_t columns) {
+Extent extent(const TensorView& view, int64_t rows, int64_t columns) {
     const char* begin = static_cast<const char*>(view.data);
     if (!begin || rows <= 0 || columns <= 0) return {begin, begin};
     const int64_t last = (rows - 1) * view.slot_stride + (columns - 1) * view.element_stride;
@@ -49,15 +49,15 @@ Extent extent(const T* begin, int64_t count) {
 }
 
 // Rows of values that a job may read.
-int64_t value_rows(const Job& job) { return job.source ? job.rows : job.entries; }
+int64_t value_rows(const Job& job) { return job.value_index ? job.rows : job.entries; }
 
 // The rows of values of all entries one after the other.
 std::unique_ptr<char[]> gathered_values(const Job& job) {
-    const size_t item = size_t(element_bytes(job.values.dtype)), row = size_t(job.block) * item;
+    const size_t item = size_t(element_bytes(job.values.dtype)), row = size_t(job.slot_size) * item;
     auto copy = std::make_unique<char[]>(size_t(job.entries) * row);
     const char* const from = static_cast<const char*>(job.values.data);
     for (int64_t i = 0; i < job.entries; ++i) {
-        std::memcpy(copy.get() + size_t(i) * row, from + job.source[i] * int64_t(item), row);
+        std::memcpy(copy.get() + size_t(i) * row, from + job.value_index[i] * int64_t(item), row);
     }
     return copy;
 }
@@ -66,14 +66,14 @@ std::unique_ptr<char[]> gathered_values(const Job& job) {
 template <class Visit>
 void for_each_written(const Job& job, const Visit& visit) {
     if (!job.param.data) return;  // only norms are asked for
-    visit(extent(job.param, job.slots, job.block));
-    for (const View& state : job.state) visit(extent(state, job.slots, job.block));
-    for (const View& state : job.slot_state) visit(extent(state, job.slots, 1));
+    visit(extent(job.param, job.num_slots, job.slot_size));
+    for (const TensorView& state : job.state) visit(extent(state, job.num_slots, job.slot_size));
+    for (const TensorView& state : job.slot_state) visit(extent(state, job.num_slots, 1));
 }
 
 // Calls add(begin, end) for parts of the range that have about as many entries each.
 template <class Add>
-void split_evenly(const Unique::Range& range, int64_t entries, const Add& add) {
+void split_evenly(const Dedup::Range& range, int64_t entries, const Add& add) {
     const int64_t count = range.end - range.begin;
     const int64_t parts = std::min(count, (range.entries + entries - 1) / entries);
     for (int64_t i = 0; i < parts; ++i) {
@@ -87,31 +87,31 @@ Step::Step(Job* jobs, int64_t count, int threads) : jobs_(jobs), count_(count), 
     int64_t bytes = 0;
     for (int64_t j = 0; j < count; ++j) bytes += traffic(jobs[j]);
     if (bytes < serial_bytes) threads_ = 1;
-    uniques_.reserve(size_t(count));
-    for (int64_t j = 0; j < count; ++j) uniques_.emplace_back(jobs[j]);
+    dedups_.reserve(size_t(count));
+    for (int64_t j = 0; j < count; ++j) dedups_.emplace_back(jobs[j]);
 }
 
-std::optional<BadEntry> Step::prepare() {
-    if (const std::optional<BadEntry> bad = first_bad_entry()) return bad;
+std::optional<OutOfRange> Step::prepare() {
+    if (const std::optional<OutOfRange> bad = first_out_of_range()) return bad;
     find_overlaps();
     find_groups();
     return std::nullopt;
 }
 
 void Step::apply() noexcept {
-    if (!params_overlap_) return apply(0, pieces_.size());
-    // One after the other. Pieces stand in the order of their jobs.
-    for (size_t begin = 0, end = 0; begin < pieces_.size(); begin = end) {
-        while (end < pieces_.size() && pieces_[end].first == pieces_[begin].first) ++end;
+    if (!params_overlap_) return apply(0, slices_.size());
+    // One after the other. Slices stand in the order of their jobs.
+    for (size_t begin = 0, end = 0; begin < slices_.size(); begin = end) {
+        while (end < slices_.size() && slices_[end].first == slices_[begin].first) ++end;
         apply(begin, end);
     }
 }
 
-std::optional<BadEntry> Step::first_bad_entry() {
-    for_all(&Unique::chunks, &Unique::inspect, [](const Unique&) { return true; });
-    for (size_t j = 0; j < uniques_.size(); ++j) {
-        const int64_t entry = uniques_[j].first_bad_entry();
-        if (entry >= 0) return BadEntry{int64_t(j), entry, jobs_[j].positions[entry]};
+std::optional<OutOfRange> Step::first_out_of_range() {
+    for_all(&Dedup::chunks, &Dedup::scan, [](const Dedup&) { return true; });
+    for (size_t j = 0; j < dedups_.size(); ++j) {
+        const int64_t entry = dedups_[j].first_out_of_range();
+        if (entry >= 0) return OutOfRange{int64_t(j), entry, jobs_[j].indices[entry]};
     }
     return std::nullopt;
 }
@@ -130,7 +130,7 @@ void Step::find_overlaps() {
         params_overlap_ |= each.begin < reached;
         reached = std::max(reached, each.end);
     }
-    // From here on, whatever lies between two of them may be told by the one before it alone.
+    // From here on, overlaps show between neighbors.
     if (params_overlap_) {
         reached = nullptr;
         for (Extent& each : written) each.end = reached = std::max(reached, each.end);
@@ -143,7 +143,7 @@ void Step::find_overlaps() {
     };
     for (int64_t j = 0; j < count_; ++j) {
         copy_if(jobs_[j], is_written);
-        uniques_[size_t(j)].use_positions(jobs_[j].positions);
+        dedups_[size_t(j)].set_indices(jobs_[j].indices);
     }
 }
 
@@ -154,11 +154,11 @@ void Step::copy_if(Job& job, const IsWritten& is_written) {
         copies_.push_back(std::make_unique<char[]>(bytes));
         return static_cast<char*>(std::memcpy(copies_.back().get(), read.begin, bytes));
     };
-    const Extent positions = extent(job.positions, job.entries);
-    const Extent source = extent(job.source, job.entries);
+    const Extent indices = extent(job.indices, job.entries);
+    const Extent value_index = extent(job.value_index, job.entries);
     const Extent scale = extent(job.scale, job.entries, 1);
-    const Extent held = extent(job.held, value_rows(job) * job.block);
-    const bool same = job.positions == job.source;
+    const Extent element_mask = extent(job.element_mask, value_rows(job) * job.slot_size);
+    const bool same = job.indices == job.value_index;
     if (job.value_parts) {
         bool any = false;
         for (int64_t i = 0; i < job.value_part_count; ++i) {
@@ -167,61 +167,62 @@ void Step::copy_if(Job& job, const IsWritten& is_written) {
         }
         if (any) {
             copies_.push_back(gathered_values(job));
-            job.values = {copies_.back().get(), job.values.dtype, job.block, 1};
-            job.source = nullptr;
+            job.values = {copies_.back().get(), job.values.dtype, job.slot_size, 1};
+            job.value_index = nullptr;
         }
     } else {
-        const Extent values = extent(job.values, value_rows(job), job.block);
+        const Extent values = extent(job.values, value_rows(job), job.slot_size);
         if (is_written(values)) job.values.data = copied(values);
     }
-    if (is_written(positions)) {
-        job.positions = reinterpret_cast<const int64_t*>(copied(positions));
-        if (same) job.source = job.positions;
+    if (is_written(indices)) {
+        job.indices = reinterpret_cast<const int64_t*>(copied(indices));
+        if (same) job.value_index = job.indices;
     }
-    if (job.source && !same && is_written(source)) {
-        job.source = reinterpret_cast<const int64_t*>(copied(source));
+    if (job.value_index && !same && is_written(value_index)) {
+        job.value_index = reinterpret_cast<const int64_t*>(copied(value_index));
     }
     if (is_written(scale)) job.scale.data = copied(scale);
-    if (is_written(held)) job.held = reinterpret_cast<const bool*>(copied(held));
+    if (is_written(element_mask))
+        job.element_mask = reinterpret_cast<const bool*>(copied(element_mask));
 }
 
 void Step::find_groups() {
     int64_t words = 0;
-    for (const Unique& unique : uniques_) {
+    for (const Dedup& unique : dedups_) {
         if (!unique.ascending()) words += unique.scratch_words();
     }
     scratch_.reserve(size_t(words) * sizeof(uint64_t));
     uint64_t* at = static_cast<uint64_t*>(scratch_.data());
-    for (Unique& unique : uniques_) {
+    for (Dedup& unique : dedups_) {
         if (unique.ascending()) continue;
-        unique.use_scratch(at);
+        unique.set_scratch(at);
         at += unique.scratch_words();
     }
-    const auto grouped = [](const Unique& unique) { return !unique.ascending(); };
-    const auto scattered = [](const Unique& unique) {
+    const auto grouped = [](const Dedup& unique) { return !unique.ascending(); };
+    const auto scattered = [](const Dedup& unique) {
         return !unique.ascending() && unique.has_buckets();
     };
-    for_all(&Unique::chunks, &Unique::count, scattered);
-    for (Unique& unique : uniques_) {
+    for_all(&Dedup::chunks, &Dedup::count, scattered);
+    for (Dedup& unique : dedups_) {
         if (scattered(unique)) unique.place_buckets();
     }
-    for_all(&Unique::chunks, &Unique::scatter, scattered);
-    for_all(&Unique::buckets, &Unique::group, grouped);
-    for (size_t j = 0; j < uniques_.size(); ++j) {
-        const Unique& unique = uniques_[j];
+    for_all(&Dedup::chunks, &Dedup::scatter, scattered);
+    for_all(&Dedup::buckets, &Dedup::group, grouped);
+    for (size_t j = 0; j < dedups_.size(); ++j) {
+        const Dedup& unique = dedups_[j];
         if (grouped(unique) && unique.repeats()) {
-            jobs_[j].alone = unique.alone();
+            jobs_[j].unique_entries = unique.unique_entries();
             jobs_[j].groups = unique.groups();
-            jobs_[j].members = unique.members();
+            jobs_[j].duplicate_entries = unique.duplicate_entries();
         }
-        add_pieces(int64_t(j));
+        add_slices(int64_t(j));
     }
 }
 
 template <class Which>
-void Step::for_all(int64_t (Unique::*count)() const, void (Unique::*run)(int64_t), Which which) {
+void Step::for_all(int64_t (Dedup::*count)() const, void (Dedup::*run)(int64_t), Which which) {
     tasks_.clear();
-    for (Unique& unique : uniques_) {
+    for (Dedup& unique : dedups_) {
         if (!which(unique)) continue;
         for (int64_t i = 0; i < (unique.*count)(); ++i) tasks_.emplace_back(&unique, i);
     }
@@ -229,67 +230,67 @@ void Step::for_all(int64_t (Unique::*count)() const, void (Unique::*run)(int64_t
              [&](int64_t t) { (tasks_[size_t(t)].first->*run)(tasks_[size_t(t)].second); });
 }
 
-void Step::add_pieces(int64_t j) {
+void Step::add_slices(int64_t j) {
     const Job& job = jobs_[j];
-    if (job.whole && job.slots == 1 && !job.by_slot) {
-        for (int64_t column = 0; column < job.block; column += piece_elements) {
-            const int64_t end = std::min(job.block, column + piece_elements);
-            pieces_.push_back({j, {0, 1, column, end}});
+    if (job.all_slots && job.num_slots == 1 && !job.needs_whole_slots) {
+        for (int64_t column = 0; column < job.slot_size; column += piece_elements) {
+            const int64_t end = std::min(job.slot_size, column + piece_elements);
+            slices_.push_back({j, {0, 1, column, end}});
         }
         return;
     }
     const int64_t fair = std::max(least_entries, job.entries / (pieces_per_thread * threads_));
-    const int64_t most = piece_elements / std::max<int64_t>(1, job.block);
-    // Each piece has to wait for its first rows: one thread gets everything in one.
+    const int64_t most = piece_elements / std::max<int64_t>(1, job.slot_size);
+    // Each slice has to wait for its first rows: one thread gets everything in one.
     const int64_t entries = threads_ == 1 ? std::max<int64_t>(1, job.entries)
                                           : std::max<int64_t>(1, std::min(fair, most));
     const auto add = [&](int64_t begin, int64_t end) {
-        pieces_.push_back({j, {begin, end, 0, job.block}});
+        slices_.push_back({j, {begin, end, 0, job.slot_size}});
     };
     if (!job.groups) return split_evenly({0, job.entries, job.entries}, entries, add);
-    Unique& unique = uniques_[size_t(j)];
-    const int64_t span = unique.span_of_alone();
+    Dedup& unique = dedups_[size_t(j)];
+    const int64_t span = unique.unique_span();
     if (threads_ == 1 && unique.buckets() == 1) {
-        const Unique::Range range = unique.range(0);
-        return pieces_.push_back({j, {0, span, 0, job.block, range.begin, range.end}});
+        const Dedup::Range range = unique.range(0);
+        return slices_.push_back({j, {0, span, 0, job.slot_size, range.begin, range.end}});
     }
     // Large groups first, so that none is begun when all else has ended.
-    if (threads_ > 1 && !job.by_slot) {
+    if (threads_ > 1 && !job.needs_whole_slots) {
         const int64_t length = std::max(heavy_group, job.entries / (8 * threads_));
-        for (int64_t group : unique.take_heavy(length)) add_heavy(j, group);
+        for (int64_t group : unique.take_large_groups(length)) add_large_group(j, group);
     }
     for (int64_t bucket = 0; bucket < unique.buckets(); ++bucket) {
         split_evenly(unique.range(bucket), entries, [&](int64_t begin, int64_t end) {
-            pieces_.push_back({j, {0, 0, 0, job.block, begin, end}});
+            slices_.push_back({j, {0, 0, 0, job.slot_size, begin, end}});
         });
     }
     split_evenly({0, span, span}, entries, add);
 }
 
 // Each column is summed by one thread, from first to last: the bits stay the same.
-void Step::add_heavy(int64_t j, int64_t group) {
+void Step::add_large_group(int64_t j, int64_t group) {
     const Job& job = jobs_[j];
     const int64_t line = cache_line / element_bytes(job.values.dtype);
-    const int64_t share = (job.block + threads_ - 1) / threads_;
+    const int64_t share = (job.slot_size + threads_ - 1) / threads_;
     const int64_t columns = (share + line - 1) / line * line;
-    for (int64_t column = 0; column < job.block; column += columns) {
-        const int64_t end = std::min(job.block, column + columns);
-        pieces_.push_back({j, {0, 0, column, end, group, group + 1}});
+    for (int64_t column = 0; column < job.slot_size; column += columns) {
+        const int64_t end = std::min(job.slot_size, column + columns);
+        slices_.push_back({j, {0, 0, column, end, group, group + 1}});
     }
 }
 
 void Step::apply(size_t begin, size_t end) {
     parallel(threads_, int64_t(end - begin), [&](int64_t t) {
-        auto& [j, piece] = pieces_[begin + size_t(t)];
+        auto& [j, slice] = slices_[begin + size_t(t)];
         const Job& job = jobs_[j];
-        if (job.alone) piece.end = uniques_[size_t(j)].list_alone(piece.begin, piece.end);
-        job.apply(job, piece);
+        if (job.unique_entries) slice.end = dedups_[size_t(j)].list_unique(slice.begin, slice.end);
+        job.apply(job, slice);
     });
 }
 
-std::optional<BadEntry> step(Job* jobs, int64_t count, int threads) {
+std::optional<OutOfRange> step(Job* jobs, int64_t count, int threads) {
     Step step(jobs, count, threads);
-    if (const std::optional<BadEntry> bad = step.prepare()) return bad;
+    if (const std::optional<OutOfRange> bad = step.prepare()) return bad;
     step.apply();
     return std::nullopt;
 }

@@ -53,7 +53,7 @@ void on_short_lived_threads(int threads, void (*run)(void*), void* context) {
 
 }  // namespace
 
-void on_team(int threads, void (*run)(void*), void* context) {
+void run_on_threads(int threads, void (*run)(void*), void* context) {
     if (const OpenMpParallel borrowed = torch_openmp()) {
         borrowed(run, context, unsigned(threads), 0);
     } else {
@@ -61,12 +61,12 @@ void on_team(int threads, void (*run)(void*), void* context) {
     }
 }
 
-void watch_forks() {
-#if !defined(_WIN32)  // where nobody forks
+void install_fork_handler() {
+#if !defined(_WIN32)  // which has no fork
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 }
 
-const char* team_kind() { return torch_openmp() ? "openmp (torch's)" : "short-lived"; }
+const char* thread_source() { return torch_openmp() ? "openmp (torch's)" : "short-lived"; }
 
 }  // namespace sparsestep

@@ -12,14 +12,13 @@
 namespace sparsestep {
 
 // Calls run(context) on up to `threads` threads at once, the caller being one of them.
-void on_team(int threads, void (*run)(void*), void* context);
+void run_on_threads(int threads, void (*run)(void*), void* context);
 
-// To be called once, before anybody forks: torch may have used its team before we do, and then a
-// child that asks for it waits forever.
-void watch_forks();
+// Call once before any fork. A forked child must not use torch's OpenMP threads: it would deadlock.
+void install_fork_handler();
 
 // Whose threads on_team() uses: "openmp (torch's)" or "short-lived".
-const char* team_kind();
+const char* thread_source();
 
 // Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what
 // a task writes must not depend on it.
@@ -36,7 +35,7 @@ void parallel(int threads, int64_t tasks, const Body& body) {
     } shared;
     shared.body = &body;
     shared.tasks = tasks;
-    on_team(
+    run_on_threads(
         threads,
         [](void* context) {
             Shared& work = *static_cast<Shared*>(context);

@@ -1,4 +1,4 @@
-// The plain data that Python's side, the partition and the kernels hand to each other.
+// The plain data that bindings, core and kernels hand to each other.
 // Nothing here has code of its own: this header is seen by translation units that are compiled
 // for different instruction sets, and a shared inline function could be merged into the wrong one.
 #pragma once
@@ -9,8 +9,8 @@ namespace sparsestep {
 
 enum class Dtype : int32_t { float16 = 0, bfloat16 = 1, float32 = 2, float64 = 3 };
 
-// A tensor seen as [slots, block]. Strides are in elements.
-struct View {
+// A tensor seen as [num_slots, slot_size]. Strides are in elements.
+struct TensorView {
     void* data;
     Dtype dtype;
     int64_t slot_stride;
@@ -18,8 +18,8 @@ struct View {
 };
 
 // A state tensor of one byte for each element: codes, and a scale for each slot. Strides are from
-// slot to slot. What they stand for is said in src/sparsestep/rules/int8.py.
-struct Codes {
+// slot to slot. What they stand for is said in src/sparsestep/contract/int8.py.
+struct Int8View {
     int8_t* data;
     int64_t stride;
     float* scale;
@@ -33,7 +33,7 @@ struct Memory {
 };
 
 // The longest slot whose state may be codes: its values are kept until the scale is known.
-constexpr int64_t max_coded_block = 8192;
+constexpr int64_t max_int8_slot_size = 8192;
 
 constexpr int max_states = 8;
 constexpr int max_slot_states = 4;
@@ -46,29 +46,29 @@ struct Program;  // see program.h
 // the largest.
 enum class Norm : int32_t { sum = 1, squares = 2, largest = 3 };
 
-// The entries of one slot that comes more than once, in order of appearance: `count` members from
-// `begin` on.
+// A slot that occurs more than once: `count` of the duplicate entries from `begin` on, in order of
+// appearance.
 using Entry = uint32_t;
-constexpr int64_t most_entries = 0x7fffffff;
-struct EntryGroup {
+constexpr int64_t max_entries = 0x7fffffff;
+struct DuplicateSlot {
     int64_t slot;
     Entry begin, count;
 };
 
-// A share of a job: entries [begin, end) of those that are alone with their slot, groups
-// [first_group, last_group), and of both columns [first_column, last_column) of their blocks.
-struct Piece {
+// The part of a job that one task runs: ranges of unique entries, of duplicate slots, and of
+// columns.
+struct JobSlice {
     int64_t begin, end;
     int64_t first_column, last_column;
     int64_t first_group = 0, last_group = 0;
 };
 
-// Applies a job's rule to a piece of it.
-using Apply = void (*)(const Job& job, const Piece& piece);
+// Applies a job's rule to a slice of it.
+using Apply = void (*)(const Job& job, const JobSlice& slice);
 
 // Which elements of a whole tensor those of a part are: its row i is row i * step + first. By
 // default the part is the whole. Random bits are those of the whole's elements.
-struct DealtRows {
+struct RowStride {
     int64_t length = INT64_MAX;  // of a row
     int64_t step = 1, first = 0;
 
@@ -80,43 +80,44 @@ struct DealtRows {
 
 // One gradient to apply to one parameter.
 struct Job {
-    bool whole;                // every slot comes once, in order; no positions
-    const int64_t* positions;  // a slot for each entry
-    const int64_t* source;     // the row of values that each entry takes; null: row i
-    View scale;                // a factor for each entry; no data: none
-    const bool* held;          // [rows, block]: which elements are touched; null: all of a slot
-    const Entry* alone;        // the entries that are alone with their slot; null: all, in order
-    const EntryGroup* groups;  // the slots that come more than once
-    const Entry* members;      // the entries of all groups
+    bool all_slots;                  // every slot comes once, in order; no indices
+    const int64_t* indices;          // a slot for each entry
+    const int64_t* value_index;      // the row of values that each entry takes; null: row i
+    TensorView scale;                // a factor for each entry; no data: none
+    const bool* element_mask;        // [rows, slot_size]: which elements to update; null: all
+    const Entry* unique_entries;     // entries whose slot occurs once; null: all, in order
+    const DuplicateSlot* groups;     // the slots that come more than once
+    const Entry* duplicate_entries;  // the entries of all groups
     int64_t entries;
     int64_t rows;  // of values; as many as entries where there is no source
-    int64_t slots;
-    int64_t block;
-    bool negate;  // maximize: the gradient is read with the opposite sign
-    double l2;    // coupled weight decay: so much of the parameter is added to the gradient
-    double shrink =
-        1;            // decoupled weight decay: the parameter is multiplied by this first; 1: none
-    bool stochastic;  // round half-precision tensors up or down at random
-    uint64_t seed;    // of that randomness: one for each parameter and step
-    DealtRows dealt;  // where other processes have the other rows
-    View values;      // [rows, block]
-    // Where values are in several places: all of them. Then `source` has the elements between
+    int64_t num_slots;
+    int64_t slot_size;
+    bool maximize;  // maximize: the gradient is read with the opposite sign
+    double
+        coupled_decay;  // coupled weight decay: so much of the parameter is added to the gradient
+    double decay_factor =
+        1;  // decoupled weight decay: the parameter is multiplied by this first; 1: none
+    bool stochastic_rounding;  // round half-precision tensors up or down at random
+    uint64_t seed;             // of that randomness: one for each parameter and step
+    RowStride row_stride;      // where other processes have the other rows
+    TensorView values;         // [rows, slot_size]
+    // Where values are in several places: all of them. Then `value_index` has the elements between
     // values.data and each entry's row instead of the row's number, and the slot stride is 1.
     const Memory* value_parts;
     int64_t value_part_count;
-    View param;
-    View state[max_states];            // a number for each element
-    View slot_state[max_slot_states];  // a number for each slot
-    bool coded;                        // the state per element is codes, not `state`
-    Codes codes[max_states];
+    TensorView param;
+    TensorView state[max_states];            // a number for each element
+    TensorView slot_state[max_slot_states];  // a number for each slot
+    bool has_int8_state;                     // the state per element is codes, not `state`
+    Int8View int8_state[max_states];
     double options[max_options];  // of the rule, in the order of its formula's arguments
     double step;                  // the number of this update, from 1
     const Program* program;       // where the rule is none of the core's own
     const double* numbers;        // of the program
     Apply apply;
-    bool by_slot;   // the rule needs whole slots at a time
-    Norm order;     // where there is no rule but a norm is asked for
-    double* norms;  // of each slot, at the number of its first entry
+    bool needs_whole_slots;  // the rule needs whole slots at a time
+    Norm order;              // where there is no rule but a norm is asked for
+    double* norms;           // of each slot, at the number of its first entry
 };
 
 struct RuleKernel {
@@ -129,16 +130,16 @@ struct RuleKernel {
 
 constexpr int series_terms = 4;
 
-// Rows to be brought up to date; see src/sparsestep/deferred.
-struct CatchUpWork {
+// Rows to catch up; see src/sparsestep/dense.
+struct CatchUpJob {
     const int64_t* rows;  // with repetitions; null: all of them
     int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient
     int32_t now;          // the step that rows are brought to
     int32_t base;         // the step that every row has reached
-    int64_t block;
-    View param;
-    View state[max_states];
-    View slot_state[max_slot_states];
+    int64_t slot_size;
+    TensorView param;
+    TensorView state[max_states];
+    TensorView slot_state[max_slot_states];
     int states, slot_states;
     // For each state, those per slot after those per element, what k steps leave of it, by k;
     // null: all.
@@ -158,20 +159,20 @@ struct CatchUpWork {
 };
 
 // Of the rows [begin, end), those that one of several parts owns.
-struct CatchUpShare {
+struct CatchUpSlice {
     int64_t begin, end;
     int64_t part, parts;
 };
 
-// How many rows were behind, and of how many the parameter was not where it should have been.
-struct CaughtUp {
+// How many rows were caught up, and of how many the parameter had been stale.
+struct CatchUpResult {
     int64_t behind, stale;
 };
-using CatchUp = CaughtUp (*)(const CatchUpWork& work, const CatchUpShare& share);
+using CatchUpKernel = CatchUpResult (*)(const CatchUpJob& work, const CatchUpSlice& share);
 
-struct MotionKernel {
+struct IdleKernel {
     const char* name;
-    CatchUp catch_up;
+    CatchUpKernel catch_up;
 };
 
 // What the core can do in one type of arithmetic: float, or double where a float64 tensor takes
@@ -179,8 +180,8 @@ struct MotionKernel {
 struct Kernels {
     const RuleKernel* rules;
     int rule_count;
-    const MotionKernel* motions;
-    int motion_count;
+    const IdleKernel* idle_updates;
+    int idle_update_count;
     Apply norms;
 };
 

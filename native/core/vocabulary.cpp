@@ -75,7 +75,7 @@ void Vocabulary::insert(int64_t id, uint32_t number) {
     slots_[at] = {tag, number};
 }
 
-// Those behind it move up, so that nobody finds a gap before the id that is looked for.
+// Those behind it move up, so that no lookup finds a gap before its id.
 void Vocabulary::erase(int64_t id) {
     const auto next = [this](int64_t at) { return at + 1 == int64_t(slots_count_) ? 0 : at + 1; };
     int64_t gap = slot_of(id, tag_of(id));
@@ -202,7 +202,7 @@ void Vocabulary::rollback() noexcept {
     latest_ = pending_.latest;
     serial_ = pending_.serial;
     batch_serial_ = pending_.batch_serial;
-    for (Victims* victims : {&victims_, &candidate_victims_}) {  // keys became smaller
+    for (EvictionQueue* victims : {&victims_, &candidate_victims_}) {  // keys became smaller
         victims->clear();
         victims->release();
     }

@@ -2,7 +2,7 @@
 //
 // Open addressing: a slot has 32 bits of the id's hash and the number of a record; a record has the
 // id, how often it was seen and when. A lookup reads one slot and one record, and asks for both
-// ahead of time. The hash has a key that nobody knows, so no one can make up ids that collide. What
+// ahead of time. The hash has a secret key, so ids cannot be chosen to collide. What
 // row an id has does not depend on it: rows are given in order of appearance.
 #pragma once
 
@@ -133,7 +133,7 @@ private:
     int64_t used_, next_candidate_ = 0, sightings_ = 0;
     uint64_t serial_ = 0, batch_serial_ = 0;
     int64_t latest_ = -1;  // what the clock said
-    Victims victims_, candidate_victims_;
+    EvictionQueue victims_, candidate_victims_;
     Pending pending_;
 };
 

@@ -1,11 +1,11 @@
-// The one loop: for each slot that was touched, sum its gradient rows in order of appearance, then
+// The one loop: for each slot of the gradient, sum its entries' rows in order of appearance, then
 // let the rule update parameter and state in place. One pass over memory, nothing the size of the
 // gradient in between.
 //
 // Rows lie anywhere, those of the table and, where slots repeat, those of the gradient: all are
 // asked for ahead of time.
 //
-// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+// Internal linkage throughout: see types.h.
 #pragma once
 
 #include <type_traits>
@@ -20,78 +20,80 @@
 namespace sparsestep {
 namespace {
 
-// A rule run over one piece of a job. Rows is StoredRows where every tensor allows it; StateRows is
-// another where the state is stored in another way.
-template <class Rule, class T, class Rows, bool plain = false, class StateRows = Rows>
-class Loop : Gradients<T, Rows, plain> {
+// A rule run over one slice of a job. Rows is DirectRows if every tensor allows it; StateRows
+// differs if the state is stored differently.
+template <class Rule, class T, class Rows, bool simple = false, class StateRows = Rows>
+class ApplyLoop : GradReader<T, Rows, simple> {
 public:
-    Loop(const Job& job, const Piece& piece)
-        : Gradients<T, Rows, plain>(job, piece),
+    ApplyLoop(const Job& job, const JobSlice& slice)
+        : GradReader<T, Rows, simple>(job, slice),
           rule_(job.options, job.step),
-          held_(job.held),
-          shrink_(T(job.shrink)),
-          param_(job.param, job, piece, 0),
-          state_(make_state(job, piece, sequence())) {}
+          element_mask_(job.element_mask),
+          decay_factor_(T(job.decay_factor)),
+          param_(job.param, job, slice, 0),
+          state_(make_state(job, slice, sequence())) {}
 
     void run() {
         this->for_each_slot(
             state_.rows[0].is_spread(),
             [this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
-            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch, sequence()); });
+            [this](const SlotEntries& entries)
+                SPARSESTEP_LAMBDA { update_slot(entries, sequence()); });
     }
 
 private:
-    using Base = Gradients<T, Rows, plain>;
+    using Base = GradReader<T, Rows, simple>;
     using Base::columns_, Base::gradient, Base::has_decay, Base::job_, Base::row_of;
     static constexpr int states = Rule::states;
     static constexpr int slot_states = Rule::slot_states;
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
 
-    bool is_held_in_part() const { return !plain && held_; }
+    bool has_element_mask() const { return !simple && element_mask_; }
 
     struct State {
         StateRows rows[states > 0 ? states : 1];
     };
     template <size_t... S>
-    static State make_state(const Job& job, const Piece& piece, std::index_sequence<S...>) {
+    static State make_state(const Job& job, const JobSlice& slice, std::index_sequence<S...>) {
         if constexpr (states == 0)
-            return {{StateRows(job.param, job, piece, 0)}};  // never used
+            return {{StateRows(job.param, job, slice, 0)}};  // never used
         else
-            return {{StateRows(job.state[S], job, piece, int(S) + 1)...}};
+            return {{StateRows(job.state[S], job, slice, int(S) + 1)...}};
     }
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         param_.prefetch(slot);
         for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
         for (int s = 0; s < slot_states; ++s) {
-            const View& view = job_.slot_state[s];
+            const TensorView& view = job_.slot_state[s];
             const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
             __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
         }
     }
 
     template <size_t... S>
-    SPARSESTEP_INLINE void update_slot(const Touch& touch, std::index_sequence<S...>) {
-        const int64_t slot = touch.slot;
+    SPARSESTEP_INLINE void update_slot(const SlotEntries& entries, std::index_sequence<S...>) {
+        const int64_t slot = entries.slot;
         const int64_t columns = Rows::fixed_columns ? Rows::fixed_columns : columns_;
         Rule rule = rule_;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
-        if constexpr (slot_states > 0) known = enter_slot(rule, touch, columns);
+        if constexpr (slot_states > 0) known = enter_slot(rule, entries, columns);
         for (int64_t offset = 0; offset < columns; offset += tile_size) {
             const int64_t rest = columns - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
             T* param = param_.load(slot, offset, n, param_tile_);
-            const T* grad = known ? known : gradient(touch, offset, n, param);
-            if (touch.next >= 0) param_.prefetch(this->slot_of(touch.next));
-            T* state[] = {load_state<S>(touch, offset, n)..., nullptr};
+            const T* grad = known ? known : gradient(entries, offset, n, param);
+            if (entries.next >= 0) param_.prefetch(this->slot_of(entries.next));
+            T* state[] = {load_state<S>(entries, offset, n)..., nullptr};
             T* written[] = {param, state[S]...};
-            if (is_held_in_part()) keep_tiles(written, 1 + states, n, before_[0]);
-            if (shrink_ != 1) multiply_tile(param, shrink_, n);
+            if (has_element_mask()) keep_tiles(written, 1 + states, n, before_[0]);
+            if (decay_factor_ != 1) multiply_tile(param, decay_factor_, n);
             update(rule, n, param, grad, state[S]...);
-            if (touch.next >= 0) this->values_.prefetch(row_of(touch.next));
-            if (is_held_in_part()) {
-                const bool* const held = held_ + row_of(touch.first) * columns + offset;
-                restore_tiles(written, 1 + states, n, before_[0], held);
+            if (entries.next >= 0) this->values_.prefetch(row_of(entries.next));
+            if (has_element_mask()) {
+                const bool* const element_mask =
+                    element_mask_ + row_of(entries.first) * columns + offset;
+                restore_tiles(written, 1 + states, n, before_[0], element_mask);
             }
             param_.store(slot, offset, n, param);
             (state_.rows[S].store(slot, offset, n, state[S]), ...);
@@ -100,14 +102,14 @@ private:
     }
 
     template <size_t S>
-    SPARSESTEP_INLINE T* load_state(const Touch& touch, int64_t offset, int64_t n) {
-        T* found = state_.rows[S].load(touch.slot, offset, n, state_tile(S, offset));
-        if (touch.next >= 0) state_.rows[S].prefetch(this->slot_of(touch.next));
+    SPARSESTEP_INLINE T* load_state(const SlotEntries& entries, int64_t offset, int64_t n) {
+        T* found = state_.rows[S].load(entries.slot, offset, n, state_tile(S, offset));
+        if (entries.next >= 0) state_.rows[S].prefetch(this->slot_of(entries.next));
         return found;
     }
 
     // Where a slot's state is kept until its end, each tile has its place.
-    T* state_tile(size_t state, int64_t offset) {
+    SPARSESTEP_INLINE T* state_tile(size_t state, int64_t offset) {
         return state_tiles_[state] + (state_.rows[state].is_kept() ? offset : 0);
     }
 
@@ -119,8 +121,8 @@ private:
     }
 
     // Lets the rule read and write what it keeps once per slot.
-    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, const Touch& touch, int64_t columns) {
-        const int64_t slot = touch.slot;
+    SPARSESTEP_INLINE const T* enter_slot(Rule& rule, const SlotEntries& entries, int64_t columns) {
+        const int64_t slot = entries.slot;
         const T* known = nullptr;
         T mean_square = 0;
         if constexpr (Rule::wants_mean_square) {
@@ -129,7 +131,7 @@ private:
                 const int64_t rest = columns - offset;
                 const int64_t n = rest < tile_size ? rest : tile_size;
                 const T* param = has_decay() ? param_.load(slot, offset, n, param_tile_) : nullptr;
-                known = gradient(touch, offset, n, param);
+                known = gradient(entries, offset, n, param);
                 add_squares(lanes, known, n);
             }
             if (columns > tile_size) known = nullptr;
@@ -159,8 +161,8 @@ private:
     }
 
     const Rule rule_;
-    const bool* const held_;
-    const T shrink_;
+    const bool* const element_mask_;
+    const T decay_factor_;
     const Rows param_;
     const State state_;
     alignas(cache_line) T param_tile_[tile_size];
@@ -169,57 +171,58 @@ private:
 };
 
 template <template <class> class Rule, class T, int64_t fixed>
-void apply_stored(const Job& job, const Piece& piece) {
+void apply_direct(const Job& job, const JobSlice& slice) {
     if constexpr (fixed > 0) {
-        if (is_plain(job)) {
-            return Loop<Rule<T>, T, StoredRows<T, fixed>, true>(job, piece).run();
+        if (is_simple_grad(job)) {
+            return ApplyLoop<Rule<T>, T, DirectRows<T, fixed>, true>(job, slice).run();
         }
     }
-    Loop<Rule<T>, T, StoredRows<T, fixed>>(job, piece).run();
+    ApplyLoop<Rule<T>, T, DirectRows<T, fixed>>(job, slice).run();
 }
 
 template <template <class> class Rule, class T, int64_t fixed = 0>
-void apply_coded(const Job& job, const Piece& piece) {
+void apply_int8(const Job& job, const JobSlice& slice) {
 #ifndef SPARSESTEP_FEW_KERNELS
     if constexpr (fixed == 0) {
-        switch (job.block) {
-            case 32: return apply_coded<Rule, T, 32>(job, piece);
-            case 64: return apply_coded<Rule, T, 64>(job, piece);
-            case 128: return apply_coded<Rule, T, 128>(job, piece);
+        switch (job.slot_size) {
+            case 32: return apply_int8<Rule, T, 32>(job, slice);
+            case 64: return apply_int8<Rule, T, 64>(job, slice);
+            case 128: return apply_int8<Rule, T, 128>(job, slice);
         }
     }
 #endif
-    Loop<Rule<T>, T, StoredRows<T, fixed>, true, CodedRows<T, fixed>>(job, piece).run();
+    ApplyLoop<Rule<T>, T, DirectRows<T, fixed>, true, Int8Rows<T, fixed>>(job, slice).run();
 }
 
-// Which loop runs. Each takes the compiler a second for every rule and instruction set, so there
-// are many for what is usual and one for the rest: rows in tiles serve all that there is.
+// Chooses the loop. Every instantiation costs compile time for each rule and instruction set:
+// common row sizes have their own, tiles serve the rest.
 template <template <class> class Rule, class T>
-void apply(const Job& job, const Piece& piece) {
-    if (piece.first_column == piece.last_column) return;  // slots without elements
+void apply(const Job& job, const JobSlice& slice) {
+    if (slice.first_column == slice.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     if constexpr (Rule<T>::states > 0) {
-        if (job.coded) {
-            if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
-                if (stored && is_plain(job)) return apply_coded<Rule, T>(job, piece);
+        if (job.has_int8_state) {
+            if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {
+                if (stored && is_simple_grad(job)) return apply_int8<Rule, T>(job, slice);
             }
             stored = false;
         }
     }
     for (int s = 0; s < Rule<T>::states; ++s) stored = stored && is_stored_as<T>(job.state[s]);
-    if (!stored) return Loop<Rule<T>, T, ConvertedRows<T>, false, AnyRows<T>>(job, piece).run();
-    if constexpr (sizeof(T) == 4 && Rule<T>::is_usual) {
-        switch (piece.last_column - piece.first_column) {
-            case 16: return apply_stored<Rule, T, 16>(job, piece);
+    if (!stored)
+        return ApplyLoop<Rule<T>, T, ConvertedRows<T>, false, AnyRows<T>>(job, slice).run();
+    if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {
+        switch (slice.last_column - slice.first_column) {
+            case 16: return apply_direct<Rule, T, 16>(job, slice);
 #ifndef SPARSESTEP_FEW_KERNELS
-            case 1: return apply_stored<Rule, T, 1>(job, piece);  // elements of their own
-            case 32: return apply_stored<Rule, T, 32>(job, piece);
-            case 64: return apply_stored<Rule, T, 64>(job, piece);
-            case 128: return apply_stored<Rule, T, 128>(job, piece);
+            case 1: return apply_direct<Rule, T, 1>(job, slice);  // elements of their own
+            case 32: return apply_direct<Rule, T, 32>(job, slice);
+            case 64: return apply_direct<Rule, T, 64>(job, slice);
+            case 128: return apply_direct<Rule, T, 128>(job, slice);
 #endif
         }
     }
-    return apply_stored<Rule, T, 0>(job, piece);
+    return apply_direct<Rule, T, 0>(job, slice);
 }
 
 }  // namespace

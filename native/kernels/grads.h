@@ -18,113 +18,127 @@ namespace {
 constexpr int64_t prefetch_distance = 16;
 constexpr int64_t prefetch_distance_narrow = 64;
 
-// Whether a gradient is nothing but positions and rows, as that of an embedding or a bag is. The
+// Whether a gradient is nothing but indices and rows, as that of an embedding or a bag is. The
 // loop that may take it for granted has half as many instructions for a row: short rows wait for
 // nothing else.
-inline bool is_plain(const Job& job) {
-    return !job.whole && !job.source && !job.scale.data && !job.held && !job.negate && job.l2 == 0;
+inline bool is_simple_grad(const Job& job) {
+    return !job.all_slots && !job.value_index && !job.scale.data && !job.element_mask &&
+           !job.maximize && job.coupled_decay == 0;
 }
 
 // A slot and its entries: the first, and the numbers of all where there are more.
-struct Touch {
+struct SlotEntries {
     int64_t slot, first;
     const Entry *begin, *end;  // null: the first is all
     int64_t next = -1;         // the entry to prefetch while this one is done; -1: none
 };
 
-// The gradients of a piece's slots: for each the sum of its entries' rows. `plain`: see is_plain.
-template <class T, class Rows, bool plain>
-class Gradients {
+// The gradients of a slice's slots: for each the sum of its entries' rows. `simple`: see
+// is_simple_grad.
+template <class T, class Rows, bool simple>
+class GradReader {
 protected:
-    Gradients(const Job& job, const Piece& piece)
+    GradReader(const Job& job, const JobSlice& slice)
         : job_(job),
-          piece_(piece),
-          columns_(piece.last_column - piece.first_column),
-          whole_(job.whole),
-          positions_(job.positions),
-          source_(job.source),
-          alone_(job.alone),
+          slice_(slice),
+          columns_(slice.last_column - slice.first_column),
+          all_slots_(job.all_slots),
+          indices_(job.indices),
+          value_index_(job.value_index),
+          unique_entries_(job.unique_entries),
           groups_(job.groups),
-          members_(job.members),
-          negate_(job.negate),
-          l2_(T(job.l2)),
+          duplicate_entries_(job.duplicate_entries),
+          maximize_(job.maximize),
+          coupled_decay_(T(job.coupled_decay)),
           scale_(job.scale),
-          values_(job.values, job, piece, -1) {}
+          values_(job.values, job, slice, -1) {}
 
-    int64_t slot_of(int64_t entry) const { return !plain && whole_ ? entry : positions_[entry]; }
-    int64_t row_of(int64_t entry) const { return source_ ? source_[entry] : entry; }
-    bool has_scale() const { return !plain && scale_.data; }
-    bool is_negated() const { return !plain && negate_; }
-    bool has_decay() const { return !plain && l2_ != 0; }
-    // Calls prefetch(slot) ahead of time and visit(touch) for every slot: first the entries that
-    // are alone, then the groups. One loop, so that `visit` is inlined once. With `spread`, entries
-    // that are alone are left to visit to prefetch, as `next`.
+    int64_t slot_of(int64_t entry) const { return !simple && all_slots_ ? entry : indices_[entry]; }
+    int64_t row_of(int64_t entry) const {
+        return !simple && value_index_ ? value_index_[entry] : entry;
+    }
+    bool has_scale() const { return !simple && scale_.data; }
+    bool is_maximized() const { return !simple && maximize_; }
+    bool has_decay() const { return !simple && coupled_decay_ != 0; }
+
+    // Calls prefetch(slot) ahead of time and visit(entries) for every slot: first those with one
+    // entry, then those with several. `visit` is inlined in two loops where that pays, else in one:
+    // it is most of the code. With `spread`, `visit` itself prefetches the entry `next`.
     template <class Prefetch, class Visit>
     SPARSESTEP_INLINE void for_each_slot(bool spread, const Prefetch& prefetch,
                                          const Visit& visit) {
         const bool narrow = columns_ * int64_t(sizeof(T)) <= cache_line;
         const int64_t distance = narrow ? prefetch_distance_narrow : prefetch_distance;
-        const auto entry_at = [this](int64_t i) { return alone_ ? int64_t(alone_[i]) : i; };
-        const int64_t first = piece_.first_group, last = piece_.last_group;
-        if (first != last) {
-            last_member_ = members_ + groups_[last - 1].begin + groups_[last - 1].count;
-        }
-        int64_t ahead = piece_.begin, group_ahead = first;
-        for (int64_t i = piece_.begin, group = first; i < piece_.end || group < last;) {
-            Touch touch{};
-            if (i < piece_.end) {
-                const int64_t until = i + distance + (spread ? 0 : 1);
-                for (; ahead < piece_.end && ahead < until; ++ahead) {
-                    prefetch(slot_of(entry_at(ahead)));
-                    values_.prefetch(row_of(entry_at(ahead)));
-                }
-                const int64_t entry = entry_at(i++);
-                const int64_t next = spread && ahead < piece_.end ? entry_at(ahead++) : -1;
-                touch = {slot_of(entry), entry, nullptr, nullptr, next};
-            } else {
-                const Entry* const begin = members_ + groups_[group].begin;
-                if (group == first) {
-                    for (int64_t m = 0; m < prefetch_distance; ++m) prefetch_values(begin + m);
-                }
-                for (; group_ahead < last && group_ahead <= group + distance; ++group_ahead) {
-                    prefetch(groups_[group_ahead].slot);
-                }
-                touch = {groups_[group].slot, *begin, begin, begin + groups_[group].count};
-                ++group;
+        const auto entry_at = [this](int64_t i) SPARSESTEP_LAMBDA {
+            return unique_entries_ ? int64_t(unique_entries_[i]) : i;
+        };
+        int64_t ahead = slice_.begin;
+        const auto unique_slot = [&](int64_t i) SPARSESTEP_LAMBDA {
+            const int64_t until = i + distance + (spread ? 0 : 1);
+            for (; ahead < slice_.end && ahead < until; ++ahead) {
+                prefetch(slot_of(entry_at(ahead)));
+                values_.prefetch(row_of(entry_at(ahead)));
             }
-            visit(touch);
+            const int64_t entry = entry_at(i);
+            const int64_t next = spread && ahead < slice_.end ? entry_at(ahead++) : -1;
+            return SlotEntries{slot_of(entry), entry, nullptr, nullptr, next};
+        };
+        const int64_t first = slice_.first_group, last = slice_.last_group;
+        int64_t group_ahead = first;
+        const auto duplicate_slot = [&](int64_t i) SPARSESTEP_LAMBDA {
+            const Entry* const begin = duplicate_entries_ + groups_[i].begin;
+            if (i == first) {
+                const DuplicateSlot& end = groups_[last - 1];
+                entries_end_ = duplicate_entries_ + end.begin + end.count;
+                for (int64_t k = 0; k < prefetch_distance; ++k) prefetch_values(begin + k);
+            }
+            for (; group_ahead < last && group_ahead <= i + distance; ++group_ahead) {
+                prefetch(groups_[group_ahead].slot);
+            }
+            return SlotEntries{groups_[i].slot, *begin, begin, begin + groups_[i].count};
+        };
+        if constexpr (Rows::is_direct) {
+            for (int64_t i = slice_.begin; i < slice_.end; ++i) visit(unique_slot(i));
+            for (int64_t i = first; i < last; ++i) visit(duplicate_slot(i));
+        } else {
+            const int64_t unique = slice_.end - slice_.begin;
+            for (int64_t i = 0; i < unique + last - first; ++i) {
+                visit(i < unique ? unique_slot(slice_.begin + i)
+                                 : duplicate_slot(first + i - unique));
+            }
         }
     }
 
     SPARSESTEP_INLINE void prefetch_values(const Entry* member) const {
-        if (member < last_member_) values_.prefetch(row_of(*member));
+        if (member < entries_end_) values_.prefetch(row_of(*member));
     }
 
     // The gradient of a slot: the stored row itself where that is all, else the sum of its entries'
     // rows.
-    SPARSESTEP_INLINE const T* gradient(const Touch& touch, int64_t offset, int64_t n,
+    SPARSESTEP_INLINE const T* gradient(const SlotEntries& entries, int64_t offset, int64_t n,
                                         const T* param) {
-        if (!touch.begin && !has_scale() && !is_negated() && !has_decay()) {
-            return values_.load(row_of(touch.first), offset, n, sum_);
+        if (!entries.begin && !has_scale() && !is_maximized() && !has_decay()) {
+            return values_.load(row_of(entries.first), offset, n, sum_);
         }
-        sum_entries(touch, offset, n, param);
+        sum_entries(entries, offset, n, param);
         return sum_;
     }
 
     // With maximize the sign is turned, with coupled decay a part of the parameter is added. Not
     // inlined: it is the same for every rule.
-    __attribute__((noinline)) void sum_entries(const Touch& touch, int64_t offset, int64_t count,
-                                               const T* param) {
+    __attribute__((noinline)) void sum_entries(const SlotEntries& entries, int64_t offset,
+                                               int64_t count, const T* param) {
         const int64_t n = Rows::fixed_columns ? Rows::fixed_columns : count;
         const bool is_first_tile = offset == 0;
-        if (touch.begin && is_first_tile) prefetch_values(touch.begin + prefetch_distance);
-        const T* row = values_.load(row_of(touch.first), offset, n, sum_);
+        if (entries.begin && is_first_tile) prefetch_values(entries.begin + prefetch_distance);
+        const T* row = values_.load(row_of(entries.first), offset, n, sum_);
         if (has_scale()) {
-            multiply(touch.first, row, sum_, n);
+            multiply(entries.first, row, sum_, n);
         } else if (row != sum_) {
             std::memcpy(sum_, row, size_t(n) * sizeof(T));
         }
-        for (const Entry* at = touch.begin ? touch.begin + 1 : touch.end; at != touch.end; ++at) {
+        for (const Entry* at = entries.begin ? entries.begin + 1 : entries.end; at != entries.end;
+             ++at) {
             if (is_first_tile) prefetch_values(at + prefetch_distance);
             const T* addend = values_.load(row_of(*at), offset, n, addend_);
             if (has_scale()) {
@@ -133,22 +147,24 @@ protected:
             }
             add(sum_, addend, n);
         }
-        if (is_negated()) {
+        if (is_maximized()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
         if (has_decay())
-            add_decay(row_of(touch.first) * job_.block + piece_.first_column + offset, n, param);
+            add_decay(row_of(entries.first) * job_.slot_size + slice_.first_column + offset, n,
+                      param);
     }
 
-    // Of a slot that is held in part, only what is held decays. `first` is the number of its first
-    // element among those that `held` has.
+    // Only elements inside the element mask decay. `first` is the number of the tile's first
+    // element within the mask.
     void add_decay(int64_t first, int64_t n, const T* param) {
-        if (!job_.held) {
-            for (int64_t j = 0; j < n; ++j) sum_[j] += l2_ * param[j];
+        if (!job_.element_mask) {
+            for (int64_t j = 0; j < n; ++j) sum_[j] += coupled_decay_ * param[j];
             return;
         }
-        const bool* const held = job_.held + first;
-        for (int64_t j = 0; j < n; ++j) sum_[j] += held[j] ? l2_ * param[j] : T(0);
+        const bool* const element_mask = job_.element_mask + first;
+        for (int64_t j = 0; j < n; ++j)
+            sum_[j] += element_mask[j] ? coupled_decay_ * param[j] : T(0);
     }
 
     // A row times its factor. A product is rounded to the precision of the values: it is then what
@@ -165,32 +181,34 @@ protected:
     }
 
     const Job& job_;
-    const Piece piece_;
+    const JobSlice slice_;
     const int64_t columns_;
-    const bool whole_;
-    const int64_t* const positions_;
-    const int64_t* const source_;
-    const Entry* const alone_;
-    const EntryGroup* const groups_;
-    const Entry* const members_;
-    const Entry* last_member_ = nullptr;  // of the piece: behind it
-    const bool negate_;
-    const T l2_;
-    const View scale_;
+    const bool all_slots_;
+    const int64_t* const indices_;
+    const int64_t* const value_index_;
+    const Entry* const unique_entries_;
+    const DuplicateSlot* const groups_;
+    const Entry* const duplicate_entries_;
+    const Entry* entries_end_ = nullptr;  // of the slice
+    const bool maximize_;
+    const T coupled_decay_;
+    const TensorView scale_;
     const Rows values_;
     alignas(cache_line) T sum_[tile_size];
     alignas(cache_line) T addend_[tile_size];
 };
 
 template <class T, class Rows>
-class NormLoop : Gradients<T, Rows, false> {
+class NormLoop : GradReader<T, Rows, false> {
 public:
-    NormLoop(const Job& job, const Piece& piece) : Gradients<T, Rows, false>(job, piece) {}
+    NormLoop(const Job& job, const JobSlice& slice) : GradReader<T, Rows, false>(job, slice) {}
 
     void run() {
         this->for_each_slot(
             false, [](int64_t) {},
-            [this](const Touch& touch) { this->job_.norms[touch.first] = norm(touch); });
+            [this](const SlotEntries& entries) {
+                this->job_.norms[entries.first] = norm(entries);
+            });
     }
 
 private:
@@ -198,12 +216,12 @@ private:
     // a sum decides its last bits.
     static constexpr int lanes_count = 8;
 
-    double norm(const Touch& touch) {
+    double norm(const SlotEntries& entries) {
         double lanes[lanes_count] = {};
         for (int64_t offset = 0; offset < this->columns_; offset += tile_size) {
             const int64_t rest = this->columns_ - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
-            const T* grad = this->gradient(touch, offset, n, nullptr);
+            const T* grad = this->gradient(entries, offset, n, nullptr);
             switch (this->job_.order) {
                 case Norm::sum: add(lanes, grad, n, [](double x) { return absolute(x); }); break;
                 case Norm::squares: add(lanes, grad, n, [](double x) { return x * x; }); break;
@@ -235,9 +253,9 @@ private:
 };
 
 template <class T>
-void norms(const Job& job, const Piece& piece) {
-    if (is_stored_as<T>(job.values)) return NormLoop<T, StoredRows<T, 0>>(job, piece).run();
-    return NormLoop<T, ConvertedRows<T>>(job, piece).run();
+void norms(const Job& job, const JobSlice& slice) {
+    if (is_stored_as<T>(job.values)) return NormLoop<T, DirectRows<T, 0>>(job, slice).run();
+    return NormLoop<T, ConvertedRows<T>>(job, slice).run();
 }
 
 }  // namespace

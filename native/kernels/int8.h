@@ -1,7 +1,7 @@
 // State stored as int8: a code for each element, a scale for each row. What a code stands for, and
 // why, is in src/sparsestep/rules/int8.py; this is its twin, with the same codes.
 //
-// Included by kernels.cpp alone; everything has internal linkage (see types.h for the reason).
+// Internal linkage throughout: see types.h.
 #pragma once
 
 #include <cstring>
@@ -24,39 +24,39 @@ constexpr int32_t sign_bit = INT32_MIN;
 // Random bits for codes. Half precision has some of its own for every element; a code is done with
 // so soon that making them would take most of the time. Here a row, or a tile of a longer one, has
 // 32 of its own: where in a table it begins, and by which bits the table's are turned.
-struct Chances {
+struct Int8RandomBits {
     static constexpr int starts = 64, apart = 16;  // a cache line: no vector lies in two
     alignas(cache_line) int32_t bits[starts * apart + tile_size];
 
-    constexpr Chances() : bits() {
+    constexpr Int8RandomBits() : bits() {
         const Randomness random(0, 0);
         for (int i = 0; i < starts * apart + tile_size; ++i) {
             bits[i] = int32_t(random(i) >> (32 - lost_bits));
         }
     }
 };
-constexpr Chances chances;
+constexpr Int8RandomBits int8_random_bits;
 
 // `fixed`: the number of columns where it is known to the compiler, else 0, as for StoredRows.
 template <class T, int64_t fixed>
-struct CodedRows {
+struct Int8Rows {
     // A slot is encoded when all of it is known.
-    static constexpr int64_t kept_columns = fixed ? tile_size : max_coded_block;
+    static constexpr int64_t kept_columns = fixed ? tile_size : max_int8_slot_size;
     static constexpr bool is_kept() { return !fixed; }
     // A row takes so many instructions that prefetching another at its beginning would keep them
     // waiting: the next row is asked for bit by bit.
     static constexpr bool is_spread() { return true; }
 
-    Codes codes;
-    int64_t block;
+    Int8View codes;
+    int64_t slot_size;
     Randomness random;
-    DealtRows dealt;
+    RowStride row_stride;
 
-    CodedRows(const View&, const Job& job, const Piece&, int tensor)
-        : codes(job.codes[tensor > 0 ? tensor - 1 : 0]),
-          block(job.block),
+    Int8Rows(const TensorView&, const Job& job, const JobSlice&, int tensor)
+        : codes(job.int8_state[tensor > 0 ? tensor - 1 : 0]),
+          slot_size(job.slot_size),
           random(job.seed, tensor),
-          dealt(job.dealt) {}
+          row_stride(job.row_stride) {}
 
     SPARSESTEP_INLINE T* load(int64_t row, int64_t offset, int64_t count, T* tile) const {
         const int8_t* const from = codes.data + row * codes.stride + offset;
@@ -79,7 +79,7 @@ struct CodedRows {
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const char* const at = reinterpret_cast<const char*>(codes.data + row * codes.stride);
-        const int64_t length = fixed ? fixed : block;
+        const int64_t length = fixed ? fixed : slot_size;
         const int64_t bytes = length < prefetch_bytes ? length : prefetch_bytes;
         for (int64_t byte = 0; byte < bytes; byte += cache_line) {
             __builtin_prefetch(at + byte, 0, 2);
@@ -128,10 +128,11 @@ private:
 
         const int64_t tiles = fixed ? 1 : (columns + tile_size - 1) / tile_size;
         for (int64_t tile = 0; tile < tiles; ++tile) {
-            const uint32_t own = random(dealt.row(row) * tiles + tile);
+            const uint32_t own = random(row_stride.row(row) * tiles + tile);
             const int64_t offset = tile * tile_size, rest = columns - offset;
             const int64_t n = fixed ? fixed : rest < tile_size ? rest : tile_size;
-            const int32_t* const from = chances.bits + own % Chances::starts * Chances::apart;
+            const int32_t* const from =
+                int8_random_bits.bits + own % Int8RandomBits::starts * Int8RandomBits::apart;
             encode<is_signed>(values + offset, inverse, from, int32_t(own >> (32 - lost_bits)), n,
                               to + offset);
         }
@@ -171,19 +172,19 @@ private:
     }
 };
 
-// State in whatever form: codes, or converted.
+// State in any form: int8 codes, or converted.
 template <class T>
 struct AnyRows {
-    static constexpr int64_t kept_columns = max_coded_block;
+    static constexpr int64_t kept_columns = max_int8_slot_size;
 
     ConvertedRows<T> converted;
-    CodedRows<T, 0> coded;
+    Int8Rows<T, 0> coded;
     bool is_coded;
 
-    AnyRows(const View& view, const Job& job, const Piece& piece, int tensor)
-        : converted(view, job, piece, tensor),
-          coded(view, job, piece, tensor),
-          is_coded(job.coded) {}
+    AnyRows(const TensorView& view, const Job& job, const JobSlice& slice, int tensor)
+        : converted(view, job, slice, tensor),
+          coded(view, job, slice, tensor),
+          is_coded(job.has_int8_state) {}
 
     bool is_kept() const { return is_coded; }
     bool is_spread() const { return is_coded; }
@@ -196,7 +197,7 @@ struct AnyRows {
     void finish(int64_t row, int64_t columns, const T* values) const {
         if (is_coded) coded.finish(row, columns, values);
     }
-    __attribute__((noinline)) void prefetch(int64_t row) const {
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
         is_coded ? coded.prefetch(row) : converted.prefetch(row);
     }
 };

@@ -16,14 +16,14 @@ using T = SPARSESTEP_TYPE;
     {Rule<T>::name, Rule<T>::states, Rule<T>::slot_states, Rule<T>::options, &apply<Rule, T>},
 constexpr RuleKernel rules[] = {SPARSESTEP_RULES(SPARSESTEP_KERNEL)};
 
-#define SPARSESTEP_CATCH_UP(Motion) {Motion<T>::name, &catch_up<Motion, T>},
-constexpr MotionKernel motions[] = {SPARSESTEP_MOTIONS(SPARSESTEP_CATCH_UP)};
+#define SPARSESTEP_CATCH_UP(IdleUpdate) {IdleUpdate<T>::name, &catch_up<IdleUpdate, T>},
+constexpr IdleKernel idle_updates[] = {SPARSESTEP_IDLE_UPDATES(SPARSESTEP_CATCH_UP)};
 
 }  // namespace
 
 Kernels SPARSESTEP_TYPED(kernels_)() {
-    return {rules, int(sizeof(rules) / sizeof(rules[0])), motions,
-            int(sizeof(motions) / sizeof(motions[0])), &norms<T>};
+    return {rules, int(sizeof(rules) / sizeof(rules[0])), idle_updates,
+            int(sizeof(idle_updates) / sizeof(idle_updates[0])), &norms<T>};
 }
 
 }  // namespace sparsestep

@@ -1,7 +1,7 @@
 // The lookup of embeddings: rows of a table, copied or pooled by bags.
 //
-// Ids are copied first and checked in the copy, which alone is used from then on: whoever changes
-// them meanwhile changes nothing here. A bag is summed from its first id to its last, in at least
+// Ids are copied first and checked in the copy, the only one used from then on: changing
+// them meanwhile has no effect here. A bag is summed from its first id to its last, in at least
 // float32, so its bits do not depend on anything else.
 //
 // Compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags. Everything has
@@ -35,7 +35,7 @@ SPARSESTEP_INLINE int64_t start_of(const LookupWork& work, int64_t bag) {
 inline bool copy_ids(const LookupWork& work, int64_t begin, int64_t end) {
     return with_integers(work.ids, [&](auto* ids) {
         const uint64_t last = uint64_t(work.rows) - 1;
-        int64_t* const to = work.positions;
+        int64_t* const to = work.indices;
         uint64_t bad = 0;  // its highest bit: that of an id below zero, or of last - id
         for (int64_t i = begin; i < end; ++i) {
             const uint64_t id = uint64_t(int64_t(ids[i]));
@@ -71,7 +71,7 @@ template <class Stored, class T, Reduction reduction>
 class Pool {
 public:
     explicit Pool(const LookupWork& work)
-        : work_(work),
+        : job_(work),
           table_(static_cast<const Stored*>(work.table)),
           columns_(work.columns),
           stride_(work.row_stride),
@@ -85,7 +85,7 @@ public:
         known_ = known;
         counted_ = end - begin;
         if (padding_ >= 0) {
-            for (int64_t i = begin; i < end; ++i) counted_ -= work_.positions[i] == padding_;
+            for (int64_t i = begin; i < end; ++i) counted_ -= job_.indices[i] == padding_;
         }
         int64_t column = 0;
         if constexpr (is_in_registers) {
@@ -95,7 +95,7 @@ public:
             column = run_vectors<1>(column);
         }
         while (column < columns_) column = run_tile(column);
-        if (work_.counted) work_.counted[bag] = counted_;
+        if (job_.counted) job_.counted[bag] = counted_;
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
@@ -110,10 +110,10 @@ private:
     // Calls add(row, id, entry) for the ids of the bag that count.
     template <class Add>
     SPARSESTEP_INLINE void for_each_row(int64_t column, Add add) const {
-        const int64_t* const positions = work_.positions;
+        const int64_t* const indices = job_.indices;
         for (int64_t i = begin_; i < end_; ++i) {
-            if (column == 0 && i + rows_ahead < known_) prefetch(positions[i + rows_ahead]);
-            const int64_t id = positions[i];
+            if (column == 0 && i + rows_ahead < known_) prefetch(indices[i + rows_ahead]);
+            const int64_t id = indices[i];
             if (id != padding_) add(table_ + id * stride_ + column, id, i);
         }
     }
@@ -166,7 +166,7 @@ private:
 
     SPARSESTEP_INLINE T factor_of(int64_t entry) const {
         if constexpr (reduction == Reduction::weighted || reduction == Reduction::fused) {
-            return Number::load(static_cast<const Stored*>(work_.factors)[entry]);
+            return Number::load(static_cast<const Stored*>(job_.factors)[entry]);
         }
         return T(1);
     }
@@ -191,18 +191,18 @@ private:
 
     SPARSESTEP_INLINE void store(int64_t column, int64_t n, const T* total,
                                  const int64_t* winner) const {
-        Stored* const to = static_cast<Stored*>(work_.output) + bag_ * columns_ + column;
+        Stored* const to = static_cast<Stored*>(job_.output) + bag_ * columns_ + column;
         const bool by_fbgemm = padding_ < 0;
         for (int64_t c = 0; c < n; ++c) {
             to[c] = by_fbgemm ? rounded(total[c]) : Number::store(total[c]);
         }
-        if (work_.pooling == Pooling::mean && counted_ > 0) {
+        if (job_.pooling == Pooling::mean && counted_ > 0) {
             const T count = Number::load(Number::store(T(counted_)));
             for (int64_t c = 0; c < n; ++c) to[c] = Number::store(Number::load(to[c]) / count);
         }
         if constexpr (reduction == Reduction::max) {
-            if (!work_.winners) return;
-            int64_t* const whose = work_.winners + bag_ * columns_ + column;
+            if (!job_.winners) return;
+            int64_t* const whose = job_.winners + bag_ * columns_ + column;
             for (int64_t c = 0; c < n; ++c) whose[c] = counted_ ? winner[c] : 0;
         }
     }
@@ -220,32 +220,32 @@ private:
         }
     }
 
-    const LookupWork& work_;
+    const LookupWork& job_;
     const Stored* const table_;
     const int64_t columns_, stride_, padding_;
     int64_t bag_, begin_, end_, known_, counted_;  // of the bag at hand
 };
 
-// Rows as they are, whatever they hold.
+// Rows of any dtype, copied as bytes.
 class Copy {
 public:
     explicit Copy(const LookupWork& work)
-        : work_(work),
+        : job_(work),
           bytes_(work.columns * bytes_of(work.dtype)),
           stride_(work.row_stride * bytes_of(work.dtype)) {}
 
     void run(int64_t bag, int64_t begin, int64_t, int64_t known) {
-        if (begin + rows_ahead < known) prefetch(work_.positions[begin + rows_ahead]);
+        if (begin + rows_ahead < known) prefetch(job_.indices[begin + rows_ahead]);
         const char* const row =
-            static_cast<const char*>(work_.table) + work_.positions[begin] * stride_;
-        std::memcpy(static_cast<char*>(work_.output) + bag * bytes_, row, size_t(bytes_));
+            static_cast<const char*>(job_.table) + job_.indices[begin] * stride_;
+        std::memcpy(static_cast<char*>(job_.output) + bag * bytes_, row, size_t(bytes_));
     }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        prefetch_row(static_cast<const char*>(work_.table) + row * stride_, bytes_);
+        prefetch_row(static_cast<const char*>(job_.table) + row * stride_, bytes_);
     }
 
 private:
-    const LookupWork& work_;
+    const LookupWork& job_;
     const int64_t bytes_, stride_;
 };
 
@@ -253,9 +253,9 @@ private:
 inline int64_t keep_counted(const LookupWork& work, int64_t begin, int64_t end) {
     int64_t at = begin;
     for (int64_t i = begin; i < end; ++i) {
-        const int64_t id = work.positions[i];
-        if (work.source) work.source[at] = work.source[i];
-        work.positions[at] = id;
+        const int64_t id = work.indices[i];
+        if (work.value_index) work.value_index[at] = work.value_index[i];
+        work.indices[at] = id;
         at += id != work.padding;
     }
     return at - begin;
@@ -267,14 +267,14 @@ __attribute__((noinline)) bool run_bags(const LookupWork& work, Each each, int64
                                         int64_t last, int64_t begin, int64_t end) {
     const int64_t known = end;
     for (int64_t i = begin; i < end && i < begin + rows_ahead; ++i) {
-        each.prefetch(work.positions[i]);
+        each.prefetch(work.indices[i]);
     }
     for (int64_t bag = first; bag < last; ++bag) {
         const int64_t bag_end = bag + 1 < last ? start_of(work, bag + 1) : end;
         if (bag_end < begin || bag_end > end) return false;
         each.run(bag, begin, bag_end, known);
-        if (work.source) {
-            for (int64_t i = begin; i < bag_end; ++i) work.source[i] = bag;
+        if (work.value_index) {
+            for (int64_t i = begin; i < bag_end; ++i) work.value_index[i] = bag;
         }
         begin = bag_end;
     }
@@ -297,7 +297,7 @@ LookedUp look_up_bags(const LookupWork& work, int64_t first, int64_t last) {
     if (work.pooling == Pooling::none) {
         good = run_bags(work, Copy(work), first, last, begin, end);
     } else {
-        with_dtype(View{const_cast<void*>(work.table), work.dtype, 0, 0}, [&](auto* table) {
+        with_dtype(TensorView{const_cast<void*>(work.table), work.dtype, 0, 0}, [&](auto* table) {
             using Stored = std::remove_pointer_t<decltype(table)>;
             using T = std::conditional_t<sizeof(Stored) == 8, double, float>;
             // FBGEMM, to which torch goes for sums without padding, fuses those in float32.

@@ -80,7 +80,7 @@ __attribute__((noinline)) void run(const Instruction* at, const Instruction* end
 
 // One sum, mean or largest of a row, while it is being taken.
 template <class T>
-struct Reduction {
+struct RowReduction {
     T lanes[row_lanes];
 
     void begin(Code code) {
@@ -121,16 +121,16 @@ private:
     }
 };
 
-template <class T, class Rows, bool plain = false>
-class ProgramLoop : Gradients<T, Rows, plain> {
+template <class T, class Rows, bool simple = false>
+class ProgramLoop : GradReader<T, Rows, simple> {
 public:
-    ProgramLoop(const Job& job, const Piece& piece)
-        : Gradients<T, Rows, plain>(job, piece),
+    ProgramLoop(const Job& job, const JobSlice& slice)
+        : GradReader<T, Rows, simple>(job, slice),
           program_(*job.program),
           states_(job.program->states),
-          held_(job.held),
-          shrink_(T(job.shrink)),
-          tensors_(job, piece) {
+          element_mask_(job.element_mask),
+          decay_factor_(T(job.decay_factor)),
+          tensors_(job, slice) {
         const int inputs = 2 + states_;
         for (int r = inputs; r < max_tile_registers; ++r) tiles_[r] = registers_[r - inputs];
         for (int r = 0; r < max_row_registers; ++r) row_[r] = row_registers_ + r;
@@ -144,47 +144,47 @@ public:
     void run() {
         this->for_each_slot(
             false, [this](int64_t slot) SPARSESTEP_LAMBDA { prefetch_slot(slot); },
-            [this](const Touch& touch) SPARSESTEP_LAMBDA { update_slot(touch); });
+            [this](const SlotEntries& entries) SPARSESTEP_LAMBDA { update_slot(entries); });
     }
 
 private:
-    using Base = Gradients<T, Rows, plain>;
+    using Base = GradReader<T, Rows, simple>;
     using Base::columns_, Base::gradient, Base::job_, Base::row_of;
 
     // The parameter, then the states; those that the program has not are the parameter again.
     struct Tensors {
         Rows param, state[max_states];
-        Tensors(const Job& job, const Piece& piece)
-            : Tensors(job, piece, std::make_index_sequence<max_states>()) {}
+        Tensors(const Job& job, const JobSlice& slice)
+            : Tensors(job, slice, std::make_index_sequence<max_states>()) {}
         template <size_t... S>
-        Tensors(const Job& job, const Piece& piece, std::index_sequence<S...>)
-            : param(job.param, job, piece, 0),
-              state{Rows(int(S) < job.program->states ? job.state[S] : job.param, job, piece,
+        Tensors(const Job& job, const JobSlice& slice, std::index_sequence<S...>)
+            : param(job.param, job, slice, 0),
+              state{Rows(int(S) < job.program->states ? job.state[S] : job.param, job, slice,
                          int(S) + 1)...} {}
     };
 
-    bool is_held_in_part() const { return !plain && held_; }
+    bool has_element_mask() const { return !simple && element_mask_; }
     int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         tensors_.param.prefetch(slot);
         for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(slot);
         for (int s = 0; s < program_.slot_states; ++s) {
-            const View& view = job_.slot_state[s];
+            const TensorView& view = job_.slot_state[s];
             const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
             __builtin_prefetch(static_cast<const char*>(view.data) + byte, 0, 2);
         }
     }
 
-    SPARSESTEP_INLINE void update_slot(const Touch& touch) {
-        const int64_t slot = touch.slot;
+    SPARSESTEP_INLINE void update_slot(const SlotEntries& entries) {
+        const int64_t slot = entries.slot;
         for (int s = 0; s < program_.slot_states; ++s) {
             row_registers_[s] = load_number<T>(job_.slot_state[s], slot);
         }
         const int last = program_.phase_count - 1;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
-        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], touch, known);
-        write(program_.phases[last], touch, known);
+        for (int p = 0; p < last; ++p) known = reduce(program_.phases[p], entries, known);
+        write(program_.phases[last], entries, known);
         for (int s = 0; s < program_.slot_states; ++s) {
             const T value = row_registers_[program_.row_results[s]];
             store_number(job_.slot_state[s], slot, value, job_, states_ + 1 + s);
@@ -192,11 +192,11 @@ private:
     }
 
     // A phase that writes nothing. Returns the gradient where it is one tile.
-    const T* reduce(const Phase& phase, const Touch& touch, const T* known) {
-        const int64_t slot = touch.slot;
+    const T* reduce(const Phase& phase, const SlotEntries& entries, const T* known) {
+        const int64_t slot = entries.slot;
         const T* grad = known;
         run_row(phase);
-        Reduction<T> found[max_reductions];
+        RowReduction<T> found[max_reductions];
         int count = 0;
         for (const Instruction* at = phase.tile; at != phase.tile_end; ++at) {
             if (at->code >= Code::mean) found[count++].begin(at->code);
@@ -205,9 +205,9 @@ private:
         for (int64_t offset = 0; offset < columns(); offset += tile_size) {
             const int64_t n = tile_at(offset);
             T* param = tensors_.param.load(slot, offset, n, param_tile_);
-            if (!known) grad = gradient(touch, offset, n, param);
-            if (phase.reads & 1 && shrink_ != 1) {
-                for (int64_t j = 0; j < n; ++j) shrunk_[j] = param[j] * shrink_;
+            if (!known) grad = gradient(entries, offset, n, param);
+            if (phase.reads & 1 && decay_factor_ != 1) {
+                for (int64_t j = 0; j < n; ++j) shrunk_[j] = param[j] * decay_factor_;
                 param = shrunk_;
             }
             T* state[max_states];
@@ -231,25 +231,25 @@ private:
     }
 
     // The last phase.
-    SPARSESTEP_INLINE void write(const Phase& phase, const Touch& touch, const T* known) {
-        const int64_t slot = touch.slot;
+    SPARSESTEP_INLINE void write(const Phase& phase, const SlotEntries& entries, const T* known) {
+        const int64_t slot = entries.slot;
         run_row(phase);
         for (int64_t offset = 0; offset < columns(); offset += tile_size) {
             const int64_t n = tile_at(offset);
             T* const param = tensors_.param.load(slot, offset, n, param_tile_);
-            const T* const grad = known ? known : gradient(touch, offset, n, param);
+            const T* const grad = known ? known : gradient(entries, offset, n, param);
             T* state[max_states];
             for (int s = 0; s < states_; ++s) state[s] = load_state(s, slot, offset, n);
-            if (is_held_in_part()) keep(param, state, n);
-            if (shrink_ != 1) {
-                for (int64_t j = 0; j < n; ++j) param[j] *= shrink_;
+            if (has_element_mask()) keep(param, state, n);
+            if (decay_factor_ != 1) {
+                for (int64_t j = 0; j < n; ++j) param[j] *= decay_factor_;
             }
             for (int64_t at = 0; at < n; at += chunk) {
                 look_at(param, grad, state, at);
                 run_tile(phase.tile, phase.tile_end, n - at < chunk ? n - at : chunk);
             }
-            if (is_held_in_part())
-                restore(param, state, row_of(touch.first) * columns() + offset, n);
+            if (has_element_mask())
+                restore(param, state, row_of(entries.first) * columns() + offset, n);
             tensors_.param.store(slot, offset, n, param);
             for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
         }
@@ -284,7 +284,7 @@ private:
         for (int64_t j = 0; j < chunk; ++j) tile[j] = value;
     }
 
-    // Of a slot that is held in part, what is not held gets back what it had.
+    // Elements outside the element mask get back what they had.
     void keep(const T* param, T* const* state, int64_t n) {
         std::memcpy(before_[0], param, size_t(n) * sizeof(T));
         for (int s = 0; s < states_; ++s) {
@@ -295,15 +295,15 @@ private:
         for (int t = 0; t <= states_; ++t) {
             T* const written = t ? state[t - 1] : param;
             for (int64_t j = 0; j < n; ++j) {
-                written[j] = held_[first + j] ? written[j] : before_[t][j];
+                written[j] = element_mask_[first + j] ? written[j] : before_[t][j];
             }
         }
     }
 
     const Program& program_;
     const int states_;
-    const bool* const held_;
-    const T shrink_;
+    const bool* const element_mask_;
+    const T decay_factor_;
     const Tensors tensors_;
     T* tiles_[max_tile_registers];  // where each register lies
     T* row_[max_row_registers];
@@ -316,19 +316,19 @@ private:
 };
 
 template <class T>
-void apply_program(const Job& job, const Piece& piece) {
-    if (piece.first_column == piece.last_column) return;  // slots without elements
+void apply_program(const Job& job, const JobSlice& slice) {
+    if (slice.first_column == slice.last_column) return;  // slots without elements
     bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     for (int s = 0; s < job.program->states; ++s) stored &= is_stored_as<T>(job.state[s]);
-    if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, piece).run();
+    if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, slice).run();
     if constexpr (sizeof(T) == 4) {
-        if (is_plain(job)) {
-            const bool usual = piece.last_column - piece.first_column == 64;
-            if (usual) return ProgramLoop<T, StoredRows<T, 64>, true>(job, piece).run();
-            return ProgramLoop<T, StoredRows<T, 0>, true>(job, piece).run();
+        if (is_simple_grad(job)) {
+            const bool usual = slice.last_column - slice.first_column == 64;
+            if (usual) return ProgramLoop<T, DirectRows<T, 64>, true>(job, slice).run();
+            return ProgramLoop<T, DirectRows<T, 0>, true>(job, slice).run();
         }
     }
-    ProgramLoop<T, StoredRows<T, 0>>(job, piece).run();
+    ProgramLoop<T, DirectRows<T, 0>>(job, slice).run();
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct Bfloat16 {
         const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
         return {uint16_t(value != value ? 0x7fc0u : rounded)};
     }
-    // Up with the probability that is the distance to the lower neighbour: 16 of the random bits
+    // Up with the probability that is the distance to the lower neighbor: 16 of the random bits
     // decide about the 16 bits that are lost.
     static Bfloat16 random(float value, uint32_t bits) {
         const uint32_t rounded = (bits_as<uint32_t>(value) + (bits & 0xffffu)) >> 16;
@@ -50,7 +50,7 @@ struct Float16 {
     operator float() const {
         const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
         const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
-        // Scaling by 2^112 moves the exponent from half's bias to float's and renormalises
+        // Scaling by 2^112 moves the exponent from half's bias to float's and renormalizes
         // subnormals; what was infinite or NaN gets the exponent of 255 instead.
         const float scaled = bits_as<float>(magnitude) * bits_as<float>(uint32_t(239) << 23);
         const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
@@ -88,7 +88,7 @@ struct Float16 {
 };
 
 // Random bits for every element of a tensor, a function of key and element alone: the same
-// whatever the order, the threads or the instruction set. The Python twin is in rounding.py.
+// for any order, threads and instruction set. The Python twin is in rounding.py.
 struct Randomness {
     uint32_t first, second;
 
@@ -134,7 +134,7 @@ constexpr Dtype dtype_of = sizeof(T) == 4 ? Dtype::float32 : Dtype::float64;
 
 // Runs body(typed pointer) for the dtype that the view has.
 template <class Body>
-inline void with_dtype(const View& view, Body body) {
+inline void with_dtype(const TensorView& view, Body body) {
     switch (view.dtype) {
         case Dtype::float16: return body(static_cast<Float16*>(view.data));
         case Dtype::bfloat16: return body(static_cast<Bfloat16*>(view.data));
@@ -148,18 +148,18 @@ inline int64_t bytes_of(Dtype dtype) {
 }
 
 template <class T>
-inline bool is_stored_as(const View& view) {
+inline bool is_stored_as(const TensorView& view) {
     return view.dtype == dtype_of<T> && view.element_stride == 1;
 }
 
-inline int64_t element_offset(const View& view, int64_t slot, int64_t column) {
+inline int64_t element_offset(const TensorView& view, int64_t slot, int64_t column) {
     return slot * view.slot_stride + column * view.element_stride;
 }
 
 // Not inlined, here and below: there are many loops, and this is no small code.
 template <class T>
-__attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t column, int64_t n,
-                                         T* tile) {
+__attribute__((noinline)) void load_tile(const TensorView& view, int64_t slot, int64_t column,
+                                         int64_t n, T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         const Stored* from = data + element_offset(view, slot, column);
@@ -173,8 +173,8 @@ __attribute__((noinline)) void load_tile(const View& view, int64_t slot, int64_t
 }
 
 template <class T>
-__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
-                                          const T* tile) {
+__attribute__((noinline)) void store_tile(const TensorView& view, int64_t slot, int64_t column,
+                                          int64_t n, const T* tile) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
         Stored* to = data + element_offset(view, slot, column);
@@ -190,7 +190,7 @@ __attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_
 // Rounds a tile to what the dtype can hold.
 template <class T>
 __attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
-    with_dtype(View{nullptr, dtype, 0, 0}, [&](auto* none) {
+    with_dtype(TensorView{nullptr, dtype, 0, 0}, [&](auto* none) {
         using Convert = Convert<std::remove_pointer_t<decltype(none)>, T>;
         for (int64_t i = 0; i < n; ++i) tile[i] = Convert::load(Convert::store(tile[i]));
     });
@@ -198,8 +198,8 @@ __attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
 
 // The same, rounding at random; `element` is the number of the first within the tensor.
 template <class T>
-__attribute__((noinline)) void store_tile(const View& view, int64_t slot, int64_t column, int64_t n,
-                                          const T* tile, const Randomness& random,
+__attribute__((noinline)) void store_tile(const TensorView& view, int64_t slot, int64_t column,
+                                          int64_t n, const T* tile, const Randomness& random,
                                           int64_t element) {
     with_dtype(view, [&](auto* data) {
         using Stored = std::remove_pointer_t<decltype(data)>;
@@ -234,19 +234,20 @@ __attribute__((noinline)) void restore_tiles(T* const* tiles, int count, int64_t
 // The number that a slot has. Where there is nothing to convert it is read and written at once: a
 // call for each would take as long as the rest.
 template <class T>
-inline T load_number(const View& view, int64_t slot) {
+inline T load_number(const TensorView& view, int64_t slot) {
     if (view.dtype == dtype_of<T>) return static_cast<const T*>(view.data)[slot * view.slot_stride];
     T number;
     load_tile(view, slot, 0, 1, &number);
     return number;
 }
 template <class T>
-inline void store_number(const View& view, int64_t slot, T number, const Job& job, int tensor) {
+inline void store_number(const TensorView& view, int64_t slot, T number, const Job& job,
+                         int tensor) {
     if (view.dtype == dtype_of<T>) {
         static_cast<T*>(view.data)[slot * view.slot_stride] = number;
-    } else if (job.stochastic) {
+    } else if (job.stochastic_rounding) {
         const Randomness random(job.seed, tensor);
-        store_tile(view, slot, 0, 1, &number, random, job.dealt.row(slot));
+        store_tile(view, slot, 0, 1, &number, random, job.row_stride.row(slot));
     } else {
         store_tile(view, slot, 0, 1, &number);
     }
@@ -258,11 +259,12 @@ constexpr int64_t cache_line = 64;
 constexpr int64_t prefetch_bytes = 1024;
 
 // The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
-// kinds it is decides once per piece, not once per row, whether there is anything to convert.
-// Where the number of columns is a usual one, it is known to the compiler (`fixed`, else 0): at
+// kinds it is decides once per slice, not once per row, whether there is anything to convert.
+// Where the number of columns is a common one, it is known to the compiler (`fixed`, else 0): at
 // such row lengths the bookkeeping of a loop shows.
 template <class T, int64_t fixed>
-struct StoredRows {
+struct DirectRows {
+    static constexpr bool is_direct = true;
     static constexpr int64_t fixed_columns = fixed;
     static constexpr int64_t kept_columns = tile_size;
     static constexpr bool is_kept() { return false; }
@@ -272,10 +274,10 @@ struct StoredRows {
     int64_t row_bytes;
     int64_t lines;
 
-    StoredRows(const View& view, const Job&, const Piece& piece, int)
-        : data(static_cast<char*>(view.data) + piece.first_column * int64_t(sizeof(T))),
+    DirectRows(const TensorView& view, const Job&, const JobSlice& slice, int)
+        : data(static_cast<char*>(view.data) + slice.first_column * int64_t(sizeof(T))),
           row_bytes(view.slot_stride * int64_t(sizeof(T))) {
-        const int64_t bytes = (piece.last_column - piece.first_column) * int64_t(sizeof(T));
+        const int64_t bytes = (slice.last_column - slice.first_column) * int64_t(sizeof(T));
         lines = ((bytes < prefetch_bytes ? bytes : prefetch_bytes) + cache_line - 1) / cache_line;
     }
     T* load(int64_t row, int64_t offset, int64_t, T*) const {
@@ -298,37 +300,39 @@ struct StoredRows {
 
 template <class T>
 struct ConvertedRows {
+    static constexpr bool is_direct = false;
     static constexpr int64_t fixed_columns = 0;
-    View view;
-    int64_t first_column, last_column, block;
-    bool stochastic;
+    TensorView view;
+    int64_t first_column, last_column, slot_size;
+    bool stochastic_rounding;
     Randomness random;
-    DealtRows dealt;
+    RowStride row_stride;
 
-    ConvertedRows(const View& view, const Job& job, const Piece& piece, int tensor)
+    ConvertedRows(const TensorView& view, const Job& job, const JobSlice& slice, int tensor)
         : view(view),
-          first_column(piece.first_column),
-          last_column(piece.last_column),
-          block(job.block),
-          stochastic(job.stochastic),
+          first_column(slice.first_column),
+          last_column(slice.last_column),
+          slot_size(job.slot_size),
+          stochastic_rounding(job.stochastic_rounding),
           random(job.seed, tensor),
-          dealt(job.dealt) {}
+          row_stride(job.row_stride) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
         load_tile(view, row, first_column + offset, n, tile);
         return tile;
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
         const int64_t column = first_column + offset;
-        if (stochastic) return store_at_random(row, column, n, tile);
+        if (stochastic_rounding) return store_at_random(row, column, n, tile);
         store_tile(view, row, column, n, tile);
     }
     __attribute__((noinline)) void store_at_random(int64_t row, int64_t column, int64_t n,
                                                    const T* tile) const {
         for (int64_t done = 0, run = 0; done < n; done += run) {  // a row of the tensor at a time
-            const int64_t here = row * block + column + done;
-            const int64_t rest = dealt.length - here % dealt.length;
+            const int64_t here = row * slot_size + column + done;
+            const int64_t rest = row_stride.length - here % row_stride.length;
             run = rest < n - done ? rest : n - done;
-            store_tile(view, row, column + done, run, tile + done, random, dealt.element(here));
+            store_tile(view, row, column + done, run, tile + done, random,
+                       row_stride.element(here));
         }
     }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {

@@ -24,49 +24,50 @@ namespace {
 
 // See slots_of; all tensors int64, contiguous, on the CPU.
 bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int64_t row_slots,
-                  nb::object positions, nb::object source, int threads) {
+                  nb::object indices, nb::object value_index, int threads) {
     const int64_t groups = numel(starts) - 1, entries = numel(others);
-    if (groups < 0 || numel(positions) != entries * block_rows)
+    if (groups < 0 || numel(indices) != entries * block_rows)
         throw nb::value_error("no such slots");
-    const Compressed from{integers(starts), integers(others), groups,
-                          entries,          block_rows,       row_slots};
-    int64_t* const to = static_cast<int64_t*>(address(positions));
-    int64_t* const rows = source.is_none() ? nullptr : static_cast<int64_t*>(address(source));
+    const CompressedSlots from{integers(starts), integers(others), groups,
+                               entries,          block_rows,       row_slots};
+    int64_t* const to = static_cast<int64_t*>(address(indices));
+    int64_t* const rows =
+        value_index.is_none() ? nullptr : static_cast<int64_t*>(address(value_index));
     nb::gil_scoped_release release;
     return slots_of(from, to, rows, threads);
 }
 
 // The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
-// where the core has no way to read its parts; a position, where that is no slot.
+// where the core has no way to read its parts; a index, where that is no slot.
 nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
                      int instruction_set) {
     const InstructionSet& set = instruction_set_of(instruction_set);
     Job job{};
-    std::vector<std::unique_ptr<Joined>> joined;
+    std::vector<std::unique_ptr<JoinedParts>> joined;
     if (nb::len(parts) > 1) {
-        job.slots = nb::cast<int64_t>(parts[0][2]);
-        job.block = nb::cast<int64_t>(parts[0][3]);
-        if (!names().exchange || !read_parts(parts, job.slots, job.block, job, joined)) {
+        job.num_slots = nb::cast<int64_t>(parts[0][2]);
+        job.slot_size = nb::cast<int64_t>(parts[0][3]);
+        if (!names().exchange || !read_parts(parts, job.num_slots, job.slot_size, job, joined)) {
             return nb::none();
         }
     } else {
         const nb::tuple touched = nb::cast<nb::tuple>(parts[0]);
         if (nb::len(touched) != 7 || !touched[6].is_none())
             throw nb::value_error("no such gradient");
-        if (!read_gradient(touched, job) || job.whole) return nb::none();
+        if (!read_gradient(touched, job) || job.all_slots) return nb::none();
     }
     if (numel(norms) != job.entries) throw nb::value_error("there must be a norm for each entry");
-    job.by_slot = true;
+    job.needs_whole_slots = true;
     job.order = Norm(order);
     job.norms = static_cast<double*>(address(norms));
     const bool in_double = job.values.dtype == Dtype::float64;
     job.apply = (in_double ? set.in_double : set.in_float).norms;
-    std::optional<BadEntry> bad;
+    std::optional<OutOfRange> bad;
     {
         nb::gil_scoped_release release;
         bad = step(&job, 1, threads);
     }
-    return nb::make_tuple(bad ? nb::object(nb::int_(bad->position)) : nb::none());
+    return nb::make_tuple(bad ? nb::object(nb::int_(bad->index)) : nb::none());
 }
 
 nb::dict rules() {
@@ -79,10 +80,10 @@ nb::dict rules() {
     return result;
 }
 
-nb::list motion_names() {
+nb::list idle_update_names() {
     nb::list result;
     const Kernels kernels = instruction_sets()[0].in_float;
-    for (int i = 0; i < kernels.motion_count; ++i) result.append(kernels.motions[i].name);
+    for (int i = 0; i < kernels.idle_update_count; ++i) result.append(kernels.idle_updates[i].name);
     return result;
 }
 
@@ -99,12 +100,12 @@ nb::list instruction_set_names() {
 NB_MODULE(_C, module) {
     // Optimizers may live until the interpreter ends, and Groups with them.
     nb::set_leak_warnings(false);
-    watch_forks();
+    install_fork_handler();
     module.doc() = "The native engine's core. Use it through sparsestep.engines.native.";
     nb::class_<OwnedProgram>(module, "Program", "A formula as the core runs it.")
         .def(nb::init<int, int, int, nb::tuple, nb::bytes>(), nb::arg("states"),
              nb::arg("slot_states"), nb::arg("numbers"), nb::arg("phases"), nb::arg("row_results"));
-    nb::class_<Group>(module, "Group", "What a param group says about its updates.")
+    nb::class_<NativeGroup>(module, "Group", "What a param group says about its updates.")
         .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
              nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"),
              nb::arg("shrink"), nb::arg("options"), nb::arg("stochastic") = false,
@@ -112,29 +113,29 @@ NB_MODULE(_C, module) {
         .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
              nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"), nb::arg("l2"),
              nb::arg("shrink"), nb::arg("numbers"), nb::arg("stochastic"));
-    module.def("step_again", &step_again, nb::arg("instruction_set"), nb::arg("groups"),
+    module.def("step_again", &replay_step, nb::arg("instruction_set"), nb::arg("groups"),
                nb::arg("before"), nb::arg("state"), nb::arg("known"), nb::arg("threads"),
                "Do a step whose groups say what they said; false, and nothing done, otherwise.");
-    nb::class_<Jobs>(module, "Jobs")
+    nb::class_<NativeStep>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
-        .def("add", &Jobs::add, nb::arg("group"), nb::arg("step"), nb::arg("touched"),
+        .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("touched"),
              nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("dealt").none(),
              nb::arg("owner"), nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")
-        .def("try_claim", &Jobs::try_claim, nb::arg("group"), nb::arg("owner"), nb::arg("params"),
-             nb::arg("state"), nb::arg("known"), nb::arg("seen"), nb::arg("selections").none(),
-             nb::arg("grads").none(), nb::arg("first"),
+        .def("try_claim", &NativeStep::try_claim, nb::arg("group"), nb::arg("owner"),
+             nb::arg("params"), nb::arg("state"), nb::arg("known"), nb::arg("seen"),
+             nb::arg("selections").none(), nb::arg("grads").none(), nb::arg("first"),
              "Add jobs for the parameters in the usual form; the numbers of the others.")
-        .def("prepare", &Jobs::prepare, nb::arg("threads"),
+        .def("prepare", &NativeStep::prepare, nb::arg("threads"),
              "Do all that may fail and write nothing. Where a position is no slot, return (owner, "
              "number in the group, slots, position).")
-        .def("commit", &Jobs::commit,
+        .def("commit", &NativeStep::commit,
              "Apply what was prepared and count the steps of what was taken. Nothing can fail, and "
              "no signal handler of Python's comes between.");
     module.def("set_compact_class", &set_compact_class, nb::arg("type"),
                "Say which class compact gradients have.");
     bind_catch_up(module);
-    bind_owners(module);
+    bind_round_robin(module);
     bind_storage(module);
     bind_lookup(module);
     bind_row_writes(module);
@@ -148,8 +149,8 @@ NB_MODULE(_C, module) {
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "
                "cannot, else a tuple with a position that is no slot, or None.");
     module.def("rules", &rules, "name -> (index, states per element, states per slot, options)");
-    module.def("motions", &motion_names, "What CatchUp knows, by number.");
+    module.def("motions", &idle_update_names, "What CatchUp knows, by number.");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
-    module.def("team", &team_kind, "whose threads share the work");
+    module.def("team", &thread_source, "whose threads share the work");
 }

@@ -1,4 +1,4 @@
-// Rows to be brought up to date, as Python says it: the attributes of sparsestep._C's CatchUp.
+// Rows to catch up, as Python says it: the attributes of sparsestep.core's CatchUp.
 // It lives for one call, so that what it holds need not be visible to Python's garbage collector.
 #pragma once
 
@@ -36,23 +36,24 @@ struct CatchUpCall {
     // that the core can reach them.
     nb::object run(int threads, int instruction_set) const {
         const InstructionSet& set = instruction_set_of(instruction_set);
-        if (motion < 0 || motion >= set.in_float.motion_count)
+        if (motion < 0 || motion >= set.in_float.idle_update_count)
             throw nb::value_error("no such motion");
-        const int64_t slots = numel(last), count = rows.is_none() ? slots : numel(rows);
+        const int64_t num_slots = numel(last), count = rows.is_none() ? num_slots : numel(rows);
         if (!count || !numel(param)) return nb::make_tuple(0, 0);
-        CatchUpWork work{};
-        work.block = numel(param) / slots;
-        const std::optional<bool> in_double = read_tensors(work, slots);
+        CatchUpJob work{};
+        work.slot_size = numel(param) / num_slots;
+        const std::optional<bool> in_double = read_tensors(work, num_slots);
         if (!in_double) return nb::none();
         read_history(work);
         const Kernels& kernels = *in_double ? set.in_double : set.in_float;
-        const CaughtUp done = run_shares(work, count, threads, kernels.motions[motion].catch_up);
+        const CatchUpResult done =
+            run_shares(work, count, threads, kernels.idle_updates[motion].catch_up);
         return nb::make_tuple(done.behind, done.stale);
     }
 
 private:
     // Whether the arithmetic is in double; nothing if the core cannot reach them.
-    std::optional<bool> read_tensors(CatchUpWork& work, int64_t slots) const {
+    std::optional<bool> read_tensors(CatchUpJob& work, int64_t num_slots) const {
         const int count = int(nb::len(state));
         work.slot_states = states_per_row;
         work.states = count - states_per_row;
@@ -61,13 +62,13 @@ private:
             buffer >= work.states || square >= count) {
             throw nb::value_error("no such rule");
         }
-        const auto found = view(param, slots, work.block);
+        const auto found = view(param, num_slots, work.slot_size);
         if (!found) return std::nullopt;
         work.param = *found;
         bool in_double = found->dtype == Dtype::float64;
         for (int s = 0; s < count; ++s) {
             const bool per_slot = s >= work.states;
-            const auto one = view(state[size_t(s)], slots, per_slot ? 1 : work.block);
+            const auto one = view(state[size_t(s)], num_slots, per_slot ? 1 : work.slot_size);
             if (!one) return std::nullopt;
             in_double |= one->dtype == Dtype::float64;
             (per_slot ? work.slot_state[s - work.states] : work.state[s]) = *one;
@@ -77,7 +78,7 @@ private:
         return in_double;
     }
 
-    void read_history(CatchUpWork& work) const {
+    void read_history(CatchUpJob& work) const {
         work.rows = integers(rows);
         work.last = static_cast<int32_t*>(own_address(last));
         work.now = now;
@@ -109,8 +110,8 @@ private:
     }
 
     // Before a step, those that a lookup has read are current. To see that takes a part of the time
-    // that it takes to deal rows to their owners.
-    static bool any_behind(const CatchUpWork& work, int64_t count, int threads) {
+    // that it takes to assign rows to threads.
+    static bool any_behind(const CatchUpJob& work, int64_t count, int threads) {
         constexpr int64_t piece = 8192;
         std::atomic<bool> found{false};
         parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
@@ -123,15 +124,16 @@ private:
         return found;
     }
 
-    static CaughtUp run_shares(const CatchUpWork& work, int64_t count, int threads, CatchUp run) {
+    static CatchUpResult run_shares(const CatchUpJob& work, int64_t count, int threads,
+                                    CatchUpKernel run) {
         std::atomic<int64_t> behind{0}, stale{0};
-        const auto run_share = [&](const CatchUpShare& share) {
-            const CaughtUp done = run(work, share);
+        const auto run_share = [&](const CatchUpSlice& share) {
+            const CatchUpResult done = run(work, share);
             behind += done.behind;
             stale += done.stale;
         };
         nb::gil_scoped_release release;
-        if (count * work.block < (1 << 14)) threads = 1;
+        if (count * work.slot_size < (1 << 14)) threads = 1;
         if (work.rows) {
             if (!any_behind(work, count, threads)) return {0, 0};
             parallel(threads, threads, [&](int64_t t) { run_share({0, count, t, threads}); });

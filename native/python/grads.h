@@ -17,26 +17,26 @@ namespace sparsestep {
 namespace {
 
 // One lookup of a compact gradient: see touched.py.
-struct Part {
+struct GradPart {
     int64_t entries = 0, rows = 0, element_bytes = 0;
-    const int64_t* positions = nullptr;
-    const int64_t* source = nullptr;  // null: row i
-    View values{}, scale{};
+    const int64_t* indices = nullptr;
+    const int64_t* value_index = nullptr;  // null: row i
+    TensorView values{}, scale{};
 
     // False for any form but rows of the parameter, as an embedding makes them.
-    bool read(nb::handle part, int64_t slots, int64_t block) {
-        if (nb::len(part) != 7) return false;  // no IndexedGrad: still with other processes
-        if (nb::cast<int64_t>(part[2]) != slots || !part[6].is_none()) return false;
+    bool read(nb::handle part, int64_t num_slots, int64_t slot_size) {
+        if (nb::len(part) != 7) return false;  // no Touched: still with other processes
+        if (nb::cast<int64_t>(part[2]) != num_slots || !part[6].is_none()) return false;
         const nb::object from = part[4], factors = part[5], stored = part[1];
-        Plain where, what, numbers, scales;
+        PlainTensor where, what, numbers, scales;
         if (!where.read(part[0]) || !where.is_int64() || !what.read(stored)) return false;
         rows = entries = where.numel();
-        positions = static_cast<const int64_t*>(where.data());
+        indices = static_cast<const int64_t*>(where.data());
         if (!from.is_none()) {
             if (!numbers.read(from) || !numbers.is_int64() || numbers.numel() != entries) {
                 return false;
             }
-            source = static_cast<const int64_t*>(numbers.data());
+            value_index = static_cast<const int64_t*>(numbers.data());
             rows = what.dl.dims ? what.dl.shape[0] : 0;
         }
         if (!factors.is_none()) {
@@ -45,8 +45,9 @@ struct Part {
             if (!view || is_true(factors, names().is_neg)) return false;
             scale = *view;
         }
-        const auto view = what.view(block);
-        if (!view || what.numel() != rows * block || is_true(stored, names().is_neg)) return false;
+        const auto view = what.view(slot_size);
+        if (!view || what.numel() != rows * slot_size || is_true(stored, names().is_neg))
+            return false;
         values = *view;
         element_bytes = what.dl.bits / 8;
         return true;
@@ -54,14 +55,14 @@ struct Part {
 };
 
 // Memory of several parts put together, for as long as a job points to it.
-struct Joined {
+struct JoinedParts {
     Scratch scratch;
     std::vector<Memory> values;
 };
 
 template <class T>
-void join_scales(const std::vector<Part>& parts, T* to) {
-    for (const Part& part : parts) {
+void join_scales(const std::vector<GradPart>& parts, T* to) {
+    for (const GradPart& part : parts) {
         for (int64_t i = 0; i < part.entries; ++i) {
             *to++ = part.scale.data ? static_cast<const T*>(part.scale.data)[i] : T(1);
         }
@@ -69,12 +70,12 @@ void join_scales(const std::vector<Part>& parts, T* to) {
 }
 
 // Several lookups as one. The rows of values stay where they are; only what is small is copied:
-// positions, factors, and where each entry's row begins, in elements from the first part's first.
-std::unique_ptr<Joined> join(const std::vector<Part>& parts, int64_t block, Job& job) {
+// indices, factors, and where each entry's row begins, in elements from the first part's first.
+std::unique_ptr<JoinedParts> join(const std::vector<GradPart>& parts, int64_t slot_size, Job& job) {
     const int64_t bytes = parts[0].element_bytes;
-    View scale{};
+    TensorView scale{};
     job.entries = 0;
-    for (const Part& part : parts) {
+    for (const GradPart& part : parts) {
         if (part.values.dtype != parts[0].values.dtype) return nullptr;
         if (part.scale.data) {
             if (scale.data && scale.dtype != part.scale.dtype) return nullptr;
@@ -84,24 +85,24 @@ std::unique_ptr<Joined> join(const std::vector<Part>& parts, int64_t block, Job&
     }
     if (scale.data && scale.dtype != Dtype::float32 && scale.dtype != Dtype::float64)
         return nullptr;
-    auto joined = std::make_unique<Joined>();
+    auto joined = std::make_unique<JoinedParts>();
     const size_t words = size_t(job.entries);
     joined->scratch.reserve((scale.data ? 3 : 2) * words * sizeof(int64_t) + 1);
-    int64_t* const positions = static_cast<int64_t*>(joined->scratch.data());
-    int64_t *const source = positions + words, *at = source;
+    int64_t* const indices = static_cast<int64_t*>(joined->scratch.data());
+    int64_t *const value_index = indices + words, *at = value_index;
     const intptr_t origin = reinterpret_cast<intptr_t>(parts[0].values.data);
-    for (const Part& part : parts) {
-        std::copy_n(part.positions, part.entries, positions + (at - source));
+    for (const GradPart& part : parts) {
+        std::copy_n(part.indices, part.entries, indices + (at - value_index));
         // Tensors of one dtype lie a whole number of elements apart.
         const int64_t first =
             (reinterpret_cast<intptr_t>(part.values.data) - origin) / intptr_t(bytes);
         for (int64_t i = 0; i < part.entries; ++i) {
-            *at++ = first + (part.source ? part.source[i] : i) * block;
+            *at++ = first + (part.value_index ? part.value_index[i] : i) * slot_size;
         }
-        joined->values.push_back({part.values.data, part.rows * block * bytes});
+        joined->values.push_back({part.values.data, part.rows * slot_size * bytes});
     }
     if (scale.data) {
-        scale.data = source + words;
+        scale.data = value_index + words;
         if (scale.dtype == Dtype::float32) {
             join_scales(parts, static_cast<float*>(scale.data));
         } else {
@@ -109,8 +110,8 @@ std::unique_ptr<Joined> join(const std::vector<Part>& parts, int64_t block, Job&
         }
         job.scale = scale;
     }
-    job.positions = positions;
-    job.source = source;
+    job.indices = indices;
+    job.value_index = value_index;
     job.values = parts[0].values;
     job.values.slot_stride = 1;
     job.value_parts = joined->values.data();
@@ -119,28 +120,28 @@ std::unique_ptr<Joined> join(const std::vector<Part>& parts, int64_t block, Job&
 }
 
 // The entries of a job from the parts of a compact gradient. False if the core cannot read them.
-bool read_parts(nb::tuple parts, int64_t slots, int64_t block, Job& job,
-                std::vector<std::unique_ptr<Joined>>& joined) {
-    std::vector<Part> read(nb::len(parts));
+bool read_parts(nb::tuple parts, int64_t num_slots, int64_t slot_size, Job& job,
+                std::vector<std::unique_ptr<JoinedParts>>& joined) {
+    std::vector<GradPart> read(nb::len(parts));
     for (size_t i = 0; i < read.size(); ++i) {
-        if (!read[i].read(parts[i], slots, block)) return false;
+        if (!read[i].read(parts[i], num_slots, slot_size)) return false;
     }
     if (read.empty()) return false;
     if (read.size() > 1) {
-        joined.push_back(join(read, block, job));
+        joined.push_back(join(read, slot_size, job));
         return joined.back() != nullptr;
     }
-    const Part& only = read[0];
+    const GradPart& only = read[0];
     job.entries = only.entries;
-    job.positions = only.positions;
-    job.source = only.source;
+    job.indices = only.indices;
+    job.value_index = only.value_index;
     job.rows = only.rows;
     job.values = only.values;
     job.scale = only.scale;
     return true;
 }
 
-bool has_shape(nb::handle shape, const Plain& param) {
+bool has_shape(nb::handle shape, const PlainTensor& param) {
     if (nb::len(shape) != size_t(param.dl.dims)) return false;
     for (int32_t i = 0; i < param.dl.dims; ++i) {
         if (nb::cast<int64_t>(shape[size_t(i)]) != param.dl.shape[i]) return false;
@@ -154,47 +155,48 @@ bool is_strided(nb::handle tensor) {
 
 // Everything about the gradient of a job, for a parameter of one or more dims that is not empty.
 // False for any other form. `alive` and `joined` get what the job points to.
-bool read_usual(const Plain& param, nb::handle grad, nb::handle selection, Job& job,
-                std::vector<nb::object>& alive, std::vector<std::unique_ptr<Joined>>& joined) {
-    job.slots = param.dl.shape[0];
-    job.block = param.numel() / job.slots;
+bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle selection, Job& job,
+                        std::vector<nb::object>& alive,
+                        std::vector<std::unique_ptr<JoinedParts>>& joined) {
+    job.num_slots = param.dl.shape[0];
+    job.slot_size = param.numel() / job.num_slots;
     if (selection.is_none() && is_compact(grad)) {
         nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
-        if (!read_parts(parts, job.slots, job.block, job, joined)) return false;
+        if (!read_parts(parts, job.num_slots, job.slot_size, job, joined)) return false;
         alive.push_back(std::move(parts));
         return true;
     }
-    nb::object positions, values;
+    nb::object indices, values;
     if (!selection.is_none()) {
         if (!is_strided(grad) || !has_shape(selection[2], param)) return false;
-        positions = selection[0];
+        indices = selection[0];
         values = nb::borrow(grad);
     } else {
         if (!is_plain_tensor(grad) || get(grad, names().layout).ptr() != names().sparse_coo ||
             !has_shape(get(grad, names().shape), param)) {
             return false;
         }
-        positions = call(grad, names().indices);
+        indices = call(grad, names().indices);
         values = call(grad, names().values);
     }
-    Plain where, what;
-    if (!where.read(positions) || !where.is_int64() || !what.read(values)) return false;
+    PlainTensor where, what;
+    if (!where.read(indices) || !where.is_int64() || !what.read(values)) return false;
     job.entries = job.rows = where.numel();
-    job.positions = static_cast<const int64_t*>(where.data());
+    job.indices = static_cast<const int64_t*>(where.data());
     if (!selection.is_none()) {
-        job.rows = job.slots = nb::cast<int64_t>(selection[1]);
-        job.block = param.numel() / job.slots;
-        job.source = job.positions;
+        job.rows = job.num_slots = nb::cast<int64_t>(selection[1]);
+        job.slot_size = param.numel() / job.num_slots;
+        job.value_index = job.indices;
         if (!what.has_shape_of(param, param.dl.dims)) return false;
     } else if (where.dl.dims != 2 || where.dl.shape[0] != 1) {
         return false;
     }
-    const auto view = what.view(job.block);
-    if (!view || what.numel() != job.rows * job.block || is_true(values, names().is_neg)) {
+    const auto view = what.view(job.slot_size);
+    if (!view || what.numel() != job.rows * job.slot_size || is_true(values, names().is_neg)) {
         return false;
     }
     job.values = *view;
-    alive.push_back(std::move(positions));
+    alive.push_back(std::move(indices));
     alive.push_back(std::move(values));
     return true;
 }

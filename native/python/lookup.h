@@ -40,18 +40,18 @@ struct MakeTensors {
     }
 };
 
-// One table that is to be looked up, and what was found. Whatever is unusual about it is left to
+// One table that is to be looked up, and what was found. Anything off the fast path is left to
 // Python's side, which has all cases and all messages.
-struct Asked {
+struct LookupCall {
     LookupWork work{};
-    nb::object output = nb::none(), positions = nb::none(), source = nb::none();
+    nb::object output = nb::none(), indices = nb::none(), value_index = nb::none();
     nb::object winners = nb::none(), counted = nb::none();
 
     // `asked` is (weight, ids, starts or None, whether these have the end of the last bag, factors
-    // or None, pooling, padding, whether there is to be a gradient). False for anything unusual.
+    // or None, pooling, padding, whether there is to be a gradient). False off the fast path.
     bool read(nb::tuple asked) {
         const nb::object weight = asked[0], ids = asked[1];
-        Plain table, which;
+        PlainTensor table, which;
         if (!table.read_rows(weight) || table.dl.dims != 2 || !table.dtype() ||
             table.numel() == 0 || !read_integers(ids, which, work.ids) ||
             is_true(weight, names().is_neg)) {
@@ -76,15 +76,15 @@ struct Asked {
     // What Python gets: the output, and where there is to be a gradient, for each id that counts
     // its row and its bag; then whose element is the largest, and how many ids of each bag count.
     nb::tuple result(int64_t entries) {
-        if (!positions.is_none() && entries < work.id_count) {
-            positions = positions.attr("narrow")(0, 0, entries);
-            if (!source.is_none()) source = source.attr("narrow")(0, 0, entries);
+        if (!indices.is_none() && entries < work.id_count) {
+            indices = indices.attr("narrow")(0, 0, entries);
+            if (!value_index.is_none()) value_index = value_index.attr("narrow")(0, 0, entries);
         }
-        return nb::make_tuple(output, positions, source, winners, counted);
+        return nb::make_tuple(output, indices, value_index, winners, counted);
     }
 
 private:
-    static bool read_integers(nb::handle tensor, Plain& read, Integers& to) {
+    static bool read_integers(nb::handle tensor, PlainTensor& read, Integers& to) {
         if (!read.read(tensor) || read.dl.code != dl_int || is_true(tensor, names().is_neg)) {
             return false;
         }
@@ -92,7 +92,7 @@ private:
         return read.dl.bits == 64 || read.dl.bits == 32;
     }
 
-    bool read_bags(const Plain& ids, nb::handle starts, bool have_end) {
+    bool read_bags(const PlainTensor& ids, nb::handle starts, bool have_end) {
         work.length = 1;
         work.bags = work.id_count;
         if (work.pooling == Pooling::none) return starts.is_none();
@@ -101,16 +101,16 @@ private:
             work.length = ids.dl.shape[1];
             return true;
         }
-        Plain begins;
+        PlainTensor begins;
         if (ids.dl.dims != 1 || !read_integers(starts, begins, work.starts)) return false;
         work.start_count = begins.numel();
         work.bags = work.start_count - have_end;
         return begins.dl.dims == 1;
     }
 
-    bool read_factors(const Plain& ids, nb::handle factors) {
+    bool read_factors(const PlainTensor& ids, nb::handle factors) {
         if (factors.is_none()) return true;
-        Plain read;
+        PlainTensor read;
         if (work.pooling != Pooling::sum || !read.read(factors) || read.dtype() != work.dtype ||
             !read.has_shape_of(ids, ids.dl.dims) || is_true(factors, names().is_neg)) {
             return false;
@@ -140,36 +140,36 @@ private:
         }
         if (is_max) return true;
         const bool has_source = sizes_differ || work.length != 1;
-        return make(positions, of_ids, names().int64, work.positions) &&
-               (!has_source || make(source, of_ids, names().int64, work.source));
+        return make(indices, of_ids, names().int64, work.indices) &&
+               (!has_source || make(value_index, of_ids, names().int64, work.value_index));
     }
 
     template <class T>
     static bool make(nb::object& tensor, nb::handle shape, PyObject* dtype, T*& to) {
         tensor = MakeTensors::get()(shape, dtype);
-        Plain made;
+        PlainTensor made;
         if (!made.read(tensor)) return false;
         to = static_cast<T*>(made.data());
         return true;
     }
 };
 
-// Looks up all tables. None, and nothing done, where anything is unusual or wrong.
+// Looks up all tables. None, and nothing done, off the fast path or on invalid input.
 nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
     if (!names().exchange) return nb::none();
-    std::vector<Asked> asked(nb::len(tables));
+    std::vector<LookupCall> asked(nb::len(tables));
     int64_t words = 0;
     for (size_t i = 0; i < asked.size(); ++i) {
         if (!asked[i].read(nb::cast<nb::tuple>(tables[i]))) return nb::none();
-        if (!asked[i].work.positions) words += asked[i].work.id_count;
+        if (!asked[i].work.indices) words += asked[i].work.id_count;
     }
     Scratch scratch;
     if (words) scratch.reserve(size_t(words) * sizeof(int64_t));
     int64_t* at = static_cast<int64_t*>(scratch.data());
     std::vector<LookupWork> works;
-    for (Asked& each : asked) {
-        if (!each.work.positions) {
-            each.work.positions = at;
+    for (LookupCall& each : asked) {
+        if (!each.work.indices) {
+            each.work.indices = at;
             at += each.work.id_count;
         }
         works.push_back(each.work);

@@ -35,7 +35,7 @@ bool are_bags(const IdBags& from) {
 template <class Row>
 nb::tuple split_into(const IdBags& from, int64_t world, Row* rows, int64_t* order, int64_t* bags,
                      int32_t* lengths) {
-    OwnerParts<Row> parts{rows, order, bags, lengths, {}, {}};
+    RankParts<Row> parts{rows, order, bags, lengths, {}, {}};
     {
         nb::gil_scoped_release release;
         split_by_owner(from, uint64_t(world), parts);
@@ -75,10 +75,10 @@ int64_t run_distinct(nb::object ids, int64_t rows, nb::object distinct, nb::obje
     int64_t *const found = writable(distinct, entries), *const each = writable(which, entries);
     if (entries == 0) return 0;
     nb::gil_scoped_release release;
-    return find_distinct(from, entries, rows, found, each);
+    return find_unique(from, entries, rows, found, each);
 }
 
-void bind_owners(nb::module_& module) {
+void bind_round_robin(nb::module_& module) {
     module.def("split_by_owner", &run_split, nb::arg("ids"), nb::arg("starts").none(),
                nb::arg("world"), nb::arg("rows"), nb::arg("order").none(), nb::arg("bags").none(),
                nb::arg("lengths").none(),

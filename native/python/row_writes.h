@@ -22,11 +22,11 @@ public:
         const int64_t count = nb::cast<int64_t>(shape[0]), entries = numel(rows);
         if (get(tensor, names().is_cpu).ptr() != Py_True) return false;
         if (!entries || !numel(tensor)) return true;
-        const int64_t block = numel(tensor) / count;
+        const int64_t slot_size = numel(tensor) / count;
         const int64_t item = nb::cast<int64_t>(get(tensor, names().itemsize));
         const bool is_same = get(tensor, names().dtype).is(get(values, names().dtype));
-        const bool is_one = numel(values) == block;
-        if (!is_same || (!is_one && numel(values) != entries * block) ||
+        const bool is_one = numel(values) == slot_size;
+        if (!is_same || (!is_one && numel(values) != entries * slot_size) ||
             !is_true(values, names().is_contiguous)) {
             throw nb::value_error("sparsestep: no such values for rows");
         }
@@ -34,11 +34,12 @@ public:
         const bool fit = std::all_of(which, which + entries,
                                      [count](int64_t row) { return row >= 0 && row < count; });
         if (!fit) throw nb::value_error("sparsestep: no such rows");
-        const std::optional<Place> place_of = place(tensor, count, block);
-        if (!place_of || (block > 1 && place_of->across != 1)) return false;
+        const std::optional<RowLayout> place_of = row_layout(tensor, count, slot_size);
+        if (!place_of || (slot_size > 1 && place_of->across != 1)) return false;
         writes_.push_back({static_cast<char*>(place_of->data),
                            static_cast<const char*>(address(values)), which, entries,
-                           place_of->down * item, size_t(block * item), is_one ? 0 : block * item});
+                           place_of->down * item, size_t(slot_size * item),
+                           is_one ? 0 : slot_size * item});
         kept_.append(nb::make_tuple(tensor, rows, values));
         return true;
     }

@@ -134,28 +134,28 @@ bool is_address(nb::handle number, const void* data) {
 }
 
 // What a param group says about its updates: made once, when Python's side has read the group.
-struct Group {
+struct NativeGroup {
     int rule = -1;             // one of the core's own, or else:
     nb::object program_owner;  // keeps the program
     const Program* program = nullptr;
     int64_t step = 0;  // the one step that the program is for; 0: any
     nb::tuple names;   // of the rule's state: first per element, then per row
     bool counts;       // whether a parameter's state has a step count
-    bool negate;       // to maximize
-    double l2, shrink;
+    bool maximize;     // to maximize
+    double l2, decay_factor;
     std::vector<double> options;  // of the rule, or the numbers of the program
-    bool stochastic;              // whether half precision is rounded at random
+    bool stochastic_rounding;     // whether half precision is rounded at random
     std::vector<bool> signs;      // for each state that is codes, whether it has a sign; else none
 
-    Group(int rule, nb::tuple names, bool counts, double sign, double l2, double shrink,
-          nb::tuple options, bool stochastic, nb::tuple signs)
+    NativeGroup(int rule, nb::tuple names, bool counts, double sign, double l2, double decay_factor,
+                nb::tuple options, bool stochastic_rounding, nb::tuple signs)
         : rule(rule),
           names(names),
           counts(counts),
-          negate(sign < 0),
+          maximize(sign < 0),
           l2(l2),
-          shrink(shrink),
-          stochastic(stochastic) {
+          decay_factor(decay_factor),
+          stochastic_rounding(stochastic_rounding) {
         const Kernels kernels = instruction_sets()[0].in_float;
         if (rule < 0 || rule >= kernels.rule_count) throw nb::value_error("no such rule");
         const RuleKernel& of = kernels.rules[rule];
@@ -168,17 +168,17 @@ struct Group {
         for (nb::handle option : options) this->options.push_back(nb::cast<double>(option));
     }
 
-    Group(nb::object owner, nb::tuple names, int64_t step, double sign, double l2, double shrink,
-          nb::tuple numbers, bool stochastic)
+    NativeGroup(nb::object owner, nb::tuple names, int64_t step, double sign, double l2,
+                double decay_factor, nb::tuple numbers, bool stochastic_rounding)
         : program_owner(owner),
           program(&nb::cast<const OwnedProgram&>(owner).get()),
           step(step),
           names(names),
           counts(true),
-          negate(sign < 0),
+          maximize(sign < 0),
           l2(l2),
-          shrink(shrink),
-          stochastic(stochastic) {
+          decay_factor(decay_factor),
+          stochastic_rounding(stochastic_rounding) {
         if (nb::len(names) != size_t(program->states + program->slot_states) ||
             nb::len(numbers) != size_t(program->numbers)) {
             throw nb::value_error("a program was given the wrong number of states or numbers");
@@ -194,9 +194,9 @@ struct Group {
 
     // The group must outlive the job where it has a program.
     void write_to(Job& job, int64_t step) const {
-        job.negate = negate;
-        job.l2 = l2;
-        job.shrink = shrink;
+        job.maximize = maximize;
+        job.coupled_decay = l2;
+        job.decay_factor = decay_factor;
         job.step = double(step);
         job.program = program;
         job.numbers = options.data();
@@ -206,7 +206,7 @@ struct Group {
 };
 
 // Whether a dict has these very objects as its values, in this order.
-bool has_values(nb::handle dict, nb::handle values) {
+bool has_same_values(nb::handle dict, nb::handle values) {
     if (!PyDict_Check(dict.ptr()) || nb::len(dict) != nb::len(values)) return false;
     PyObject *key, *value;
     Py_ssize_t next = 0;
@@ -217,7 +217,7 @@ bool has_values(nb::handle dict, nb::handle values) {
 }
 
 // A step count: a Python number, or the one element of a tensor. Owns what it points to.
-struct Count {
+struct StepCount {
     nb::object state;   // the dict that holds it
     nb::object tensor;  // the count itself, where it is a tensor
     nb::object next;    // what replaces it, where it is a number
@@ -236,7 +236,7 @@ struct Count {
             return true;
         }
         tensor = nb::borrow(found);
-        Plain read;
+        PlainTensor read;
         if (!read.read(found) || read.dl.dims != 0 || !read.dtype()) return false;
         data = read.data();
         dtype = *read.dtype();
@@ -265,63 +265,65 @@ const InstructionSet& instruction_set_of(int number) {
 }
 
 // False if the core cannot reach the tensor.
-bool read_view(nb::handle tensor, int64_t rows, int64_t block, View& to) {
-    const std::optional<View> found = view(tensor, rows, block);
+bool read_view(nb::handle tensor, int64_t rows, int64_t slot_size, TensorView& to) {
+    const std::optional<TensorView> found = view(tensor, rows, slot_size);
     if (found) to = *found;
     return found.has_value();
 }
 
 // False if the core cannot reach them, or a slot is longer than it can encode.
-bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Codes& to) {
-    const Names& name = names();
+bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Int8View& to) {
+    const PythonNames& name = names();
     for (nb::handle tensor : {codes, scale}) {
         if (get(tensor, name.is_cpu).ptr() != Py_True) return false;
     }
-    const bool fits = numel(codes) == job.slots * job.block && numel(scale) == job.slots;
+    const bool fits =
+        numel(codes) == job.num_slots * job.slot_size && numel(scale) == job.num_slots;
     if (!fits || get(codes, name.dtype).ptr() != name.int8 || dtype_code(scale) != 2) {
         throw nb::value_error("codes must be int8 with a float32 scale for each row");
     }
-    const auto where = place(codes, job.slots, job.block), of_scale = place(scale, job.slots, 1);
+    const auto where = row_layout(codes, job.num_slots, job.slot_size),
+               of_scale = row_layout(scale, job.num_slots, 1);
     if (!where || !of_scale || where->across != 1) return false;
     to.data = static_cast<int8_t*>(where->data);
     to.stride = where->down;
     to.scale = static_cast<float*>(of_scale->data);
     to.scale_stride = of_scale->down;
-    return job.block <= max_coded_block;
+    return job.slot_size <= max_int8_slot_size;
 }
 
-// What an IndexedGrad (see touched.py) says, but for what is held in part.
+// Reads a Touched (see touched.py) but for its element mask.
 bool read_gradient(nb::tuple touched, Job& job) {
-    job.positions = integers(touched[0]);
-    job.slots = nb::cast<int64_t>(touched[2]);
-    job.block = nb::cast<int64_t>(touched[3]);
-    job.source = integers(touched[4]);
-    job.whole = touched[0].is_none();
-    job.entries = job.whole ? job.slots : numel(touched[0]);
+    job.indices = integers(touched[0]);
+    job.num_slots = nb::cast<int64_t>(touched[2]);
+    job.slot_size = nb::cast<int64_t>(touched[3]);
+    job.value_index = integers(touched[4]);
+    job.all_slots = touched[0].is_none();
+    job.entries = job.all_slots ? job.num_slots : numel(touched[0]);
     const bool by_number = !touched[4].is_none();
     if (by_number && numel(touched[4]) != job.entries) throw nb::value_error("no such source");
-    job.rows = by_number && job.block > 0 ? numel(touched[1]) / job.block : job.entries;
-    return read_view(touched[1], job.rows, job.block, job.values) &&
+    job.rows = by_number && job.slot_size > 0 ? numel(touched[1]) / job.slot_size : job.entries;
+    return read_view(touched[1], job.rows, job.slot_size, job.values) &&
            (touched[5].is_none() || read_view(touched[5], job.entries, 1, job.scale));
 }
 
 // See rounding.Dealt.
-void read_dealt(const nb::tuple& from, DealtRows& to) {
+void read_row_stride(const nb::tuple& from, RowStride& to) {
     to = {nb::cast<int64_t>(from[0]), nb::cast<int64_t>(from[1]), nb::cast<int64_t>(from[2])};
     if (to.length < 1 || to.step < 1) throw nb::value_error("no such rows");
 }
 
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
-class Jobs {
+class NativeStep {
 public:
-    explicit Jobs(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
+    explicit NativeStep(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
 
     // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
-    // says it is. Whoever answers for the group, and the parameter's number there, are returned
-    // with a bad entry.
-    bool add(const Group& group, int64_t step, nb::tuple touched, nb::object param, nb::list states,
-             std::optional<uint64_t> seed, std::optional<nb::tuple> dealt, nb::object owner,
-             int64_t index) {
+    // says it is. `owner` and `index`, the parameter's number in its group, are returned with a bad
+    // entry.
+    bool add(const NativeGroup& group, int64_t step, nb::tuple touched, nb::object param,
+             nb::list states, std::optional<uint64_t> seed, std::optional<nb::tuple> row_stride,
+             nb::object owner, int64_t index) {
         const RuleKernel rule = group.kernel(set_, false);
         if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
@@ -330,26 +332,27 @@ public:
         group.write_to(job, step);
         if (!read_gradient(touched, job)) return false;
         if (!touched[6].is_none()) {
-            if (numel(touched[6]) != job.rows * job.block) throw nb::value_error("no such mask");
-            job.held = static_cast<const bool*>(address(touched[6]));
+            if (numel(touched[6]) != job.rows * job.slot_size)
+                throw nb::value_error("no such mask");
+            job.element_mask = static_cast<const bool*>(address(touched[6]));
         }
-        job.stochastic = seed.has_value() && group.stochastic;
+        job.stochastic_rounding = seed.has_value() && group.stochastic_rounding;
         job.seed = seed.value_or(0);
-        if (dealt) read_dealt(*dealt, job.dealt);
-        if (!read_view(param, job.slots, job.block, job.param)) return false;
-        job.coded = !group.signs.empty();
+        if (row_stride) read_row_stride(*row_stride, job.row_stride);
+        if (!read_view(param, job.num_slots, job.slot_size, job.param)) return false;
+        job.has_int8_state = !group.signs.empty();
         for (int s = 0; s < rule.states; ++s) {
-            if (job.coded) {
+            if (job.has_int8_state) {
                 nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
-                if (!read_codes(states[size_t(s)], scale, job, job.codes[s])) return false;
-                job.codes[s].is_signed = group.signs[size_t(s)];
-            } else if (!read_view(states[size_t(s)], job.slots, job.block, job.state[s])) {
+                if (!read_codes(states[size_t(s)], scale, job, job.int8_state[s])) return false;
+                job.int8_state[s].is_signed = group.signs[size_t(s)];
+            } else if (!read_view(states[size_t(s)], job.num_slots, job.slot_size, job.state[s])) {
                 return false;
             }
         }
         for (int s = 0; s < rule.slot_states; ++s) {
             nb::handle state = states[size_t(rule.states + s)];
-            if (!read_view(state, job.slots, 1, job.slot_state[s])) return false;
+            if (!read_view(state, job.num_slots, 1, job.slot_state[s])) return false;
         }
         finish(job, group, {std::move(owner), index});
         keep_alive(group);
@@ -360,18 +363,17 @@ public:
         return true;
     }
 
-    // Claims every parameter of a group that is in the usual form: a row-sparse gradient on the
-    // CPU, or a dense one of which `selections` has the rows or elements; state that fits;
-    // everything contiguous. Whatever is unusual in any way is left, untouched, to Python's side:
-    // it has all cases and all messages. Gradients are those of the parameters unless there are
-    // others; the first parameter has the number `first` in its group. `known` tells where the
-    // memory of a parameter and its state was when Python's side looked at it. Returns the numbers
-    // of the parameters that are declined; those without a gradient are not among them.
-    nb::list try_claim(const Group& group, nb::object owner, nb::sequence given, nb::dict state,
-                       nb::dict known, nb::set seen, nb::handle selections, nb::handle grads,
-                       int64_t first) {
+    // Claims the parameters of a group that match the fast path: a row-sparse gradient on the CPU,
+    // or a dense one of which `selections` has the rows or elements; state that fits; everything
+    // contiguous. Returns the numbers of all others that have a gradient; Python handles them and
+    // raises every message. Gradients are those of the parameters unless `grads` are given; `first`
+    // is the first parameter's number in its group. `known` has the addresses of a parameter and
+    // its state that passed Python's checks.
+    nb::list try_claim(const NativeGroup& group, nb::object owner, nb::sequence given,
+                       nb::dict state, nb::dict known, nb::set seen, nb::handle selections,
+                       nb::handle grads, int64_t first) {
         nb::list declined;
-        const nb::tuple params(given);  // whatever happens to the list meanwhile
+        const nb::tuple params(given);  // a copy: the list may change meanwhile
         const size_t count = nb::len(params);
         if ((!selections.is_none() && nb::len(selections) != count) ||
             (!grads.is_none() && nb::len(grads) != count)) {
@@ -394,7 +396,7 @@ public:
 
     // Claims all gradients of a group, or tells that it cannot. There are as many selections as
     // parameters, or none at all.
-    bool claim_all(const Group& group, nb::handle given, nb::dict state, nb::dict known,
+    bool claim_all(const NativeGroup& group, nb::handle given, nb::dict state, nb::dict known,
                    nb::set seen, const std::vector<nb::object>& selections) {
         const nb::tuple params = nb::tuple(given);
         for (size_t i = 0; i < nb::len(params); ++i) {
@@ -408,19 +410,20 @@ public:
     }
 
     // Does all that may fail; returns the first bad entry, if there is one.
-    std::optional<BadEntry> try_prepare(int threads) {
+    std::optional<OutOfRange> try_prepare(int threads) {
         nb::gil_scoped_release release;
         step_ = std::make_unique<Step>(jobs_.data(), int64_t(jobs_.size()), threads);
-        const std::optional<BadEntry> bad = step_->prepare();
+        const std::optional<OutOfRange> bad = step_->prepare();
         if (bad) step_.reset();
         return bad;
     }
 
     nb::object prepare(int threads) {
-        const std::optional<BadEntry> bad = try_prepare(threads);
+        const std::optional<OutOfRange> bad = try_prepare(threads);
         if (!bad) return nb::none();
         const Owner& owner = owners_[size_t(bad->job)];
-        return nb::make_tuple(owner.who, owner.index, jobs_[size_t(bad->job)].slots, bad->position);
+        return nb::make_tuple(owner.who, owner.index, jobs_[size_t(bad->job)].num_slots,
+                              bad->index);
     }
 
     void commit() {
@@ -430,7 +433,7 @@ public:
             step_->apply();
         }
         step_.reset();  // once is enough
-        for (const Count& taken : counts_) taken.advance();
+        for (const StepCount& taken : counts_) taken.advance();
         if (nb::len(written_) == 0) return;
         PyObject* arguments[] = {written_.ptr()};
         PyObject* done = PyObject_Vectorcall(names().increment_version, arguments, 1, nullptr);
@@ -444,11 +447,11 @@ private:
         int64_t index = 0;
     };
 
-    bool claim(const Group& group, Owner owner, nb::handle param, nb::handle grad, nb::dict state,
-               nb::dict known, nb::set seen, nb::handle selection) {
+    bool claim(const NativeGroup& group, Owner owner, nb::handle param, nb::handle grad,
+               nb::dict state, nb::dict known, nb::set seen, nb::handle selection) {
         const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
         PyObject* const memory = find(known, id);
-        Plain own;
+        PlainTensor own;
         // Seen already: a parameter that is given twice.
         if (!names().exchange || !memory || contains(seen, id) || !own.read_rows(param) ||
             own.dl.dims == 0 || own.numel() == 0 || nb::len(memory) < 2 ||
@@ -457,11 +460,11 @@ private:
             return false;
         }
         Job job{};
-        if (!read_usual(own, grad, selection, job, alive_, joined_)) return false;
-        const auto view = own.view(job.block);
+        if (!read_standard_grad(own, grad, selection, job, alive_, joined_)) return false;
+        const auto view = own.view(job.slot_size);
         if (!view) return false;
         job.param = *view;
-        Count count;
+        StepCount count;
         if (!read_state(group, param, own, state, memory, job, count)) return false;
         if (count.value < 0 || (group.step && group.step != count.value + 1)) return false;
         group.write_to(job, count.value + 1);
@@ -473,8 +476,8 @@ private:
         return true;
     }
 
-    bool read_state(const Group& group, nb::handle param, const Plain& own, nb::dict state,
-                    nb::handle memory, Job& job, Count& count) {
+    bool read_state(const NativeGroup& group, nb::handle param, const PlainTensor& own,
+                    nb::dict state, nb::handle memory, Job& job, StepCount& count) {
         const RuleKernel rule = group.kernel(set_, false);
         const int states = rule.states + rule.slot_states;
         count.value = 1;  // where nothing is counted, not the first, for there is a state
@@ -482,14 +485,14 @@ private:
         PyObject* record = find(state, param);
         if (!record || !PyDict_Check(record) || nb::len(memory) != size_t(2 + states)) return false;
         if (group.counts && !count.read(record)) return false;
-        if (rule.slot_states > 0 && job.slots != own.dl.shape[0]) return false;
+        if (rule.slot_states > 0 && job.num_slots != own.dl.shape[0]) return false;
         for (int s = 0; s < states; ++s) {
             const bool per_row = s >= rule.states;
             PyObject* tensor = find(record, group.names[size_t(s)]);
-            Plain read;
+            PlainTensor read;
             if (!tensor || !read.read_rows(tensor)) return false;
             if (!is_address(memory[size_t(2 + s)], read.data())) return false;
-            const auto view = read.view(per_row ? 1 : job.block);
+            const auto view = read.view(per_row ? 1 : job.slot_size);
             if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
             (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
             alive_.push_back(nb::borrow(tensor));
@@ -497,41 +500,41 @@ private:
         return true;
     }
 
-    void finish(Job& job, const Group& group, Owner owner) {
+    void finish(Job& job, const NativeGroup& group, Owner owner) {
         const RuleKernel rule = group.kernel(set_, false);
         bool in_double = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
         for (int s = 0; s < rule.states; ++s) {
-            in_double |= !job.coded && job.state[s].dtype == Dtype::float64;
+            in_double |= !job.has_int8_state && job.state[s].dtype == Dtype::float64;
         }
         for (int s = 0; s < rule.slot_states; ++s) {
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
         job.apply = in_double ? group.kernel(set_, true).apply : rule.apply;
-        job.by_slot =
-            rule.slot_states > 0 || job.coded || (job.program && job.program->phase_count > 1);
+        job.needs_whole_slots = rule.slot_states > 0 || job.has_int8_state ||
+                                (job.program && job.program->phase_count > 1);
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));
     }
 
-    void keep_alive(const Group& group) {
+    void keep_alive(const NativeGroup& group) {
         if (group.program) alive_.push_back(nb::borrow(nb::find(group)));
     }
 
     const InstructionSet& set_;
     std::vector<Job> jobs_;
     std::vector<Owner> owners_;
-    std::vector<Count> counts_;
+    std::vector<StepCount> counts_;
     std::unique_ptr<Step> step_;  // once it is prepared
     nb::list written_;            // parameters
     std::vector<nb::object> alive_;
-    std::vector<std::unique_ptr<Joined>> joined_;
+    std::vector<std::unique_ptr<JoinedParts>> joined_;
 };
 
 // What the masks of a group select, for each of its parameters. `masked` has for each parameter
 // itself and None, or its mask, the mask's version when it was looked at, and what it selected
 // then. False where a parameter or a mask is another now, or a mask has changed.
-bool read_masks(nb::handle group, nb::handle params, nb::handle masked,
-                std::vector<nb::object>& selections) {
+bool read_selections(nb::handle group, nb::handle params, nb::handle masked,
+                     std::vector<nb::object>& selections) {
     PyObject* const given = find(group, names().mask);
     const size_t count = nb::len(masked);
     if (!given || nb::len(params) != count) return false;
@@ -548,25 +551,25 @@ bool read_masks(nb::handle group, nb::handle params, nb::handle masked,
     return true;
 }
 
-// Does a whole step where the param groups say what they said and every gradient is in the usual
-// form. False, and nothing written, where anything is not so, or a position is no slot: Python's
-// side then does the step, or tells what is wrong. `before` has for each group its values, what
-// they say, a Group, and what its masks select, if it has any (see read_masks).
-bool step_again(int instruction_set, nb::list groups, nb::list before, nb::dict state,
-                nb::dict known, int threads) {
+// Replays a step whose groups, masks and tensor addresses are unchanged. Returns false, with
+// nothing written, otherwise, or if an index is out of range: Python then runs the step or raises.
+// `before` has for each group its values, their NativeGroup, and what its masks select, if it has
+// any (see read_selections).
+bool replay_step(int instruction_set, nb::list groups, nb::list before, nb::dict state,
+                 nb::dict known, int threads) {
     const size_t count = nb::len(before);
     if (nb::len(groups) != count) return false;
-    Jobs jobs(instruction_set);
+    NativeStep jobs(instruction_set);
     nb::set seen;
     for (size_t i = 0; i < count; ++i) {
         const nb::object group = groups[i];
         const nb::tuple was = nb::cast<nb::tuple>(before[i]);
-        if (!has_values(group, was[0])) return false;
+        if (!has_same_values(group, was[0])) return false;
         PyObject* const params = find(group, names().params);
         if (!params || !PyList_CheckExact(params)) return false;
-        const Group& says = nb::cast<const Group&>(was[1]);
+        const NativeGroup& says = nb::cast<const NativeGroup&>(was[1]);
         std::vector<nb::object> selections;
-        if (!was[2].is_none() && !read_masks(group, params, was[2], selections)) return false;
+        if (!was[2].is_none() && !read_selections(group, params, was[2], selections)) return false;
         if (!jobs.claim_all(says, params, state, known, seen, selections)) return false;
     }
     if (jobs.try_prepare(threads)) return false;

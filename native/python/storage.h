@@ -17,8 +17,8 @@ uint8_t* map_of(nb::handle tensor, int64_t size) {
     return static_cast<uint8_t*>(own_address(tensor));
 }
 
-RowsInFile rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64_t offset,
-                        int64_t page_bytes) {
+FileRows rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64_t offset,
+                      int64_t page_bytes) {
     if (count < 0 || row_bytes < 1 || offset < 0 || page_bytes < 1) {
         throw nb::value_error("sparsestep: no such rows");
     }
@@ -27,7 +27,7 @@ RowsInFile rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64
 
 int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
                      int64_t page_bytes, int file, nb::object known) {
-    const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
+    const FileRows of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
     uint8_t* const map = map_of(known, pages_of(of));
     nb::gil_scoped_release release;
     return reserve_rows(of, file, map);
@@ -35,7 +35,7 @@ int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t 
 
 int64_t run_prefetch_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
                           int64_t page_bytes, uintptr_t memory, nb::object known) {
-    const RowsInFile of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
+    const FileRows of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
     uint8_t* const map = map_of(known, pages_of(of));
     nb::gil_scoped_release release;
     return prefetch_rows(of, reinterpret_cast<char*>(memory), map);

@@ -38,7 +38,7 @@ constexpr int32_t dl_cpu = 1;
 constexpr uint8_t dl_int = 0, dl_float = 2, dl_bfloat = 4;
 
 // The names by which tensors are asked, made once.
-struct Names {
+struct PythonNames {
     PyObject* indices = PyUnicode_InternFromString("_indices");
     PyObject* values = PyUnicode_InternFromString("_values");
     PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
@@ -69,7 +69,7 @@ struct Names {
     PyObject* increment_version;
     const DlExchange* exchange = nullptr;  // null: this torch has none
 
-    Names() {
+    PythonNames() {
         // Never released: Python's own teardown may come first.
         const nb::object torch = nb::module_::import_("torch");
         const char* const known[] = {"float16", "bfloat16", "float32", "float64"};  // as in Dtype
@@ -92,8 +92,8 @@ struct Names {
     }
 };
 
-const Names& names() {
-    static const Names made;
+const PythonNames& names() {
+    static const PythonNames made;
     return made;
 }
 
@@ -130,11 +130,10 @@ int64_t integer(nb::handle object, PyObject* method) {
 
 int64_t numel(nb::handle tensor) { return integer(tensor, names().numel); }
 
-// Where `elements` numbers lie, counted from the tensor's first. Whoever made a tensor may have
-// taken its memory away again, or never have given it any: no pointer is used that was not looked
-// at.
+// Where `elements` numbers lie, counted from the tensor's first. A tensor's memory may have
+// been released, or never allocated: no pointer is used unchecked.
 void* address(nb::handle tensor, int64_t elements) {
-    const Names& name = names();
+    const PythonNames& name = names();
     void* const data = reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, name.data_ptr)));
     if (elements <= 0) return data;
     const int64_t bytes = integer(call(tensor, name.untyped_storage), name.nbytes);
@@ -147,7 +146,7 @@ void* address(nb::handle tensor, int64_t elements) {
 
 void* address(nb::handle tensor) { return address(tensor, numel(tensor)); }
 
-// Of a tensor that the library has made for itself and keeps from everybody.
+// Of a tensor that the library made for itself and shows to no caller.
 void* own_address(nb::handle tensor) {
     return reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, names().data_ptr)));
 }
@@ -160,24 +159,24 @@ int dtype_code(nb::handle tensor) {
     return code;
 }
 
-// Where the elements of [rows, block] lie: strides in elements.
-struct Place {
+// Where the elements of [rows, slot_size] lie: strides in elements.
+struct RowLayout {
     void* data;
     int64_t down, across;
 };
 
-// The memory of a tensor of the CPU as [rows, block]; nothing if no two strides describe it.
-std::optional<Place> place(nb::handle tensor, int64_t rows, int64_t block) {
+// The memory of a CPU tensor as [rows, slot_size]; nothing if no two strides describe it.
+std::optional<RowLayout> row_layout(nb::handle tensor, int64_t rows, int64_t slot_size) {
     if (is_true(tensor, names().is_contiguous)) {
-        if (numel(tensor) != rows * block) throw nb::value_error("a tensor of another size");
-        return Place{address(tensor, rows * block), block, 1};
+        if (numel(tensor) != rows * slot_size) throw nb::value_error("a tensor of another size");
+        return RowLayout{address(tensor, rows * slot_size), slot_size, 1};
     }
     try {
-        const nb::object strides = tensor.attr("view")(rows, block).attr("stride")();
+        const nb::object strides = tensor.attr("view")(rows, slot_size).attr("stride")();
         const int64_t down = nb::cast<int64_t>(strides[0]), across = nb::cast<int64_t>(strides[1]);
-        const bool empty = rows <= 0 || block <= 0;
-        const int64_t reach = empty ? 0 : (rows - 1) * down + (block - 1) * across + 1;
-        return Place{address(tensor, reach), down, across};
+        const bool empty = rows <= 0 || slot_size <= 0;
+        const int64_t reach = empty ? 0 : (rows - 1) * down + (slot_size - 1) * across + 1;
+        return RowLayout{address(tensor, reach), down, across};
     } catch (nb::python_error& error) {
         if (!error.matches(PyExc_RuntimeError)) throw;
         return std::nullopt;
@@ -185,16 +184,16 @@ std::optional<Place> place(nb::handle tensor, int64_t rows, int64_t block) {
 }
 
 // The same as numbers; nothing either if it is elsewhere or of another kind.
-std::optional<View> view(nb::handle tensor, int64_t rows, int64_t block) {
+std::optional<TensorView> view(nb::handle tensor, int64_t rows, int64_t slot_size) {
     const int code = dtype_code(tensor);
     if (code == 4 || get(tensor, names().is_cpu).ptr() != Py_True) return std::nullopt;
-    const std::optional<Place> found = place(tensor, rows, block);
+    const std::optional<RowLayout> found = row_layout(tensor, rows, slot_size);
     if (!found) return std::nullopt;
-    return View{found->data, Dtype(code), found->down, found->across};
+    return TensorView{found->data, Dtype(code), found->down, found->across};
 }
 
-// A tensor in the usual form: plain, strided, contiguous, on the CPU.
-struct Plain {
+// A tensor for the fast path: no subclass, strided, contiguous, on the CPU.
+struct PlainTensor {
     DlTensor dl;
 
     // False for anything else.
@@ -205,7 +204,7 @@ struct Plain {
     bool read_rows(nb::handle tensor) {
         if (!is_plain_tensor(tensor)) return false;
         if (names().exchange->tensor(tensor.ptr(), &dl)) {
-            PyErr_Clear();  // sparse, or whatever else it does not describe
+            PyErr_Clear();  // sparse, or anything else that it does not describe
             return false;
         }
         if (dl.device_type != dl_cpu || dl.lanes != 1) return false;
@@ -231,7 +230,7 @@ struct Plain {
         for (int32_t i = 0; i < dl.dims; ++i) product *= dl.shape[i];
         return product;
     }
-    bool has_shape_of(const Plain& other, int32_t dims) const {
+    bool has_shape_of(const PlainTensor& other, int32_t dims) const {
         return dl.dims == dims &&
                std::memcmp(dl.shape, other.dl.shape, size_t(dims) * sizeof(int64_t)) == 0;
     }
@@ -244,11 +243,11 @@ struct Plain {
         if (dl.bits == 64) return Dtype::float64;
         return std::nullopt;
     }
-    // As [slots, block]; nothing if it has another dtype, or rows that lie apart are no slots.
-    std::optional<View> view(int64_t block) const {
+    // As [slots, slot_size]; nothing if it has another dtype, or rows that lie apart are no slots.
+    std::optional<TensorView> view(int64_t slot_size) const {
         const std::optional<Dtype> type = dtype();
-        if (!type || (block != row_size() && !are_rows_together())) return std::nullopt;
-        return View{data(), *type, block == row_size() ? row_stride() : block, 1};
+        if (!type || (slot_size != row_size() && !are_rows_together())) return std::nullopt;
+        return TensorView{data(), *type, slot_size == row_size() ? row_stride() : slot_size, 1};
     }
 };
 

@@ -12,7 +12,7 @@ struct Adagrad {
     static constexpr int states = 1;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = true;
+    static constexpr bool has_fixed_sizes = true;
     static constexpr int options = 3;  // lr, lr_decay, eps
 
     T step_size, eps;

@@ -9,13 +9,13 @@ namespace {
 
 template <class T, bool per_row>
 struct AdamBase {
-    static constexpr int slot_states = Bias<T, per_row>::slot_states;
+    static constexpr int slot_states = BiasCorrection<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = !per_row;
+    static constexpr bool has_fixed_sizes = !per_row;
     static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, beta2, one_minus_beta2, eps;
-    Bias<T, per_row> bias;
+    BiasCorrection<T, per_row> bias;
 
     AdamBase(const double* o, double step)
         : one_minus_beta1(T(1 - o[1])),
@@ -36,7 +36,7 @@ struct AdamBase {
 };
 
 template <class T, bool per_row>
-struct AdamWith : AdamBase<T, per_row> {
+struct AdamRule : AdamBase<T, per_row> {
     static constexpr const char* name = per_row ? "adam_per_row" : "adam";
     static constexpr int states = 2;
     using AdamBase<T, per_row>::AdamBase;
@@ -48,7 +48,7 @@ struct AdamWith : AdamBase<T, per_row> {
 };
 
 template <class T, bool per_row>
-struct AMSGradWith : AdamBase<T, per_row> {
+struct AMSGradRule : AdamBase<T, per_row> {
     static constexpr const char* name = per_row ? "amsgrad_per_row" : "amsgrad";
     static constexpr int states = 3;
     using AdamBase<T, per_row>::AdamBase;
@@ -64,13 +64,13 @@ struct AMSGradWith : AdamBase<T, per_row> {
 };
 
 template <class T>
-using Adam = AdamWith<T, false>;
+using Adam = AdamRule<T, false>;
 template <class T>
-using AdamPerRow = AdamWith<T, true>;
+using AdamPerRow = AdamRule<T, true>;
 template <class T>
-using AMSGrad = AMSGradWith<T, false>;
+using AMSGrad = AMSGradRule<T, false>;
 template <class T>
-using AMSGradPerRow = AMSGradWith<T, true>;
+using AMSGradPerRow = AMSGradRule<T, true>;
 
 }  // namespace
 }  // namespace sparsestep

@@ -9,29 +9,29 @@ namespace sparsestep {
 namespace {
 
 template <class T, bool per_row>
-struct Bias;
+struct BiasCorrection;
 
 template <class T>
-struct Bias<T, false> {
+struct BiasCorrection<T, false> {
     static constexpr int slot_states = 0;
 
     T step_size;  // lr / (1 - beta1^t)
     T root;       // sqrt(1 - beta2^t)
 
     // lr, betas
-    Bias(const double* o, double step)
+    BiasCorrection(const double* o, double step)
         : step_size(T(o[0] / (1 - power(o[1], step)))),
           root(T(square_root(1 - power(o[2], step)))) {}
 };
 
 template <class T>
-struct Bias<T, true> {
+struct BiasCorrection<T, true> {
     static constexpr int slot_states = 1;
 
     double lr, beta1, beta2;
     T step_size = 0, root = 1;
 
-    Bias(const double* o, double) : lr(o[0]), beta1(o[1]), beta2(o[2]) {}
+    BiasCorrection(const double* o, double) : lr(o[0]), beta1(o[1]), beta2(o[2]) {}
 
     void count(T& updates) {
         updates = updates + 1;

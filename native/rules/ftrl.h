@@ -13,7 +13,7 @@ struct Ftrl {
     static constexpr int states = 2;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = false;
+    static constexpr bool has_fixed_sizes = false;
     static constexpr int options = 4;  // lr, beta, l1, l2
 
     T rate, beta, l1, l2;  // rate: 1 / lr, or 0 for lr = 0, where the parameter rests

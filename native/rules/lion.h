@@ -13,7 +13,7 @@ struct Lion {
     static constexpr int states = 1;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = true;
+    static constexpr bool has_fixed_sizes = true;
     static constexpr int options = 3;  // lr, betas
 
     T lr, one_minus_beta1, one_minus_beta2;

@@ -14,7 +14,7 @@ struct RAdam {
     static constexpr int states = 2;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = false;
+    static constexpr bool has_fixed_sizes = false;
     static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, beta2, one_minus_beta2, eps, step_size;
@@ -22,7 +22,7 @@ struct RAdam {
 
     RAdam(const double* o, double step)
         : one_minus_beta1(T(1 - o[1])), beta2(T(o[2])), one_minus_beta2(T(1 - o[2])), eps(T(o[3])) {
-        const Bias<double, false> bias(o, step);
+        const BiasCorrection<double, false> bias(o, step);
         const double left = power(o[2], step);
         const double rho_inf = 2 / (1 - o[2]) - 1;
         const double rho = rho_inf - 2 * step * left / (1 - left);

@@ -1,6 +1,6 @@
 // Every rule there is. A new one is its header and a line in the list.
 //
-// Whoever includes it says what a line becomes: SPARSESTEP_RULES(X) is X(SparseAdam) X(Adam) ...
+// The includer defines what a line becomes: SPARSESTEP_RULES(X) is X(SparseAdam) X(Adam) ...
 #pragma once
 
 #include "rules/adagrad.h"

@@ -11,7 +11,7 @@ template <class T>
 struct RMSpropBase {
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = false;
+    static constexpr bool has_fixed_sizes = false;
     static constexpr int options = 4;  // lr, alpha, eps, momentum
 
     T alpha, one_minus_alpha, eps, lr, momentum;

@@ -13,7 +13,7 @@ struct RowwiseAdagrad {
     static constexpr int states = 0;
     static constexpr int slot_states = 1;
     static constexpr bool wants_mean_square = true;
-    static constexpr bool is_usual = true;
+    static constexpr bool has_fixed_sizes = true;
     static constexpr int options = 2;  // lr, eps
 
     T lr, eps;

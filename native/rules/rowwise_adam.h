@@ -8,19 +8,19 @@ namespace sparsestep {
 namespace {
 
 template <class T, bool per_row>
-struct RowwiseAdamWith {
+struct RowwiseAdamRule {
     static constexpr const char* name = per_row ? "rowwise_adam_per_row" : "rowwise_adam";
     static constexpr int states = 1;
-    static constexpr int slot_states = 1 + Bias<T, per_row>::slot_states;
+    static constexpr int slot_states = 1 + BiasCorrection<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = true;
-    static constexpr bool is_usual = !per_row;
+    static constexpr bool has_fixed_sizes = !per_row;
     static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, beta2, one_minus_beta2, eps;
-    Bias<T, per_row> bias;
+    BiasCorrection<T, per_row> bias;
     T step_size = 0;
 
-    RowwiseAdamWith(const double* o, double step)
+    RowwiseAdamRule(const double* o, double step)
         : one_minus_beta1(T(1 - o[1])),
           beta2(T(o[2])),
           one_minus_beta2(T(1 - o[2])),
@@ -40,9 +40,9 @@ struct RowwiseAdamWith {
 };
 
 template <class T>
-using RowwiseAdam = RowwiseAdamWith<T, false>;
+using RowwiseAdam = RowwiseAdamRule<T, false>;
 template <class T>
-using RowwiseAdamPerRow = RowwiseAdamWith<T, true>;
+using RowwiseAdamPerRow = RowwiseAdamRule<T, true>;
 
 }  // namespace
 }  // namespace sparsestep

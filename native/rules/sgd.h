@@ -11,7 +11,7 @@ struct SGD {
     static constexpr int states = 0;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = true;
+    static constexpr bool has_fixed_sizes = true;
     static constexpr int options = 1;  // lr
 
     T lr;
@@ -27,7 +27,7 @@ struct MomentumSGD {
     static constexpr int states = 1;
     static constexpr int slot_states = 0;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = true;
+    static constexpr bool has_fixed_sizes = true;
     static constexpr int options = 4;  // lr, momentum, dampening, nesterov
 
     // buffer = keep * buffer + take * gradient; the step is along share * gradient + rest * buffer:

@@ -8,19 +8,19 @@ namespace sparsestep {
 namespace {
 
 template <class T, bool per_row>
-struct SparseAdamWith {
+struct SparseAdamRule {
     static constexpr const char* name = per_row ? "sparse_adam_per_row" : "sparse_adam";
     static constexpr int states = 2;
-    static constexpr int slot_states = Bias<T, per_row>::slot_states;
+    static constexpr int slot_states = BiasCorrection<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = false;
-    static constexpr bool is_usual = !per_row;
+    static constexpr bool has_fixed_sizes = !per_row;
     static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, one_minus_beta2, eps;
-    Bias<T, per_row> bias;
+    BiasCorrection<T, per_row> bias;
     T step_size;
 
-    SparseAdamWith(const double* o, double step)
+    SparseAdamRule(const double* o, double step)
         : one_minus_beta1(T(1 - o[1])),
           one_minus_beta2(T(1 - o[2])),
           eps(T(o[3])),
@@ -39,9 +39,9 @@ struct SparseAdamWith {
 };
 
 template <class T>
-using SparseAdam = SparseAdamWith<T, false>;
+using SparseAdam = SparseAdamRule<T, false>;
 template <class T>
-using SparseAdamPerRow = SparseAdamWith<T, true>;
+using SparseAdamPerRow = SparseAdamRule<T, true>;
 
 }  // namespace
 }  // namespace sparsestep

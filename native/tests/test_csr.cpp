@@ -14,7 +14,7 @@ namespace {
 // Blocks at random, and what they are: the slots row by row, and the row of the values of each.
 struct Blocks {
     int64_t groups, block_rows, row_slots;
-    std::vector<int64_t> starts{0}, others, positions, source;
+    std::vector<int64_t> starts{0}, others, indices, value_index;
 
     Blocks(int64_t groups, int64_t block_rows, int64_t row_slots, double share, unsigned seed)
         : groups(groups), block_rows(block_rows), row_slots(row_slots) {
@@ -28,14 +28,14 @@ struct Blocks {
             starts.push_back(int64_t(others.size()));
             for (int64_t row = 0; row < block_rows; ++row) {
                 for (size_t e = first; e < others.size(); ++e) {
-                    positions.push_back((g * block_rows + row) * row_slots + others[e]);
-                    source.push_back(int64_t(e) * block_rows + row);
+                    indices.push_back((g * block_rows + row) * row_slots + others[e]);
+                    value_index.push_back(int64_t(e) * block_rows + row);
                 }
             }
         }
     }
 
-    Compressed compressed() const {
+    CompressedSlots compressed() const {
         return {starts.data(),          others.data(), groups,
                 int64_t(others.size()), block_rows,    row_slots};
     }
@@ -49,15 +49,16 @@ void test_against_plain_loops() {
                     const Blocks blocks(groups, block_rows, row_slots, share,
                                         unsigned(groups + row_slots));
                     for (int threads : {1, 2, 5}) {
-                        std::vector<int64_t> positions(blocks.positions.size(), -1);
-                        std::vector<int64_t> source(blocks.source.size(), -1);
-                        int64_t* rows = block_rows > 1 ? source.data() : nullptr;
+                        std::vector<int64_t> indices(blocks.indices.size(), -1);
+                        std::vector<int64_t> value_index(blocks.value_index.size(), -1);
+                        int64_t* rows = block_rows > 1 ? value_index.data() : nullptr;
                         const std::string what = std::to_string(groups) + " groups of " +
                                                  std::to_string(block_rows) + " x " +
                                                  std::to_string(row_slots);
-                        check(slots_of(blocks.compressed(), positions.data(), rows, threads), what);
-                        check(positions == blocks.positions, what + ": slots");
-                        check(!rows || source == blocks.source, what + ": rows of values");
+                        check(slots_of(blocks.compressed(), indices.data(), rows, threads), what);
+                        check(indices == blocks.indices, what + ": slots");
+                        check(!rows || value_index == blocks.value_index,
+                              what + ": rows of values");
                     }
                 }
             }
@@ -67,10 +68,10 @@ void test_against_plain_loops() {
 
 void test_what_is_not_valid() {
     const auto refused = [](const Blocks& blocks, const std::string& what) {
-        // As many as there should be, so that whoever writes behind them is seen.
-        std::vector<int64_t> positions(blocks.others.size() * size_t(blocks.block_rows));
-        std::vector<int64_t> source(positions.size());
-        check(!slots_of(blocks.compressed(), positions.data(), source.data(), 2), what);
+        // As many as there should be, so that a write past their end is seen.
+        std::vector<int64_t> indices(blocks.others.size() * size_t(blocks.block_rows));
+        std::vector<int64_t> value_index(indices.size());
+        check(!slots_of(blocks.compressed(), indices.data(), value_index.data(), 2), what);
     };
     for (int64_t groups : {3, 900}) {
         const Blocks good(groups, 2, 20, 0.5, 1);

@@ -82,14 +82,14 @@ struct History {
 
 template <class T>
 struct Table {
-    int64_t block;
+    int64_t slot_size;
     std::vector<T> param, buffer, square;
     std::vector<int32_t> last;
 
-    explicit Table(int64_t block) : block(block) {
+    explicit Table(int64_t slot_size) : slot_size(slot_size) {
         std::mt19937 random(5);
         std::normal_distribution<double> normal;
-        for (int64_t i = 0; i < rows * block; ++i) {
+        for (int64_t i = 0; i < rows * slot_size; ++i) {
             param.push_back(T(normal(random)));
             buffer.push_back(T(i % 5 ? normal(random) : 0));
             square.push_back(T(std::pow(10.0, -3 * double(i % 4)) * (i % 7 ? 1 : 0)));
@@ -108,15 +108,16 @@ struct Table {
 };
 
 template <class T>
-CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
+CatchUpJob work_on(Table<T>& table, const History& history, bool converges) {
     const auto view = [&](std::vector<T>& of) {
-        return View{of.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64, table.block, 1};
+        return TensorView{of.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64,
+                          table.slot_size, 1};
     };
-    CatchUpWork work{};
+    CatchUpJob work{};
     work.last = table.last.data();
     work.now = int32_t(base + steps);
     work.base = int32_t(base);
-    work.block = table.block;
+    work.slot_size = table.slot_size;
     work.param = view(table.param);
     work.state[0] = view(table.buffer);
     work.state[1] = view(table.square);
@@ -139,24 +140,25 @@ CatchUpWork work_on(Table<T>& table, const History& history, bool converges) {
 }
 
 template <class T>
-CatchUp catch_up_of(const std::string& motion, const InstructionSet& set) {
+CatchUpKernel catch_up_of(const std::string& motion, const InstructionSet& set) {
     const Kernels& kernels = sizeof(T) == 4 ? set.in_float : set.in_double;
     int i = 0;
-    while (kernels.motions[i].name != motion) ++i;
-    return kernels.motions[i].catch_up;
+    while (kernels.idle_updates[i].name != motion) ++i;
+    return kernels.idle_updates[i].catch_up;
 }
 
 // In several parts, as threads would; with rows that come more than once, or all of them.
 template <class T>
-CaughtUp catch_up(Table<T>& table, const History& history, bool converges,
-                  const InstructionSet& set, int64_t parts, const std::vector<int64_t>& which) {
-    CatchUpWork work = work_on(table, history, converges);
+CatchUpResult catch_up(Table<T>& table, const History& history, bool converges,
+                       const InstructionSet& set, int64_t parts,
+                       const std::vector<int64_t>& which) {
+    CatchUpJob work = work_on(table, history, converges);
     work.rows = which.empty() ? nullptr : which.data();
-    CaughtUp total{};
+    CatchUpResult total{};
     for (int64_t part = 0; part < parts; ++part) {
-        const CatchUpShare share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
-        const CatchUp run = catch_up_of<T>(history.motion, set);
-        const CaughtUp done = run(work, share);
+        const CatchUpSlice share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
+        const CatchUpKernel run = catch_up_of<T>(history.motion, set);
+        const CatchUpResult done = run(work, share);
         total.behind += done.behind;
         total.stale += done.stale;
     }
@@ -166,14 +168,14 @@ CaughtUp catch_up(Table<T>& table, const History& history, bool converges,
 template <class T>
 void expect_caught_up(const History& history, bool converges, const std::string& what) {
     const double room = sizeof(T) == 4 ? 2e-5 : 1e-11;
-    for (int64_t block : {1, 5, 600}) {
+    for (int64_t slot_size : {1, 5, 600}) {
         for (bool all : {true, false}) {
             std::vector<int64_t> which;
-            if (!all) which = random_positions(50, rows, 11);
-            const Table<T> before(block);
+            if (!all) which = random_indices(50, rows, 11);
+            const Table<T> before(slot_size);
             Table<T> first = before;
             const auto& plainest = instruction_sets()[0];
-            const CaughtUp done = catch_up(first, history, converges, plainest, 1, which);
+            const CatchUpResult done = catch_up(first, history, converges, plainest, 1, which);
             int64_t behind = 0;
             for (int64_t r = 0; r < rows; ++r) {
                 const bool asked_for =
@@ -184,7 +186,7 @@ void expect_caught_up(const History& history, bool converges, const std::string&
                 const auto now = int32_t(base + steps);
                 const int32_t stamp = last >= 0 ? now : ~now;
                 check(first.last[size_t(r)] == (asked_for ? stamp : last), what + ": stamp");
-                for (int64_t i = r * block; i < (r + 1) * block; ++i) {
+                for (int64_t i = r * slot_size; i < (r + 1) * slot_size; ++i) {
                     const auto at = size_t(i);
                     double p = before.param[at], m = before.buffer[at], v = before.square[at];
                     if (asked_for) history.replay(p, m, v, since);
@@ -228,7 +230,7 @@ void test_recompute() {
     for_each_set([&](const InstructionSet& set) {
         const Table<T> before(37);
         Table<T> after = before;
-        CatchUpWork work = work_on(after, history, true);
+        CatchUpJob work = work_on(after, history, true);
         work.buffer = work.square = -1;
         work.powers[0] = work.powers[1] = nullptr;
         const double options[] = {1 / rate, beta, l1, l2};

@@ -14,7 +14,7 @@ struct Bags {
     std::vector<int64_t> ids, starts;
     std::vector<int32_t> short_ids;
     std::vector<float> table, factors, output;
-    std::vector<int64_t> positions, source, winners, counted;
+    std::vector<int64_t> indices, value_index, winners, counted;
     LookupWork work{};
     int64_t stride;
 
@@ -23,13 +23,13 @@ struct Bags {
          bool has_end)
         : starts{0}, stride(columns + columns % 16) {
         for (int64_t bag = 0; bag < bags; ++bag) starts.push_back(starts.back() + bag % 7);
-        ids = random_positions(starts.back(), rows, unsigned(bags + columns));
+        ids = random_indices(starts.back(), rows, unsigned(bags + columns));
         short_ids.assign(ids.begin(), ids.end());
         for (int64_t i = 0; i < rows * stride; ++i) table.push_back(0.37f * float(i % 101) - 9);
         for (size_t i = 0; i < ids.size(); ++i) factors.push_back(0.1f * float(i % 13) - 0.5f);
         output.assign(size_t(bags * columns), -1);
-        positions.assign(ids.size(), -1);
-        source = positions;
+        indices.assign(ids.size(), -1);
+        value_index = indices;
         winners.assign(output.size(), -1);
         counted.assign(size_t(bags), -1);
         work.table = table.data();
@@ -45,8 +45,8 @@ struct Bags {
         work.pooling = pooling;
         work.padding = padding;
         work.output = output.data();
-        work.positions = positions.data();
-        work.source = source.data();
+        work.indices = indices.data();
+        work.value_index = value_index.data();
         work.winners = pooling == Pooling::max ? winners.data() : nullptr;
         work.counted = counted.data();
     }
@@ -91,8 +91,8 @@ void test_pooling(const Lookup lookup, int64_t bags, int64_t columns, int64_t pa
                 int64_t count = 0;
                 for (int64_t i = made.starts[size_t(bag)]; i < made.starts[size_t(bag) + 1]; ++i) {
                     if (made.ids[size_t(i)] == padding) continue;
-                    right &= made.positions[size_t(at)] == made.ids[size_t(i)];
-                    right &= made.source[size_t(at)] == bag;
+                    right &= made.indices[size_t(at)] == made.ids[size_t(i)];
+                    right &= made.value_index[size_t(at)] == bag;
                     ++at, ++count;
                 }
                 right &= made.counted[size_t(bag)] == count;
@@ -127,7 +127,7 @@ void test_rows(const Lookup lookup, int threads) {
         }
     }
     for (int64_t i = 0; i < found; ++i) {
-        right &= made.ids[size_t(made.source[size_t(i)])] == made.positions[size_t(i)];
+        right &= made.ids[size_t(made.value_index[size_t(i)])] == made.indices[size_t(i)];
     }
     check(right, "lookup of rows");
 }

@@ -20,7 +20,7 @@ namespace {
 void test_pages(int64_t row_bytes, int64_t offset, unsigned seed) {
     const std::string what = std::to_string(row_bytes) + " bytes a row";
     const int64_t count = 500, page = 4096;
-    std::vector<int64_t> rows = random_positions(200, count, seed);
+    std::vector<int64_t> rows = random_indices(200, count, seed);
     rows.push_back(count - 1);
     std::set<int64_t> wanted;
     for (int64_t row : rows) {
@@ -29,7 +29,7 @@ void test_pages(int64_t row_bytes, int64_t offset, unsigned seed) {
         }
     }
     for (int64_t outside : {int64_t(-1), count, INT64_MAX, INT64_MIN}) rows.push_back(outside);
-    const RowsInFile of{rows.data(), int64_t(rows.size()), count, row_bytes, offset, page};
+    const FileRows of{rows.data(), int64_t(rows.size()), count, row_bytes, offset, page};
     std::vector<uint8_t> known(size_t((offset + count * row_bytes + page - 1) / page), 0);
     std::set<int64_t> found;
     int64_t end = -1, total = 0;
@@ -54,7 +54,7 @@ void test_pages(int64_t row_bytes, int64_t offset, unsigned seed) {
 // What has blocks already is known at once, up to the next hole.
 void test_blocks() {
     const int64_t page = 4096, count = 40, row = 2;
-    const RowsInFile of{&row, 1, count, page, 0, page};
+    const FileRows of{&row, 1, count, page, 0, page};
     std::vector<uint8_t> known(size_t(count), 0);
     std::FILE* const file = std::tmpfile();
     const std::vector<char> data(size_t(10 * page), 'x');

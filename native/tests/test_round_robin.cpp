@@ -13,11 +13,11 @@ void test_split(int64_t bags, int64_t world, unsigned seed) {
     std::vector<int64_t> starts{0};
     for (int64_t bag = 0; bag < bags; ++bag) starts.push_back(starts.back() + bag % 4);
     const int64_t entries = starts.back();
-    const std::vector<int64_t> ids = random_positions(entries, 50, seed);
+    const std::vector<int64_t> ids = random_indices(entries, 50, seed);
     std::vector<int32_t> rows(size_t(entries), -1);
     std::vector<int64_t> order(size_t(entries), -1), which = order;
     std::vector<int32_t> lengths = rows;
-    OwnerParts<int32_t> parts{rows.data(), order.data(), which.data(), lengths.data(), {}, {}};
+    RankParts<int32_t> parts{rows.data(), order.data(), which.data(), lengths.data(), {}, {}};
     split_by_owner({ids.data(), entries, starts.data(), bags}, uint64_t(world), parts);
     size_t at = 0, part = 0;
     bool right = true;
@@ -40,7 +40,7 @@ void test_split(int64_t bags, int64_t world, unsigned seed) {
     check(right && int64_t(at) == entries, what);
     // The same with a part of every bag for every owner.
     std::vector<int32_t> all(size_t(bags * world), -1), again(size_t(entries), -1);
-    OwnerParts<int32_t> whole{again.data(), nullptr, nullptr, all.data(), {}, {}};
+    RankParts<int32_t> whole{again.data(), nullptr, nullptr, all.data(), {}, {}};
     split_by_owner({ids.data(), entries, starts.data(), bags}, uint64_t(world), whole);
     bool same = again == rows && whole.ids_of == parts.ids_of;
     part = 0;
@@ -59,10 +59,10 @@ void test_split(int64_t bags, int64_t world, unsigned seed) {
 
 void test_distinct(int64_t entries, int64_t rows, unsigned seed) {
     const std::string what = std::to_string(entries) + " of " + std::to_string(rows) + " ids";
-    std::vector<int64_t> ids = random_positions(entries, rows, seed);
+    std::vector<int64_t> ids = random_indices(entries, rows, seed);
     std::vector<int64_t> distinct(ids.size()), which(ids.size());
     const auto find = [&](int64_t below) {
-        return find_distinct(ids.data(), entries, below, distinct.data(), which.data());
+        return find_unique(ids.data(), entries, below, distinct.data(), which.data());
     };
     const int64_t count = find(rows);
     bool right = true;

@@ -27,33 +27,33 @@ void sparse_adam(T& p, T g, T& m, T& v) {
 
 template <class T>
 struct Problem {
-    int64_t slots, block;
-    std::vector<int64_t> positions;
+    int64_t num_slots, slot_size;
+    std::vector<int64_t> indices;
     std::vector<T> values, param, exp_avg, exp_avg_sq;
-    bool negate = false;
+    bool maximize = false;
     bool whole = false;
 
-    Problem(int64_t slots, int64_t block, std::vector<int64_t> positions, unsigned seed)
-        : slots(slots), block(block), positions(std::move(positions)) {
+    Problem(int64_t num_slots, int64_t slot_size, std::vector<int64_t> indices, unsigned seed)
+        : num_slots(num_slots), slot_size(slot_size), indices(std::move(indices)) {
         std::mt19937 random(seed);
         std::normal_distribution<double> normal;
         const auto fill = [&](std::vector<T>& to, size_t count) {
             for (size_t i = 0; i < count; ++i) to.push_back(T(normal(random)));
         };
-        fill(values, this->positions.size() * size_t(block));
-        fill(param, size_t(slots * block));
-        fill(exp_avg, size_t(slots * block));
-        fill(exp_avg_sq, size_t(slots * block));
+        fill(values, this->indices.size() * size_t(slot_size));
+        fill(param, size_t(num_slots * slot_size));
+        fill(exp_avg, size_t(num_slots * slot_size));
+        fill(exp_avg_sq, size_t(num_slots * slot_size));
         for (T& value : exp_avg_sq) value = value * value;
     }
 
     void solve_plainly() {
         std::map<int64_t, std::vector<T>> sums;
-        for (size_t i = 0; i < positions.size(); ++i) {
-            std::vector<T>& sum = sums[positions[i]];
-            for (int64_t j = 0; j < block; ++j) {
-                const T value = values[i * size_t(block) + size_t(j)];
-                if (int64_t(sum.size()) < block) {
+        for (size_t i = 0; i < indices.size(); ++i) {
+            std::vector<T>& sum = sums[indices[i]];
+            for (int64_t j = 0; j < slot_size; ++j) {
+                const T value = values[i * size_t(slot_size) + size_t(j)];
+                if (int64_t(sum.size()) < slot_size) {
                     sum.push_back(value);
                 } else {
                     sum[size_t(j)] += value;
@@ -61,26 +61,26 @@ struct Problem {
             }
         }
         for (const auto& [slot, sum] : sums) {
-            for (int64_t j = 0; j < block; ++j) {
-                const size_t at = size_t(slot * block + j);
-                const T grad = negate ? -sum[size_t(j)] : sum[size_t(j)];
+            for (int64_t j = 0; j < slot_size; ++j) {
+                const size_t at = size_t(slot * slot_size + j);
+                const T grad = maximize ? -sum[size_t(j)] : sum[size_t(j)];
                 sparse_adam(param[at], grad, exp_avg[at], exp_avg_sq[at]);
             }
         }
     }
 
-    View view(std::vector<T>& tensor) {
-        return {tensor.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64, block, 1};
+    TensorView view(std::vector<T>& tensor) {
+        return {tensor.data(), sizeof(T) == 4 ? Dtype::float32 : Dtype::float64, slot_size, 1};
     }
 
     Job job(const InstructionSet& set) {
         Job result{};
-        result.whole = whole;
-        result.positions = positions.data();
-        result.entries = int64_t(positions.size());
-        result.slots = slots;
-        result.block = block;
-        result.negate = negate;
+        result.all_slots = whole;
+        result.indices = indices.data();
+        result.entries = int64_t(indices.size());
+        result.num_slots = num_slots;
+        result.slot_size = slot_size;
+        result.maximize = maximize;
         result.values = view(values);
         result.param = view(param);
         result.state[0] = view(exp_avg);
@@ -118,52 +118,54 @@ template <class T>
 void test_shapes() {
     for (int64_t count : {0, 1, 2, 31, 64, 1000, 30000}) {
         if (threads_only && count < 1000) continue;  // one thread does them
-        for (int64_t slots : {1, 2, 7, 1000}) {
-            for (int64_t block : {1, 3, 16, 37}) {
+        for (int64_t num_slots : {1, 2, 7, 1000}) {
+            for (int64_t slot_size : {1, 3, 16, 37}) {
                 const std::string what = std::to_string(count) + " entries, " +
-                                         std::to_string(slots) + " x " + std::to_string(block);
-                const auto seed = unsigned(count + slots * block);
-                expect_solved(Problem<T>(slots, block, random_positions(count, slots, seed), seed),
-                              what);
+                                         std::to_string(num_slots) + " x " +
+                                         std::to_string(slot_size);
+                const auto seed = unsigned(count + num_slots * slot_size);
+                expect_solved(
+                    Problem<T>(num_slots, slot_size, random_indices(count, num_slots, seed), seed),
+                    what);
             }
         }
     }
 }
 
 void test_long_rows_and_maximize() {
-    Problem<float> problem(20, 1300, random_positions(50, 20, 1), 1);
-    problem.negate = true;
+    Problem<float> problem(20, 1300, random_indices(50, 20, 1), 1);
+    problem.maximize = true;
     expect_solved(problem, "rows longer than a tile, negated");
 }
 
 void test_one_slot_has_most_entries() {
-    std::vector<int64_t> positions = random_positions(60000, 5000, 2);
-    for (size_t i = 0; i < positions.size(); i += 2) positions[i] = 77;
-    for (size_t i = 1; i < positions.size(); i += 6) positions[i] = 78;
-    expect_solved(Problem<float>(5000, 8, positions, 2), "two heavy groups");
+    std::vector<int64_t> indices = random_indices(60000, 5000, 2);
+    for (size_t i = 0; i < indices.size(); i += 2) indices[i] = 77;
+    for (size_t i = 1; i < indices.size(); i += 6) indices[i] = 78;
+    expect_solved(Problem<float>(5000, 8, indices, 2), "two heavy groups");
     expect_solved(Problem<float>(5000, 40, std::vector<int64_t>(20000, 4999), 3), "one group");
 }
 
 void test_ascending_positions() {
-    std::vector<int64_t> positions;
-    for (int64_t i = 0; i < 40000; ++i) positions.push_back(2 * i);
-    expect_solved(Problem<float>(80000, 4, positions, 4), "ascending");
-    positions[20000] = positions[19999];  // a repetition where two chunks might meet
-    expect_solved(Problem<float>(80000, 4, positions, 4), "ascending but for one repetition");
-    std::swap(positions[8191], positions[8192]);
-    expect_solved(Problem<float>(80000, 4, positions, 4), "one pair out of order between chunks");
+    std::vector<int64_t> indices;
+    for (int64_t i = 0; i < 40000; ++i) indices.push_back(2 * i);
+    expect_solved(Problem<float>(80000, 4, indices, 4), "ascending");
+    indices[20000] = indices[19999];  // a repetition where two chunks might meet
+    expect_solved(Problem<float>(80000, 4, indices, 4), "ascending but for one repetition");
+    std::swap(indices[8191], indices[8192]);
+    expect_solved(Problem<float>(80000, 4, indices, 4), "one pair out of order between chunks");
 }
 
 void test_regular_distances() {
-    std::vector<int64_t> positions;
-    for (int64_t i = 0; i < 30000; ++i) positions.push_back((i * 7 % 300) * 4096);
-    expect_solved(Problem<float>(300 * 4096, 1, positions, 5), "slots at regular distances");
+    std::vector<int64_t> indices;
+    for (int64_t i = 0; i < 30000; ++i) indices.push_back((i * 7 % 300) * 4096);
+    expect_solved(Problem<float>(300 * 4096, 1, indices, 5), "slots at regular distances");
 }
 
 void test_slots_that_are_mostly_alone() {
-    const auto positions = random_positions(20000, 400000, 15);
-    expect_solved(Problem<float>(400000, 2, positions, 15), "few slots come twice");
-    std::vector<int64_t> late = positions;  // what is looked at first says nothing of it
+    const auto indices = random_indices(20000, 400000, 15);
+    expect_solved(Problem<float>(400000, 2, indices, 15), "few slots come twice");
+    std::vector<int64_t> late = indices;  // what is looked at first says nothing of it
     for (size_t i = 15000; i < late.size(); ++i) late[i] = late[i % 50];
     expect_solved(Problem<float>(400000, 2, late, 16), "few slots come twice, then all");
 }
@@ -177,35 +179,36 @@ void test_whole_parameter() {
 void test_rows_of_values_by_number() {
     // Every entry takes the row that it would have, from values in another order; then from values
     // that have still to be multiplied, by factors for which nothing is rounded.
-    Problem<float> problem(500, 24, random_positions(3000, 500, 10), 10);
+    Problem<float> problem(500, 24, random_indices(3000, 500, 10), 10);
     Problem<float> expected = problem;
     expected.solve_plainly();
-    std::vector<int64_t> source;
+    std::vector<int64_t> value_index;
     std::vector<float> shuffled(problem.values.size());
-    for (int64_t i = 0; i < 3000; ++i) source.push_back((i * 7 + 3) % 3000);
-    for (size_t i = 0; i < source.size(); ++i) {
-        std::memcpy(&shuffled[size_t(source[i]) * 24], &problem.values[i * 24], 24 * sizeof(float));
+    for (int64_t i = 0; i < 3000; ++i) value_index.push_back((i * 7 + 3) % 3000);
+    for (size_t i = 0; i < value_index.size(); ++i) {
+        std::memcpy(&shuffled[size_t(value_index[i]) * 24], &problem.values[i * 24],
+                    24 * sizeof(float));
     }
     for_each_set([&](const InstructionSet& set) {
         Problem<float> ours = problem;
         ours.values = shuffled;
         Job job = ours.job(set);
-        job.source = source.data();
-        job.rows = int64_t(source.size());
+        job.value_index = value_index.data();
+        job.rows = int64_t(value_index.size());
         step(&job, 1, 2);
         check(ours == expected, std::string("values by number with ") + set.name);
     });
     std::vector<float> scale;
-    for (size_t i = 0; i < source.size(); ++i) {
+    for (size_t i = 0; i < value_index.size(); ++i) {
         scale.push_back(i % 3 == 0 ? 4.0f : -0.5f);
-        for (size_t j = 0; j < 24; ++j) shuffled[size_t(source[i]) * 24 + j] /= scale[i];
+        for (size_t j = 0; j < 24; ++j) shuffled[size_t(value_index[i]) * 24 + j] /= scale[i];
     }
     for_each_set([&](const InstructionSet& set) {
         Problem<float> ours = problem;
         ours.values = shuffled;
         Job job = ours.job(set);
-        job.source = source.data();
-        job.rows = int64_t(source.size());
+        job.value_index = value_index.data();
+        job.rows = int64_t(value_index.size());
         job.scale = {scale.data(), Dtype::float32, 1, 1};
         step(&job, 1, 2);
         check(ours == expected, std::string("scaled values with ") + set.name);
@@ -213,7 +216,7 @@ void test_rows_of_values_by_number() {
 }
 
 void test_values_in_several_places() {
-    Problem<float> problem(500, 24, random_positions(3000, 500, 14), 14);
+    Problem<float> problem(500, 24, random_indices(3000, 500, 14), 14);
     Problem<float> expected = problem;
     expected.solve_plainly();
     for_each_set([&](const InstructionSet& set) {
@@ -221,16 +224,16 @@ void test_values_in_several_places() {
         Job job = ours.job(set);
         std::vector<float> first(ours.values.begin(), ours.values.begin() + 1000 * 24);
         std::vector<float> second(ours.values.begin() + 1000 * 24, ours.values.end());
-        std::vector<int64_t> source;
+        std::vector<int64_t> value_index;
         const int64_t apart =
             (reinterpret_cast<intptr_t>(second.data()) - reinterpret_cast<intptr_t>(first.data())) /
             int64_t(sizeof(float));
         for (int64_t i = 0; i < 3000; ++i) {
-            source.push_back(i < 1000 ? i * 24 : apart + (i - 1000) * 24);
+            value_index.push_back(i < 1000 ? i * 24 : apart + (i - 1000) * 24);
         }
         const Memory parts[] = {{first.data(), int64_t(first.size() * sizeof(float))},
                                 {second.data(), int64_t(second.size() * sizeof(float))}};
-        job.source = source.data();
+        job.value_index = value_index.data();
         job.values.data = first.data();
         job.values.slot_stride = 1;
         job.value_parts = parts;
@@ -243,13 +246,13 @@ void test_values_in_several_places() {
 void test_bad_positions_change_nothing() {
     for (int64_t bad : {int64_t(-1), int64_t(1000), int64_t(1) << 62, INT64_MIN, INT64_MAX}) {
         for (size_t at : {size_t(0), size_t(8191), size_t(8192), size_t(29999)}) {
-            Problem<float> first(1000, 4, random_positions(500, 1000, 7), 7);
-            Problem<float> second(1000, 4, random_positions(30000, 1000, 8), 8);
-            second.positions[at] = bad;
+            Problem<float> first(1000, 4, random_indices(500, 1000, 7), 7);
+            Problem<float> second(1000, 4, random_indices(30000, 1000, 8), 8);
+            second.indices[at] = bad;
             const Problem<float> before[] = {first, second};
             Job jobs[] = {first.job(instruction_sets()[0]), second.job(instruction_sets()[0])};
             const auto found = step(jobs, 2, 2);
-            check(found && found->job == 1 && found->entry == int64_t(at) && found->position == bad,
+            check(found && found->job == 1 && found->entry == int64_t(at) && found->index == bad,
                   "a bad position is reported");
             check(first == before[0] && second == before[1], "a bad position changes nothing");
         }
@@ -259,7 +262,7 @@ void test_bad_positions_change_nothing() {
 void test_several_jobs_and_shared_memory() {
     std::vector<Problem<float>> problems;
     for (unsigned j = 0; j < 30; ++j) {
-        problems.emplace_back(100 + j, 1 + j, random_positions(64 * j, 100 + j, j), j);
+        problems.emplace_back(100 + j, 1 + j, random_indices(64 * j, 100 + j, j), j);
     }
     std::vector<Problem<float>> expected = problems;
     for (Problem<float>& problem : expected) problem.solve_plainly();
@@ -269,7 +272,7 @@ void test_several_jobs_and_shared_memory() {
     for (size_t j = 0; j < jobs.size(); ++j)
         check(problems[j] == expected[j], "one of several jobs");
 
-    Problem<float> shared(3000, 16, random_positions(20000, 3000, 9), 9);
+    Problem<float> shared(3000, 16, random_indices(20000, 3000, 9), 9);
     Problem<float> twice = shared;
     twice.solve_plainly();
     twice.solve_plainly();
@@ -281,7 +284,7 @@ void test_several_jobs_and_shared_memory() {
 void test_concurrent_steps() {
     std::vector<Problem<float>> problems;
     for (unsigned j = 0; j < 4; ++j) {
-        problems.emplace_back(2000, 16, random_positions(20000, 2000, j), j);
+        problems.emplace_back(2000, 16, random_indices(20000, 2000, j), j);
     }
     std::vector<Problem<float>> expected = problems;
     for (Problem<float>& problem : expected) problem.solve_plainly();

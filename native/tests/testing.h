@@ -43,10 +43,10 @@ inline const InstructionSet& widest() {
     return *found;
 }
 
-inline std::vector<int64_t> random_positions(int64_t count, int64_t slots, unsigned seed) {
+inline std::vector<int64_t> random_indices(int64_t count, int64_t num_slots, unsigned seed) {
     std::mt19937_64 random(seed);
     std::vector<int64_t> result;
-    for (int64_t i = 0; i < count; ++i) result.push_back(int64_t(random() % uint64_t(slots)));
+    for (int64_t i = 0; i < count; ++i) result.push_back(int64_t(random() % uint64_t(num_slots)));
     return result;
 }
 
