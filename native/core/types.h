@@ -18,7 +18,7 @@ struct TensorView {
 };
 
 // A state tensor of one byte for each element: codes, and a scale for each slot. Strides are from
-// slot to slot. What they stand for is said in src/sparsestep/contract/int8.py.
+// slot to slot. What they stand for is said in src/sparsestep/rules/int8.py.
 struct Int8View {
     int8_t* data;
     int64_t stride;
@@ -130,7 +130,7 @@ struct RuleKernel {
 
 constexpr int series_terms = 4;
 
-// Rows to catch up; see src/sparsestep/dense.
+// Rows to catch up; see src/sparsestep/deferred.
 struct CatchUpJob {
     const int64_t* rows;  // with repetitions; null: all of them
     int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient

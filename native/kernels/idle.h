@@ -1,5 +1,5 @@
 // Dense semantics: what idle rows missed, applied at once. How a parameter moves without a gradient
-// is a class for each motion, the twins of those of src/sparsestep/contract/motion.py; the list of
+// is a class for each motion, the twins of those of src/sparsestep/rules/idle.py; the list of
 // them is at the end.
 //
 // Internal linkage throughout: see types.h.

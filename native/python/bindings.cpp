@@ -38,7 +38,7 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int6
 }
 
 // The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
-// where the core has no way to read its parts; a index, where that is no slot.
+// where the core has no way to read its parts; an index, where that is out of range.
 nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
                      int instruction_set) {
     const InstructionSet& set = instruction_set_of(instruction_set);
@@ -51,10 +51,9 @@ nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
             return nb::none();
         }
     } else {
-        const nb::tuple touched = nb::cast<nb::tuple>(parts[0]);
-        if (nb::len(touched) != 7 || !touched[6].is_none())
-            throw nb::value_error("no such gradient");
-        if (!read_gradient(touched, job) || job.all_slots) return nb::none();
+        const nb::tuple grad = nb::cast<nb::tuple>(parts[0]);
+        if (nb::len(grad) != 7 || !grad[6].is_none()) throw nb::value_error("no such gradient");
+        if (!read_gradient(grad, job) || job.all_slots) return nb::none();
     }
     if (numel(norms) != job.entries) throw nb::value_error("there must be a norm for each entry");
     job.needs_whole_slots = true;
@@ -118,7 +117,7 @@ NB_MODULE(_C, module) {
                "Do a step whose groups say what they said; false, and nothing done, otherwise.");
     nb::class_<NativeStep>(module, "Jobs")
         .def(nb::init<int>(), nb::arg("instruction_set"))
-        .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("touched"),
+        .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("grad"),
              nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("dealt").none(),
              nb::arg("owner"), nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")

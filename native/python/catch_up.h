@@ -1,4 +1,4 @@
-// Rows to catch up, as Python says it: the attributes of sparsestep.core's CatchUp.
+// Rows to catch up, as Python says it: the attributes of sparsestep._C.CatchUp.
 // It lives for one call, so that what it holds need not be visible to Python's garbage collector.
 #pragma once
 

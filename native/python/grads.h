@@ -1,5 +1,5 @@
 // Gradients that the core reads without Python's help: COO over rows, the compact gradients of our
-// embeddings, dense ones with the rows or elements that a mask selects. gradients/layouts.py knows
+// embeddings, dense ones with the rows or elements that a mask selects. grads/layouts.py knows
 // all layouts. Included by bindings.cpp alone.
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace sparsestep {
 namespace {
 
-// One lookup of a compact gradient: see touched.py.
+// One lookup of a compact gradient: see grads/indexed.py.
 struct GradPart {
     int64_t entries = 0, rows = 0, element_bytes = 0;
     const int64_t* indices = nullptr;
@@ -25,7 +25,7 @@ struct GradPart {
 
     // False for any form but rows of the parameter, as an embedding makes them.
     bool read(nb::handle part, int64_t num_slots, int64_t slot_size) {
-        if (nb::len(part) != 7) return false;  // no Touched: still with other processes
+        if (nb::len(part) != 7) return false;  // no IndexedGrad: still with other processes
         if (nb::cast<int64_t>(part[2]) != num_slots || !part[6].is_none()) return false;
         const nb::object from = part[4], factors = part[5], stored = part[1];
         PlainTensor where, what, numbers, scales;

@@ -1,5 +1,5 @@
-// Ids for the processes that have their rows: see src/sparsestep/distributed/_packing.py. Included by
-// bindings.cpp alone.
+// Ids for the processes that have their rows: see src/sparsestep/distributed/_packing.py. Included
+// by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

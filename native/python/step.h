@@ -292,22 +292,22 @@ bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Int8View& to
     return job.slot_size <= max_int8_slot_size;
 }
 
-// Reads a Touched (see touched.py) but for its element mask.
-bool read_gradient(nb::tuple touched, Job& job) {
-    job.indices = integers(touched[0]);
-    job.num_slots = nb::cast<int64_t>(touched[2]);
-    job.slot_size = nb::cast<int64_t>(touched[3]);
-    job.value_index = integers(touched[4]);
-    job.all_slots = touched[0].is_none();
-    job.entries = job.all_slots ? job.num_slots : numel(touched[0]);
-    const bool by_number = !touched[4].is_none();
-    if (by_number && numel(touched[4]) != job.entries) throw nb::value_error("no such source");
-    job.rows = by_number && job.slot_size > 0 ? numel(touched[1]) / job.slot_size : job.entries;
-    return read_view(touched[1], job.rows, job.slot_size, job.values) &&
-           (touched[5].is_none() || read_view(touched[5], job.entries, 1, job.scale));
+// Reads an IndexedGrad (see grads/indexed.py) but for its element mask.
+bool read_gradient(nb::tuple grad, Job& job) {
+    job.indices = integers(grad[0]);
+    job.num_slots = nb::cast<int64_t>(grad[2]);
+    job.slot_size = nb::cast<int64_t>(grad[3]);
+    job.value_index = integers(grad[4]);
+    job.all_slots = grad[0].is_none();
+    job.entries = job.all_slots ? job.num_slots : numel(grad[0]);
+    const bool by_number = !grad[4].is_none();
+    if (by_number && numel(grad[4]) != job.entries) throw nb::value_error("no such source");
+    job.rows = by_number && job.slot_size > 0 ? numel(grad[1]) / job.slot_size : job.entries;
+    return read_view(grad[1], job.rows, job.slot_size, job.values) &&
+           (grad[5].is_none() || read_view(grad[5], job.entries, 1, job.scale));
 }
 
-// See rounding.Dealt.
+// See rounding.RowStride.
 void read_row_stride(const nb::tuple& from, RowStride& to) {
     to = {nb::cast<int64_t>(from[0]), nb::cast<int64_t>(from[1]), nb::cast<int64_t>(from[2])};
     if (to.length < 1 || to.step < 1) throw nb::value_error("no such rows");
@@ -318,23 +318,22 @@ class NativeStep {
 public:
     explicit NativeStep(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
 
-    // False, and nothing added, where the core has no way to run it. `touched` is what touched.py
-    // says it is. `owner` and `index`, the parameter's number in its group, are returned with a bad
-    // entry.
-    bool add(const NativeGroup& group, int64_t step, nb::tuple touched, nb::object param,
+    // False, and nothing added, where the core has no way to run it. `grad` is what
+    // grads/indexed.py says it is. `owner` and `index`, the parameter's number in its group, are
+    // returned with a bad entry.
+    bool add(const NativeGroup& group, int64_t step, nb::tuple grad, nb::object param,
              nb::list states, std::optional<uint64_t> seed, std::optional<nb::tuple> row_stride,
              nb::object owner, int64_t index) {
         const RuleKernel rule = group.kernel(set_, false);
-        if (nb::len(states) != nb::len(group.names) || nb::len(touched) != 7) {
+        if (nb::len(states) != nb::len(group.names) || nb::len(grad) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
         }
         Job job{};
         group.write_to(job, step);
-        if (!read_gradient(touched, job)) return false;
-        if (!touched[6].is_none()) {
-            if (numel(touched[6]) != job.rows * job.slot_size)
-                throw nb::value_error("no such mask");
-            job.element_mask = static_cast<const bool*>(address(touched[6]));
+        if (!read_gradient(grad, job)) return false;
+        if (!grad[6].is_none()) {
+            if (numel(grad[6]) != job.rows * job.slot_size) throw nb::value_error("no such mask");
+            job.element_mask = static_cast<const bool*>(address(grad[6]));
         }
         job.stochastic_rounding = seed.has_value() && group.stochastic_rounding;
         job.seed = seed.value_or(0);
@@ -356,7 +355,7 @@ public:
         }
         finish(job, group, {std::move(owner), index});
         keep_alive(group);
-        alive_.push_back(std::move(touched));
+        alive_.push_back(std::move(grad));
         written_.append(param);
         alive_.push_back(std::move(param));
         alive_.push_back(std::move(states));

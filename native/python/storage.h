@@ -1,4 +1,5 @@
-// Rows of tables in files: see src/sparsestep/memory/mapped_file.py. Included by bindings.cpp alone.
+// Rows of tables in files: see src/sparsestep/memory/mapped_file.py. Included by bindings.cpp
+// alone.
 #pragma once
 
 #include <nanobind/nanobind.h>

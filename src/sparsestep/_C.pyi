@@ -51,7 +51,7 @@ class _Jobs:
         self,
         group: _Group,
         step: int,
-        touched: IndexedGrad,
+        grad: IndexedGrad,
         param: Tensor,
         states: list[Tensor],
         seed: int | None,
