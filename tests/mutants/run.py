@@ -185,7 +185,7 @@ class Copy:
                     [str(self._native / "test_core"), each.removeprefix(CORE)]
                 ):
                     return each
-            if known is not None and "::" in known:
+            if known is not None and (self.path / known.split("::")[0]).is_file():
                 found = self.pytest([known])
                 if found is not None:
                     return found
