@@ -181,9 +181,8 @@ class Copy:
                 raise SystemExit(f"{mutant.name} does not compile")
             runs = mutant.run.split()
             for each in runs:
-                if each.startswith(CORE) and self._call(
-                    [str(self._native / "test_core"), each.removeprefix(CORE)]
-                ):
+                group = [str(self._native / "test_core"), each.removeprefix(CORE)]
+                if each.startswith(CORE) and self._call(group) != 0:
                     return each
             if known is not None and (self.path / known.split("::")[0]).is_file():
                 found = self.pytest([known])
@@ -291,8 +290,9 @@ def main() -> int:
     options = parser.parse_args()
     listed = tomllib.loads(MUTANTS.read_text())
     mutants = [Mutant(name, **about) for name, about in listed.items()]
-    if options.check:
-        return check(mutants)
+    status = check(mutants)
+    if options.check or status:
+        return status
     mutants = [each for each in mutants if each.is_native == options.native]
     if options.only:
         mutants = [each for each in mutants if each.name in options.only]
