@@ -29,7 +29,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "executed",
-    "optimizer_state",
+    "optimizers",
     "source_links",
 ]
 exclude_patterns = ["_build", "README.md"]
@@ -60,7 +60,7 @@ intersphinx_timeout = 1
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(sparsestep\.)?(contract|dense|gradients|nn|optimizer|distributed|storage|rules)\..*",
+        r"(sparsestep\.)?(deferred|distributed|engines|grads|memory|nn|optim|rules|storage)\..*",
     ),
     (
         "py:.*",

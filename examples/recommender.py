@@ -16,7 +16,7 @@ import torch
 from clicks import LENGTHS, Batch, Clicks, auc
 from dlrm import DIM, Run, contestants, learning_rate
 
-from sparsestep.cli.options import whole_number
+from sparsestep.cli.options import int_in_range
 
 try:
     from rich.box import SIMPLE_HEAD
@@ -151,7 +151,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    many = whole_number(1, 1_000_000_000)
+    many = int_in_range(1, 1_000_000_000)
     parser.add_argument("--steps", type=many, metavar="N", help="of each model (default: 240)")
     parser.add_argument("--batch", type=many, metavar="N", help="examples per step (default: 2048)")
     parser.add_argument(
@@ -159,7 +159,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--held-out",
-        type=whole_number(512, 1_000_000_000),  # both kinds must be there
+        type=int_in_range(512, 1_000_000_000),  # both kinds must be there
         metavar="N",
         help="examples for the AUC (default: 32768)",
     )
@@ -168,7 +168,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seed",
-        type=whole_number(0, 2**63 - 1),
+        type=int_in_range(0, 2**63 - 1),
         default=0,
         metavar="N",
         help="of data and weights (default: 0)",
