@@ -59,7 +59,11 @@ class Pair:
         self.check()
 
     def check(self) -> None:
-        for ours, theirs in zip(*self.params, strict=True):
+        params = [
+            [param for group in optimizer.param_groups for param in group["params"]]
+            for optimizer in (self.fast, self.slow)
+        ]
+        for ours, theirs in zip(*params, strict=True):
             assert torch.equal(ours, theirs)
             for name, value in self.fast.state[ours].items():
                 assert torch.equal(value, self.slow.state[theirs][name]), name
