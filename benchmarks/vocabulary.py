@@ -37,8 +37,8 @@ def filled(ids: Tensor, **options: str) -> sparsestep.nn.Vocabulary:
 
 
 def bytes_of(vocabulary: sparsestep.nn.Vocabulary) -> int:
-    assert isinstance(vocabulary._ids, NativeIds)
-    return vocabulary._ids._core.bytes()
+    assert isinstance(vocabulary.id_table, NativeIds)
+    return vocabulary.id_table._core.bytes()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -190,7 +190,7 @@ def test_memory_that_runs_out_in_a_vocabulary(rank: Rank, where: str):
     points: dict[str, tuple[Any, str, int]] = {
         "owners": (sparsestep.distributed.vocabulary, "hash_owner", 1),
         "read": (sparsestep.distributed.vocabulary, "concat", 1),
-        "look up": (vocabulary.local, "_look_up", 1),
+        "look up": (vocabulary.local, "assign_rows", 1),
     }
     assert_all_raise(rank, points[where], lambda: vocabulary(torch.arange(100, 120)))
     assert before == vocabulary.as_dict()

@@ -286,7 +286,7 @@ def test_growth_that_a_rank_refuses(rank: Rank):
 
 
 def counts_of(local: Any) -> dict[int, int]:
-    counts = local._ids.save().counts.tolist()
+    counts = local.id_table.save().counts.tolist()
     return {each: counts[row] for each, row in local.as_dict().items()}
 
 

@@ -101,7 +101,7 @@ def known(model: Any, optimizer: Any, rank: int, world: int) -> Found:
     optimizer.catch_up()
     vocabulary = model["ids"]
     local = getattr(vocabulary, "local", vocabulary)
-    saved, rows = local._ids.save(), local.as_dict()
+    saved, rows = local.id_table.save(), local.as_dict()
     found: Found = {each: [] for each in rows}
     free: list[Any] = [[] for _ in range(saved.used, local.rows)]
     for name in ("first", "second"):
@@ -114,7 +114,7 @@ def known(model: Any, optimizer: Any, rank: int, world: int) -> Found:
             for place, values in enumerate(free):
                 values.append(tensor[saved.used + place].tolist())
     for each, row in rows.items():
-        found[each] += [int(saved.counts[row]), int(local._now - saved.seen[row])]
+        found[each] += [int(saved.counts[row]), int(local.now - saved.seen[row])]
     candidates = zip(saved.candidate_ids.tolist(), saved.candidate_counts.tolist(), strict=True)
     second = model["second"].weight
     padding, whole = model["second"].padding_idx, model["second"].num_embeddings
@@ -123,7 +123,7 @@ def known(model: Any, optimizer: Any, rank: int, world: int) -> Found:
         "ids": found,
         "free": free,
         "candidates": dict(list(candidates)[: saved.candidates]),
-        "shared": model["first"].weight[: local._options.shared].tolist(),
+        "shared": model["first"].weight[: local.options.shared].tolist(),
         "padding": second[padding // world].tolist() if padding % world == rank else None,
         "others": {n: second[n // world].tolist() for n in others if n % world == rank},
         "rows": {each: row * world + rank for each, row in rows.items()},

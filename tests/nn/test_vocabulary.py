@@ -160,7 +160,7 @@ def test_new_values_do_not_depend_on_other_random_numbers_nor_change_them():
         following = copy.deepcopy(torch.get_rng_state())
         for i in range(4):
             vocabulary(batch(i))
-            vocabulary._attached[0].optimizers[0].step()
+            vocabulary.attached[0].optimizers[0].step()
         assert torch.equal(torch.get_rng_state(), following)
         return table.weight.detach()[1:].clone(), torch.rand(2)
 
@@ -202,11 +202,11 @@ def test_a_step_that_raises_loses_nothing():
 def test_what_init_raises_is_made_up_for():
     loop = Loop(3, evict="lru")
     loop.step(1, 2)
-    working = loop.vocabulary._attached[0].init
-    loop.vocabulary._attached[0].init = lambda rows: rows.fill_(int("x" * len(rows) or 0))
+    working = loop.vocabulary.attached[0].init
+    loop.vocabulary.attached[0].init = lambda rows: rows.fill_(int("x" * len(rows) or 0))
     with pytest.raises(ValueError, match="invalid literal"):
         loop.step(3)
-    loop.vocabulary._attached[0].init = working
+    loop.vocabulary.attached[0].init = working
     loop.step(3)
     assert loop.table.weight[1].min() > 0.9  # nearly one: it began anew, and made a step
 

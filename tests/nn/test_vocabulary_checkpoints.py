@@ -71,7 +71,7 @@ def test_a_model_with_a_vocabulary_is_saved_and_copied_with_it():
     assert [name for name, _ in model.named_parameters()] == ["table.weight"]
     copied = copy.deepcopy(model)
     assert copied["ids"].as_dict() == {7: 1, 8: 2}
-    assert copied["ids"]._attached == []
+    assert copied["ids"].attached == []
     copied.load_state_dict(model.state_dict())
     assert copied["ids"](batch(9)).tolist() == [3]
     assert model["ids"](batch(7, 9)).tolist() == [1, 3]

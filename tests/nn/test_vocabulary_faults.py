@@ -207,17 +207,17 @@ def test_running_out_of_memory_is_a_memory_error_and_leaves_nothing(name: str):
 
 def test_what_init_raises_leaves_nothing():
     scene = Scene()
-    before, working = scene.contents(), scene.vocabulary._attached[0].init
+    before, working = scene.contents(), scene.vocabulary.attached[0].init
 
     def init(rows: Tensor) -> None:
         torch.nn.init.normal_(rows)
         raise ZeroDivisionError
 
-    scene.vocabulary._attached[0].init = init
+    scene.vocabulary.attached[0].init = init
     with pytest.raises(ZeroDivisionError):
         look_up(scene)()
     assert same(scene.contents(), before)
-    scene.vocabulary._attached[0].init = working
+    scene.vocabulary.attached[0].init = working
     look_up(scene)()
     done = Scene()
     look_up(done)()
@@ -226,7 +226,7 @@ def test_what_init_raises_leaves_nothing():
 
 def test_an_init_that_uses_the_vocabulary_is_refused():
     scene = Scene()
-    scene.vocabulary._attached[0].init = lambda rows: scene.vocabulary(torch.tensor([3]))
+    scene.vocabulary.attached[0].init = lambda rows: scene.vocabulary(torch.tensor([3]))
     known, weight = scene.vocabulary.as_dict(), scene.table.weight.detach().clone()
     with pytest.raises(InputError, match="init must not use the vocabulary"):
         look_up(scene)()
@@ -243,5 +243,5 @@ def test_a_lookup_that_other_ranks_refuse_leaves_nothing():
         raise InputError("another rank refuses")
 
     with pytest.raises(InputError, match="another rank"):
-        scene.vocabulary._look_up(torch.tensor([7, 8]), agree)
+        scene.vocabulary.assign_rows(torch.tensor([7, 8]), agree)
     assert same(scene.contents(), before)

@@ -127,15 +127,9 @@ def handshake(
     error: BaseException | None = None,
     facts: Facts | None = None,
 ) -> PeerStatus:
-    """Exchange status rows; raise on every rank if one has an error or does something else.
+    """Exchange status rows, and for each rank a row of counts, always equally many.
 
-    Args:
-        collectives: the ranks.
-        status: for all ranks.
-        counts: for each rank a row of numbers, always equally many.
-        names: of the tables.
-        error: of this rank.
-        facts: what must be the same on all ranks.
+    Raises on every rank if one has an error, does something else, or has other facts.
     """
     status.error, status.digest = status_of(error), digest(facts or {})
     world_size, width = collectives.world_size, len(_FIELDS)
@@ -170,14 +164,7 @@ def handshake(
 def compare_facts(
     collectives: Collectives, facts: Facts, requirement: str, error: BaseException | None = None
 ) -> None:
-    """Raise on every rank if one has an error, or facts differ.
-
-    Args:
-        collectives: the ranks.
-        facts: what must be the same on all ranks.
-        requirement: the requirement, for the message.
-        error: of this rank.
-    """
+    """Raise on every rank if one has an error, or facts differ."""
     row = [status_of(error), digest(facts)]
     outgoing = certain(lambda: torch.tensor(row).repeat(collectives.world_size, 1))
     incoming = collectives.all_to_all_rows(outgoing)

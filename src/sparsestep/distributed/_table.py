@@ -177,13 +177,7 @@ class ShardedTable:
         self.spec.weight = self.spec.weight[:1, :1].expand(rows, self.dim)
 
     def lookup(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
-        """A row for each bag, by the local module.
-
-        Args:
-            ids: local rows.
-            lengths: ids of each bag; ``None``: one each.
-            weights: ``per_sample_weights``.
-        """
+        """A row for each bag, by the local module; without ``lengths``, each id is a bag."""
         assert self.local is not None
         rows: Tensor
         if isinstance(self.local, Embedding):
@@ -306,15 +300,7 @@ class TableGroup:
         error: BaseException | None = None,
         max_bytes: int = 0,
     ) -> PeerStatus:
-        """Start an exchange that is no lookup; raises on all ranks if one has an error.
-
-        Args:
-            operation: what it is for.
-            table: whose.
-            counts: a number for each rank.
-            error: of this rank.
-            max_bytes: the most bytes that this rank will send another.
-        """
+        """Start an exchange that is no lookup, with a number for each rank."""
         status, room = self.status(operation, table), None
         status.max_bytes = max_bytes
         if counts is not None:

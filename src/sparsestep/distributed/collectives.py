@@ -153,15 +153,15 @@ class Collectives:
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
-        self._all_to_all_single(incoming, outgoing)
+        self._exchange_bytes(outgoing, incoming)
         return incoming
 
-    def _all_to_all_single(
+    def _exchange_bytes(
         self,
-        incoming: Tensor,
         outgoing: Tensor,
-        incoming_sizes: list[int] | None = None,
+        incoming: Tensor,
         outgoing_sizes: list[int] | None = None,
+        incoming_sizes: list[int] | None = None,
     ) -> None:
         sizes = (incoming_sizes, outgoing_sizes)
         try:
@@ -286,14 +286,7 @@ class Collectives:
     def _exchange_chunks(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], staged: Tensor, max_bytes: int
     ) -> None:
-        """Send whole messages, a chunk of each at a time.
-
-        Args:
-            outgoing: a message for each rank.
-            incoming: buffers for those of each rank.
-            staged: buffer for the chunks of all ranks, to send and to receive.
-            max_bytes: the length of the longest message of any rank.
-        """
+        """Send whole messages, a chunk of each at a time, through a buffer."""
         for begin in range(0, max_bytes, MAX_MESSAGE_BYTES):
             sent, wanted = (
                 [each[begin : begin + MAX_MESSAGE_BYTES] for each in some]
@@ -306,16 +299,6 @@ class Collectives:
             self._exchange_bytes(*buffers, outgoing_sizes, incoming_sizes)
             for chunk, piece in zip(wanted, buffers[1].split(incoming_sizes), strict=True):
                 chunk.copy_(piece)
-
-    def _exchange_bytes(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        outgoing_sizes: list[int],
-        incoming_sizes: list[int],
-    ) -> None:
-        """Send bytes to each rank, and receive from each; ranks agree on how many."""
-        self._all_to_all_single(incoming, outgoing, incoming_sizes, outgoing_sizes)
 
     def all_gather_texts(self, text: str) -> list[str]:
         """Send a text to all ranks; get one from each.
@@ -335,10 +318,6 @@ class Collectives:
 
     def scatter_rows(self, rows: Tensor, ranks: Tensor) -> ScatteredRows:
         """Send each row of a contiguous tensor to a rank.
-
-        Args:
-            rows: the rows.
-            ranks: the destination of each.
 
         Example:
             >>> rows, ranks = torch.tensor([[7], [8]]), torch.tensor([0, 0])

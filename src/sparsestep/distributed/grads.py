@@ -53,15 +53,7 @@ class ShardedGradSource:
 
     @torch.no_grad()
     def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> ExchangedGrads:
-        """Exchange all pending gradients; all ranks call it.
-
-        Args:
-            facts: what must be the same on all ranks.
-            error: of this rank.
-
-        Returns:
-            What was done. Ranks have to agree on it before any of them uses the gradients.
-        """
+        """Exchange all pending gradients; ranks have to agree before any of them uses these."""
         return exchange_grads(self._group, facts, error)
 
     def agree(self, error: BaseException | None) -> None:

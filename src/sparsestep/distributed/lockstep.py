@@ -129,12 +129,7 @@ def _with_prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
 def _synchronized(
     batches: Iterator[Batch], signature: Callable[[Any], int]
 ) -> Iterator[tuple[Batch, bool]]:
-    """Yield batches until all ranks are exhausted, and whether their signatures agree.
-
-    Args:
-        batches: of this rank.
-        signature: of a batch; ``None`` if it is not known yet. 0: none.
-    """
+    """Yield batches until all ranks are exhausted, and whether their signatures agree."""
     example: Any = None
     state = LoaderState.NO_BATCH_YET
     while True:
@@ -293,7 +288,9 @@ class PrefetchTask:
         if any(row[0] for row in theirs):
             return
         max_bytes = max(row[1] for row in theirs)
-        read = exchange_ids(collectives, tables, [row[2:] for row in theirs], max_bytes)
+        read = exchange_ids(
+            collectives, tables, mine.tolist(), [row[2:] for row in theirs], max_bytes
+        )
         incoming = iter(read())
         for n, each in enumerate(requests):
             found = list(itertools.islice(incoming, len(each)))

@@ -246,17 +246,8 @@ def request_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> 
     return total
 
 
-def _outgoing_nbytes(request: LookupRequest, rank: int) -> int:
-    if not request.is_sent:
-        return 0
-    weights = request.per_sample_weights
-    id_bytes = request.table.id_dtype.itemsize + (0 if weights is None else weights.dtype.itemsize)
-    num_lengths = 0 if request.lengths is None else request.bags_per_rank[rank]
-    return request.ids_per_rank[rank] * id_bytes + num_lengths * LENGTH_DTYPE.itemsize
-
-
 def _reply_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> int:
-    """Bytes of rows that a rank gets back, by its announced counts."""
+    """Bytes of rows that go back to the requester, by its announced counts."""
     return sum(
         _num_bags(ids, bags) * request.table.row_bytes
         for request, ids, bags, _ in _counts_by_table(requests, counts)
@@ -271,6 +262,7 @@ def _num_bags(ids: int, bags: int) -> int:
 def exchange_ids(
     collectives: Collectives,
     requests: Sequence[LookupRequest],
+    own_counts: Sequence[Sequence[int]],
     counts: Sequence[Sequence[int]],
     max_bytes: int,
 ) -> Callable[[], list[IncomingLookup | None]]:
@@ -279,6 +271,7 @@ def exchange_ids(
     Args:
         collectives: the ranks.
         requests: of this rank.
+        own_counts: for each rank, of what this one requests of it.
         counts: of each rank, for what it requests of this one.
         max_bytes: the most bytes that any rank sends another.
 
@@ -304,10 +297,7 @@ def exchange_ids(
         return found
 
     incoming_sizes = [request_nbytes(requests, row) for row in counts]
-    outgoing_sizes = [
-        sum(_outgoing_nbytes(each, rank) for each in requests)
-        for rank in range(collectives.world_size)
-    ]
+    outgoing_sizes = [request_nbytes(requests, row) for row in own_counts]
     readers = collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)
     return read
 
@@ -367,13 +357,7 @@ def serve_lookups(
     *,
     needs_grad: bool,
 ) -> list[LocalRows]:
-    """Look up local rows, in all tables by one call of the core where it can.
-
-    Args:
-        tables: the tables.
-        requests: one for each table.
-        needs_grad: whether a gradient may come.
-    """
+    """Look up local rows, in all tables by one call of the core where it can."""
     core_lookups: list[lookup.Request] = []
     of_core: list[int] = []
     for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
@@ -502,14 +486,15 @@ def sharded_lookup(
     collectives = group.collectives
     status, counts = group.status(Operation.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
+    own_counts: list[list[int]] = []
     error: BaseException | None = None
     try:
         requests = list(make_requests()) if prefetched is None else prefetched.requests
-        width = NUM_COUNTS * len(requests)
-        counts[:, :width] = id_counts(requests)
-        status.max_bytes = max(request_nbytes(requests, row) for row in counts[:, :width].tolist())
-        ranks = range(collectives.world_size)
-        status.max_reply_bytes = max(_expected_nbytes(requests, rank) for rank in ranks)
+        rows_of_counts = id_counts(requests)
+        own_counts = rows_of_counts.tolist()
+        counts[:, : rows_of_counts.shape[1]] = rows_of_counts
+        status.max_bytes = max(request_nbytes(requests, row) for row in own_counts)
+        status.max_reply_bytes = max(_reply_nbytes(requests, row) for row in own_counts)
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
         status.prefetched = 0 if prefetched is None else prefetched.sequence
     except BaseException as raised:
@@ -519,14 +504,15 @@ def sharded_lookup(
     if prefetched is not None and set(peers["prefetched"]) == {prefetched.sequence}:
         read = partial(list, prefetched.incoming)
     else:
-        read = exchange_ids(collectives, requests, peers.counts, max(peers["max_bytes"]))
+        max_bytes = max(peers["max_bytes"])
+        read = exchange_ids(collectives, requests, own_counts, peers.counts, max_bytes)
     handles = [
         LookupHandle(group.sequence + n, r.table, r.bags_per_rank, r.is_partial, r.inverse)
         for n, r in enumerate(requests)
     ]
     group.sequence += len(requests)
     serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
-    rows = _return_rows(group, requests, peers, lambda: serve(read()))
+    rows = _return_rows(group, requests, own_counts, peers, lambda: serve(read()))
     weights = [each.table.weight for each in requests]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         group.pending.update({handle.sequence: handle for handle in handles})
@@ -534,11 +520,6 @@ def sharded_lookup(
             _set_placeholder_grad(handle.table.weight)
         rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
     return [each.combine(found) for each, found in zip(requests, rows, strict=True)]
-
-
-def _expected_nbytes(requests: Sequence[LookupRequest], rank: int) -> int:
-    """Bytes of rows that come from a rank."""
-    return sum(each.table.row_bytes * each.bags_per_rank[rank] for each in requests if each.is_sent)
 
 
 def _serve(
@@ -569,6 +550,7 @@ def _serve(
 def _return_rows(
     group: TableGroup,
     requests: Sequence[LookupRequest],
+    own_counts: Sequence[Sequence[int]],
     peers: PeerStatus,
     serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
 ) -> list[Tensor]:
@@ -585,7 +567,7 @@ def _return_rows(
                     messages[rank].append(slice_)
         return messages
 
-    incoming_sizes = [_expected_nbytes(requests, rank) for rank in range(world_size)]
+    incoming_sizes = [_reply_nbytes(requests, row) for row in own_counts]
     outgoing_sizes = [_reply_nbytes(requests, row) for row in peers.counts]
     max_bytes = max(peers["max_reply_bytes"])
     readers = group.collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)

@@ -117,7 +117,7 @@ class ShardedCollection(ShardedModule):
     def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
         """See :class:`ShardedModule`."""
         collection: Any = self
-        split = collection._split(*arguments)
+        split = collection.split_inputs(*arguments)
         return [lookup_request(table.sharded_table, *each) for table, *each in split]
 
     @outside_graphs

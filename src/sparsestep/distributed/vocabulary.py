@@ -103,7 +103,7 @@ class Vocabulary(nn.Module):
         self.local: LocalVocabulary = LocalVocabulary(here, admit=admit, evict=evict, shared=shared)
         self._shared = shared * ranks.world_size
         # Seed of new rows; differs by rank.
-        self.local._handed_over = ranks.rank << RANK_SHIFT
+        self.local.num_reused = ranks.rank << RANK_SHIFT
         self.attach(table, *optimizers, init=init)
 
     @outside_graphs
@@ -175,7 +175,7 @@ class Vocabulary(nn.Module):
             self._group.exchange_counts(Operation.VOCABULARY_LOOKUP, self._table, None, error)
 
         try:
-            return self.local._look_up(read(), agree)
+            return self.local.assign_rows(read(), agree)
         except BaseException as error:
             if not is_agreed:  # the other ranks still wait for this one
                 agree(error)
@@ -200,7 +200,7 @@ class Vocabulary(nn.Module):
             )
             raise InputError(message(requirement, padding, "Use padding_idx=0"))
         assert sharded.local is not None
-        self.local._attach(Attached(sharded.local, optimizers, init, is_part=True))
+        self.local.attach_table(Attached(sharded.local, optimizers, init, is_part=True))
         self._given[id(sharded.local)] = table, sharded
 
     def _check_table(self, who: str, table: Any) -> ShardedTable:
@@ -254,7 +254,7 @@ class Vocabulary(nn.Module):
     def _grow_together(self, rows: int) -> None:
         error: BaseException | None = None
         commits: list[Callable[[], object]] = []
-        with self.local._lock:
+        with self.local.lock:
             try:
                 commits = self._prepare_grow(rows)
             except BaseException as raised:
@@ -275,22 +275,22 @@ class Vocabulary(nn.Module):
         ranks, local = self.collectives, self.local
         there = len(range(ranks.rank, rows, ranks.world_size))
         longest = -(-rows // ranks.world_size)
-        commits: list[Callable[[], object]] = [local._prepare_to_grow(there)]
-        for each in local._attached:
+        commits: list[Callable[[], object]] = [local.prepare_grow(there)]
+        for each in local.attached:
             module, table = self._given[id(each.table)]
             if table.rows >= rows:
                 continue
             here = len(range(ranks.rank, table.rows, ranks.world_size))
             spare = Spare(len(table.weight) - here, longest - there)
-            init = partial(drawn, init=each.init, seed=local._handed_over)
+            init = partial(drawn, init=each.init, seed=local.num_reused)
             optimizers = tuple(each.optimizers)
             commits.append(prepare_growth(each.table, longest, optimizers, init, spare))
             commits.append(partial(_commit_table_grow, module, table, rows))
-        commits.append(partial(self._commit_grow, rows, local._handed_over + there - local.rows))
+        commits.append(partial(self._commit_grow, rows, local.num_reused + there - local.rows))
         return commits
 
     def _commit_grow(self, rows: int, handed_over: int) -> None:
-        self.rows, self.local._handed_over = rows, handed_over
+        self.rows, self.local.num_reused = rows, handed_over
 
     def merge(self, other: Vocabulary | LocalVocabulary) -> Tensor:
         """Add the ids of another vocabulary; ids that are new here get free rows of their owners.
@@ -329,14 +329,14 @@ class Vocabulary(nn.Module):
         error: BaseException | None = None
         merged: tuple[Ids, Tensor] | None = None
         theirs, which = None, _SHARED
-        with self.local._lock:
+        with self.local.lock:
             try:
                 theirs = self._snapshot_of(other)
                 which = _SHARED if isinstance(other, Vocabulary) else _digest(theirs)
                 owned = theirs
                 if not isinstance(other, Vocabulary):
-                    owned = _owned_entries(theirs, self.collectives, self.local._options.shared)
-                merged = self.local._merged(owned)
+                    owned = _owned_entries(theirs, self.collectives, self.local.options.shared)
+                merged = self.local.prepare_merge(owned)
             except BaseException as raised:
                 error = raised
             requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
@@ -350,14 +350,14 @@ class Vocabulary(nn.Module):
             except BaseException as raised:
                 error = raised
             self.collectives.check(error)
-            self.local._ids = merged[0]
+            self.local.id_table = merged[0]
         return rows
 
     def _snapshot_of(self, other: Any) -> Saved:
         """What another vocabulary knows; raises if it cannot be merged with this one."""
-        shared, ranks = self.local._options.shared, self.collectives
+        shared, ranks = self.local.options.shared, self.collectives
         local = other.local if isinstance(other, Vocabulary) else other
-        if not isinstance(local, LocalVocabulary) or local._options.shared != shared:
+        if not isinstance(local, LocalVocabulary) or local.options.shared != shared:
             requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
         if isinstance(other, Vocabulary):
@@ -366,12 +366,12 @@ class Vocabulary(nn.Module):
                 requirement = "Vocabulary.merge: the same ranks must share both vocabularies"
                 got = f"rank {theirs.rank} of {theirs.world_size}"
                 raise InputError(message(requirement, got))
-        with local._lock:
-            return local._ids.save()
+        with local.lock:
+            return local.id_table.save()
 
     def _gather_rows(self, theirs: Saved, rows: Tensor) -> Tensor:
         """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
-        ranks, shared = self.collectives, self.local._options.shared
+        ranks, shared = self.collectives, self.local.options.shared
         owners = hash_owner(theirs.ids[shared : theirs.used], ranks.world_size)
         counts: list[int] = owners.bincount(minlength=ranks.world_size).tolist()
         sizes = [_ID_BYTES * count for count in counts]
@@ -407,7 +407,7 @@ class Vocabulary(nn.Module):
             (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
         """
         error: Exception | None = None
-        ranks, shared, known = self.collectives, self.local._options.shared, self._table
+        ranks, shared, known = self.collectives, self.local.options.shared, self._table
         try:
             known = self._check_table("Vocabulary.export", table)
         except InputError as raised:
@@ -416,10 +416,10 @@ class Vocabulary(nn.Module):
         size = _ID_BYTES + known.row_bytes
 
         def outgoing() -> list[list[Tensor]]:
-            saved = self.local._ids.save()
+            saved = self.local.id_table.save()
             return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
 
-        with self.local._lock:
+        with self.local.lock:
             mine = self.used
             used = self.exchange_number(Operation.EXPORT, mine, error, "", known)
             sizes = [count * size if ranks.rank == 0 else 0 for count in used]
@@ -452,15 +452,7 @@ class Vocabulary(nn.Module):
         requirement: str = "",
         table: ShardedTable | None = None,
     ) -> list[int]:
-        """The numbers of all ranks; raises on all if one has an error.
-
-        Args:
-            operation: what they are about to do.
-            number: of this rank.
-            error: of this rank.
-            requirement: for the message if numbers differ; empty if they may.
-            table: with which table, if not the first one.
-        """
+        """The numbers of all ranks, which are equal if there is a ``requirement``."""
         counts = torch.full((self.collectives.world_size,), number)
         peers = self._group.exchange_counts(operation, table or self._table, counts, error)
         numbers = [room[0] for room in peers.counts]

@@ -134,7 +134,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         Raises:
             InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
-        split = self._split(inputs, offsets, per_sample_weights)
+        split = self.split_inputs(inputs, offsets, per_sample_weights)
         if is_for_torch(*(table.weight for table, *_ in split)):
             found = [table(*arguments) for table, *arguments in split]
         else:
@@ -155,10 +155,10 @@ class EmbeddingBagCollection(torch.nn.Module):
             (200, 8) [44, 49]
             (50, 4) [2, 2]
         """
-        for table, ids, _, _ in self._split(inputs, offsets, per_sample_weights):
+        for table, ids, _, _ in self.split_inputs(inputs, offsets, per_sample_weights):
             yield table.weight, ids
 
-    def _split(self, inputs: Any, offsets: Any, factors: Any) -> list[Asked]:
+    def split_inputs(self, inputs: Any, offsets: Any, factors: Any) -> list[Asked]:
         """The table, ids, offsets and factors of each lookup."""
         tables = self.tables._modules.values()  # of a list or a dict; some may be the same
         if isinstance(inputs, Tensor) and not inputs.is_nested:

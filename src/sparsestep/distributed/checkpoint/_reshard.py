@@ -65,13 +65,7 @@ class ReadTarget(NamedTuple):
 
 
 def to_stored(table: ShardedTable | None, tensor: Tensor, *, copy: bool = False) -> Any:
-    """What this rank stores of a weight or of its state; ``None`` if another rank stores it.
-
-    Args:
-        table: the table; ``None`` for a parameter that is not sharded.
-        tensor: the local shard.
-        copy: whether to copy it.
-    """
+    """What this rank stores of a weight or of its state; ``None`` if another rank stores it."""
     if table is not None and tensor.dim() and not table.has_rows:
         return None
     stored = tensor.detach().clone() if copy else tensor.detach()
@@ -110,12 +104,7 @@ def _row_ranks(table: ShardedTable | None) -> Collectives:
 
 
 def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget | None:
-    """How a rank reads its shard of a tensor; ``None`` if it has none.
-
-    Args:
-        table: the table; ``None`` for a parameter that is not sharded.
-        stored: what there is to read.
-    """
+    """How a rank reads its shard of a tensor; ``None`` if it has none."""
     if table is not None and not table.has_rows:
         return None
     ranks = _row_ranks(table)
@@ -269,13 +258,6 @@ def reassign_ids(
     Rows are assigned in the order of those that ids had. Counts and ages are kept: time continues
     from that of the rank where it was latest. If an owner has too few rows, ids lose theirs in the
     order in which ``evict`` would take them.
-
-    Args:
-        ranks: the ranks that load.
-        layout: of the stored vocabulary.
-        block: what this rank has read of it.
-        options: of the vocabulary here.
-        agree: called before rows are counted.
     """
     used, _, sightings, times, seeds = block.numbers
     now = int(times.max())
@@ -384,13 +366,7 @@ class RowRemap(NamedTuple):
     def read_target(
         self, table: ShardedTable | None, stored: StoredTensor, initial: float | None
     ) -> ReadTarget | None:
-        """How a rank reads its shard of a weight or of its state; ``None`` if it has none.
-
-        Args:
-            table: the table; ``None`` if it is not sharded.
-            stored: what there is to read.
-            initial: the initial value of state; ``None`` for the weight.
-        """
+        """How a rank reads its shard; ``initial`` is that of state, ``None`` for the weight."""
         if table is not None and not table.has_rows:
             return None
         ranks = _row_ranks(table)
@@ -451,19 +427,19 @@ class ModelVocabulary:
     @property
     def attached(self) -> Sequence[Attached]:
         """The tables whose rows it assigns."""
-        return self.local._attached
+        return self.local.attached
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
         """How it is stored, with the names of its tables and the padding row of each."""
-        options, world_size = self.local._options, self.collectives.world_size
+        options, world_size = self.local.options, self.collectives.world_size
         return VocabularyLayout(self.rows, world_size, options.shared, options.admit, tables)
 
     def entries(self) -> dict[str, Any]:
         """What this rank stores, by key."""
         local, world_size = self.local, self.collectives.world_size
         max_rows = -(-self.rows // world_size)
-        with local._lock:
-            found = saving.write(local._ids.save(), local._now, local._handed_over)
+        with local.lock:
+            found = saving.write(local.id_table.save(), local.now, local.num_reused)
         stored: dict[str, Any] = {}
         for field, tensor in found.items():
             if not tensor.numel():  # ids without a row are not counted
@@ -483,7 +459,7 @@ class ModelVocabulary:
 
     def check(self, layout: VocabularyLayout) -> None:
         """Raise if a stored vocabulary is another one."""
-        options = self.local._options
+        options = self.local.options
         ours = (self.rows, options.shared, options.admit > 1)
         if ours != (layout.rows, layout.shared, layout.admit > 1):
             there = f"rows={layout.rows}, shared={layout.shared}, admit={layout.admit}"
@@ -559,17 +535,11 @@ class VocabularyReader:
 
     def reassign(
         self,
-        weights: Mapping[str, StoredTensor],
-        inits: Mapping[str, Init],
+        weights: Mapping[str, StoredTensor],  # whose rows follow
+        inits: Mapping[str, Init],  # of their new rows, if known
         paddings: Mapping[str, int | None],
     ) -> None:
-        """Assign ids to their new owners. Collective: if one rank fails, all raise.
-
-        Args:
-            weights: the tables whose rows follow.
-            inits: the initializers of their new rows, if known.
-            paddings: their padding rows.
-        """
+        """Assign ids to their new owners. Collective: if one rank fails, all raise."""
         error: Exception | None = None
         ids = self._reassigned() if self.is_resharded else None
         try:

@@ -173,7 +173,7 @@ class CheckpointState:
                 raise InputError(message(requirement, f"none for {name!r}"))
             layout = layouts[name]
             vocabulary.check(layout)
-            options = vocabulary.local._options
+            options = vocabulary.local.options
             each = VocabularyReader(
                 name, vocabulary.collectives, options, layout, stored, vocabulary.agree
             )
@@ -306,7 +306,7 @@ class CheckpointState:
             written(tensor for tensor, _ in values)
             for each in readers:
                 assert each.found is not None
-                self.vocabularies[each.name].local._become(*each.found)
+                self.vocabularies[each.name].local.restore(*each.found)
 
         # Once a rank has agreed, the others rely on it.
         uninterrupted(commit_together)
@@ -327,14 +327,7 @@ def read_targets(
     remaps: dict[str, RowRemap],
     tables: dict[str, ShardedTable],
 ) -> dict[str, ReadTarget]:
-    """How this rank reads its shards, by key.
-
-    Args:
-        layouts: of the checkpoint.
-        stored: what is to be read.
-        remaps: of tables whose rows follow ids.
-        tables: those that are sharded here.
-    """
+    """How this rank reads its shards, by key."""
     found = {}
     for key, each in stored.items():
         kind, name, entry = split_key(key)

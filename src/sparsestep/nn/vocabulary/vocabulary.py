@@ -78,44 +78,44 @@ class KnowsIds(nn.Module):
     """A vocabulary as far as its knowledge goes."""
 
     _not_copied: ClassVar[tuple[str, ...]] = (
-        *("_ids", "_lock", "_attached", "_progress", "taken_over"),
+        *("id_table", "lock", "attached", "_progress", "taken_over"),
     )
 
     def __init__(self, options: Options) -> None:
         super().__init__()
-        self._options = options
-        self._now = 0  # passes as ids are seen
-        self._handed_over = 0  # how many rows have changed hands
+        self.options = options
+        self.now = 0  # passes as ids are seen
+        self.num_reused = 0  # rows that went to another id; the seed of new values
         self._prepare()
 
     def _prepare(self) -> None:
         """What is neither pickled nor copied."""
-        self._ids: Ids = new_ids(self._options)
-        self._lock = fork_safe_lock()
+        self.id_table: Ids = new_ids(self.options)
+        self.lock = fork_safe_lock()
         self._progress: list[Any] = []
 
     @property
     def rows(self) -> int:
         """How many rows there are."""
-        return self._options.rows
+        return self.options.rows
 
     @property
     def used(self) -> int:
         """How many rows are in use, the shared ones included."""
-        with self._lock:
-            return self._ids.used
+        with self.lock:
+            return self.id_table.used
 
     def extra_repr(self) -> str:
         """What it was made with."""
-        options = self._options
+        options = self.options
         more = f", shared={options.shared}" if options.shared > 1 else ""
         return f"{options.rows}, admit={options.admit}, evict={options.evict!r}{more}"
 
     def as_dict(self) -> dict[int, int]:
         """The row of each id that has one of its own."""
-        with self._lock:
-            saved = self._ids.save()
-        first = self._options.shared
+        with self.lock:
+            saved = self.id_table.save()
+        first = self.options.shared
         ids = saved.ids[first : saved.used].tolist()
         return dict(zip(ids, range(first, saved.used), strict=True))
 
@@ -137,9 +137,9 @@ class KnowsIds(nn.Module):
             (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
         """
         weight = weight_of("Vocabulary.export", table)
-        with self._lock:
+        with self.lock:
             found = self.as_dict()
-            values = weight.detach()[: self._options.shared + len(found)].clone()
+            values = weight.detach()[: self.options.shared + len(found)].clone()
         return nn.Embedding.from_pretrained(values, freeze=False), found
 
     def merge(self, other: KnowsIds) -> Tensor:
@@ -165,40 +165,40 @@ class KnowsIds(nn.Module):
             >>> first.merge(second), first.as_dict()
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
-        if not isinstance(other, KnowsIds) or other._options.shared != self._options.shared:
+        if not isinstance(other, KnowsIds) or other.options.shared != self.options.shared:
             requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
-        with other._lock, memory_errors():
-            theirs = other._ids.save()
-        with self._lock, memory_errors():
-            merged, rows = self._merged(theirs)
-            self._ids = merged
+        with other.lock, memory_errors():
+            theirs = other.id_table.save()
+        with self.lock, memory_errors():
+            merged, rows = self.prepare_merge(theirs)
+            self.id_table = merged
         return rows
 
-    def _merged(self, theirs: Saved) -> tuple[Ids, Tensor]:
+    def prepare_merge(self, theirs: Saved) -> tuple[Ids, Tensor]:
         """What there is to know with the ids of another vocabulary, and the rows of these."""
-        merged = new_ids(self._options)
-        saved, rows = saving.merged(self._ids.save(), theirs, self._options, self._now)
-        merged.load(saved, self._now)
+        merged = new_ids(self.options)
+        saved, rows = saving.merged(self.id_table.save(), theirs, self.options, self.now)
+        merged.load(saved, self.now)
         return merged, rows
 
     # Checkpoints and copies
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
+        with self.lock:
             state = {k: v for k, v in vars(self).items() if k not in self._not_copied}
-            return {**state, "saved": self._ids.save()}
+            return {**state, "saved": self.id_table.save()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")
         super().__setstate__(state)
         self._prepare()
-        self._ids.load(saved, self._now)
+        self.id_table.load(saved, self.now)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        with self._lock:
-            found = saving.write(self._ids.save(), self._now, self._handed_over)
+        with self.lock:
+            found = saving.write(self.id_table.save(), self.now, self.num_reused)
         for name, tensor in found.items():
             destination[prefix + name] = tensor
 
@@ -220,18 +220,18 @@ class KnowsIds(nn.Module):
         found = {name: state_dict[prefix + name] for name in names}
         try:
             with memory_errors():
-                saved, now, handed_over = saving.read(self._options, found)
+                saved, now, handed_over = saving.read(self.options, found)
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
-        self._become(saved, now, handed_over)
+        self.restore(saved, now, handed_over)
 
-    def _become(self, saved: Saved, now: int, handed_over: int) -> None:
+    def restore(self, saved: Saved, now: int, handed_over: int) -> None:
         """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
-        with self._lock, memory_errors():
-            ids = new_ids(self._options)
+        with self.lock, memory_errors():
+            ids = new_ids(self.options)
             ids.load(saved, now)
-            self._change(_ids=ids, _now=now, _handed_over=handed_over, _progress=[])
+            self._change(id_table=ids, now=now, num_reused=handed_over, _progress=[])
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes in one step that no signal handler can interrupt."""
@@ -304,7 +304,7 @@ class Vocabulary(KnowsIds):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._attached: list[Attached] = []
+        self.attached: list[Attached] = []
         self._progress: list[Any] = []
         self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -331,9 +331,9 @@ class Vocabulary(KnowsIds):
         """
         with memory_errors():
             flat = flat_ids(ids)
-        return self._look_up(flat, like=ids)
+        return self.assign_rows(flat, like=ids)
 
-    def _look_up(
+    def assign_rows(
         self, ids: Tensor, agree: Agree | None = None, like: Tensor | None = None
     ) -> Tensor:
         """The row of each id. In training, ids are counted and get rows.
@@ -345,7 +345,7 @@ class Vocabulary(KnowsIds):
             like: has the shape and the device of the result; by default, ``ids`` has.
         """
         error, rows, commit = None, ids, do_nothing
-        with self._lock:
+        with self.lock:
             try:
                 with memory_errors():
                     rows, commit = self._prepare_look_up(ids)
@@ -366,18 +366,18 @@ class Vocabulary(KnowsIds):
         A claim that is not committed, whatever the reason, has changed nothing.
         """
         if not self.training or not ids.numel():
-            return self._ids.find(ids)[0], do_nothing
+            return self.id_table.find(ids)[0], do_nothing
         now, progress = self._time()
-        known, claim = self._ids, self._ids.claim(ids, now)
+        known, claim = self.id_table, self.id_table.claim(ids, now)
         writes, notes = RowWrites(), []
-        count = claim.taken.numel() if self._attached else 0
-        for attached in self._attached if claim.without else ():
-            attached.check(self.rows, self._options.shared)
-            notes.append(attached.prepare(claim.taken, self._handed_over, writes))
+        count = claim.taken.numel() if self.attached else 0
+        for attached in self.attached if claim.without else ():
+            attached.check(self.rows, self.options.shared)
+            notes.append(attached.prepare(claim.taken, self.num_reused, writes))
         changed = {
-            "_now": now,
+            "now": now,
             "_progress": progress,
-            "_handed_over": self._handed_over + count,
+            "num_reused": self.num_reused + count,
             "taken_over": claim.taken,
         }
 
@@ -392,15 +392,15 @@ class Vocabulary(KnowsIds):
 
     def _time(self) -> tuple[int, list[Any]]:
         """Passes with each call, or where tables are attached, with each step: their progress."""
-        progress = [each for attached in self._attached for each in attached.progress()]
+        progress = [each for attached in self.attached for each in attached.progress()]
         before = self._progress
         if (
             not progress
             or len(before) != len(progress)
             or all(a != b for a, b in zip(before, progress, strict=True))
         ):
-            return self._now + 1, progress
-        return self._now, before
+            return self.now + 1, progress
+        return self.now, before
 
     # Tables
 
@@ -433,13 +433,14 @@ class Vocabulary(KnowsIds):
             >>> vocabulary.as_dict(), vocabulary.taken_over
             ({7: 1, 6: 2}, tensor([1]))
         """
-        self._attach(Attached(table, optimizers, init))
+        self.attach_table(Attached(table, optimizers, init))
 
-    def _attach(self, attached: Attached) -> None:
-        attached.check(self.rows, self._options.shared)
-        with self._lock:
-            others = [each for each in self._attached if each.table is not attached.table]
-            self._attached = [*others, attached]
+    def attach_table(self, attached: Attached) -> None:
+        """Add a table, or replace how it is initialized."""
+        attached.check(self.rows, self.options.shared)
+        with self.lock:
+            others = [each for each in self.attached if each.table is not attached.table]
+            self.attached = [*others, attached]
 
     def grow(self, rows: int) -> None:
         """Have more rows, with all tables that are attached: see ``sparsestep.nn.grow``.
@@ -457,27 +458,27 @@ class Vocabulary(KnowsIds):
             >>> table.num_embeddings
             3
         """
-        with self._lock, memory_errors(), restoring_rng() as keep_rng:
-            commit = self._prepare_to_grow(rows)
+        with self.lock, memory_errors(), restoring_rng() as keep_rng:
+            commit = self.prepare_grow(rows)
             tables = [
                 prepare_growth(each.table, rows, tuple(each.optimizers), each.init)
-                for each in self._attached
+                for each in self.attached
                 if each.table.num_embeddings < rows
             ]
             uninterrupted(lambda: [work() for work in (*tables, commit, keep_rng)])
 
-    def _prepare_to_grow(self, rows: int) -> Callable[[], None]:
+    def prepare_grow(self, rows: int) -> Callable[[], None]:
         """Know the same with more rows, but for the tables: all that may raise.
 
         Returns:
             The rest, which cannot fail.
         """
         _check_number("rows", rows, self.rows, _MOST_ROWS)
-        options = replace(self._options, rows=rows)
+        options = replace(self.options, rows=rows)
         larger = new_ids(options)
-        larger.load(saving.with_room(self._ids.save(), options), self._now)
+        larger.load(saving.with_room(self.id_table.save(), options), self.now)
 
-        return partial(self._change, _options=options, _ids=larger)
+        return partial(self._change, options=options, id_table=larger)
 
 
 def flat_ids(ids: Any) -> Tensor:
