@@ -166,3 +166,24 @@ def test_the_last_step_that_rows_can_remember():
     with pytest.raises(InputError, match="counts at most"):
         opt.step()
     assert unchanged(opt, before)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_given_twice_takes_two_steps():
+    run = standard(20)
+    results = []
+    for sparse in (True, False):
+        param = run.param()
+        opt = sparsestep.AdamW([param, param], **({"semantics": "dense"} if sparse else {}))
+        run.train(opt, param)
+        opt.catch_up()
+        assert int(opt.state[param]["step"]) == 40
+        results.append(kept(opt, param))
+    assert_close(*results)
+
+
+def test_a_parameter_in_several_groups_is_refused_as_by_torch():
+    param = torch.nn.Parameter(torch.zeros(3, 2))
+    groups = [{"params": [param]}, {"params": [param]}]
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        sparsestep.AdamW(groups, semantics="dense")

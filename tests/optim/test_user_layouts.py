@@ -75,3 +75,17 @@ def test_arithmetic_is_in_the_widest_dtype_and_at_least_float32(
 
     trained(watched, param, state_dtype=state, engine="reference")
     assert found == {seen}
+
+
+def test_autograd_does_not_see_the_formula():
+    seen = set()
+
+    @sparsestep.rule
+    def watched(param, grad, *, lr):
+        new = param - lr * grad
+        seen.add((param.requires_grad, new.requires_grad, torch.is_grad_enabled()))
+        return new
+
+    with torch.enable_grad():
+        trained(watched, lr=0.1, engine="reference")
+    assert seen == {(False, False, False)}

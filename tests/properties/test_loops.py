@@ -1,0 +1,175 @@
+"""The matrix of training loops: every way to write a loop, for every kind of optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+import sparsestep
+from sparsestep.grads.compact import CompactGrad
+from tests.loops import LOOPS, SAME, Model, Training, changed, copied, plain
+from tests.nn.cases import plain as written_out
+from tests.table import PLAIN, STATEFUL, Variant, on_each_engine, running_on, same_bits, snapshot
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = [
+    Variant(sparsestep.SparseAdam, {}),
+    Variant(sparsestep.SGD, {"momentum": 0.9}),
+    Variant(sparsestep.RowwiseAdagrad, {}),
+    Variant(sparsestep.AdamW, {"semantics": "dense"}),
+]
+each_of_a_few = pytest.mark.parametrize("variant", FEW, ids=str)
+
+
+@on_each_engine(PLAIN)
+def test_loops_that_come_to_the_same(variant: Variant, engine: str):
+    with running_on(engine) as name:
+        wanted = {
+            loop: Training.of(Model(several=True), variant, engine=name).run(loop)
+            for loop in set(SAME.values())
+        }
+        for loop, same in SAME.items():
+            ours = Training.of(Model(several=True), variant, engine=name).run(loop)
+            assert ours.same_as(wanted[same]), loop.__name__
+
+
+@each_of_a_few
+@pytest.mark.parametrize("kinds", [sparsestep.nn, nn], ids=["ours", "torch's"])
+def test_loops_that_come_to_the_same_with_compact_gradients_and_dense_semantics(
+    variant: Variant, kinds: Any
+):
+    dense = "semantics" in variant.options
+    for loop, same in SAME.items():
+        if dense and loop is copied:
+            continue  # a copy is not tracked
+        ours = Training.of(Model(kinds, several=True), variant).run(loop)
+        theirs = Training.of(Model(kinds, several=True), variant).run(same)
+        close = dense and ours.close_to(theirs, 1e-5, 1e-6)
+        assert close or ours.same_as(theirs), loop.__name__
+
+
+@each_of_a_few
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_modules_have_the_bits_of_torchs(variant: Variant, dtype: torch.dtype):
+    for name, loop in LOOPS.items():
+        if name in ("accumulated", "in_three_backwards"):
+            continue  # torch sums some duplicates before others
+        ours = Training.of(Model(sparsestep.nn, dtype), variant).run(loop)
+        assert ours.same_as(Training.of(Model(nn, dtype), variant).run(loop)), name
+
+
+@each_of_a_few
+def test_our_modules_have_the_numbers_of_torchs(variant: Variant):
+    """Tables that are read several times."""
+    for name, loop in LOOPS.items():
+        ours = Training.of(Model(sparsestep.nn, torch.float64, several=True), variant).run(loop)
+        theirs = Training.of(Model(nn, torch.float64, several=True), variant).run(loop)
+        assert ours.close_to(theirs), name
+
+
+@pytest.mark.parametrize("kinds", [sparsestep.nn, nn], ids=["ours", "torch's"])
+def test_dense_semantics_come_to_training_with_dense_gradients(kinds: Any):
+    for name, loop in LOOPS.items():
+        if name == "zeroed":
+            continue  # a dense gradient of zeros is one, an emptied sparse one is none
+        model = Model(kinds, torch.float64, several=True)
+        dense = Model(nn, torch.float64, sparse=False, several=True)
+        ours = Training.of(model, sparsestep.AdamW, semantics="dense").run(loop)
+        assert ours.close_to(Training.of(dense, sparsestep.AdamW).run(loop)), name
+
+
+@each_of_a_few
+def test_compact_gradients_have_the_bits_of_gradients_written_out(variant: Variant):
+    """Where gradients are added up, they are as if one were written after the other."""
+
+    def write_out(params: Any) -> None:
+        for param in params:
+            if isinstance(param.grad, CompactGrad):
+                param.grad = written_out(param.grad)
+
+    ours = Training.of(Model(sparsestep.nn, several=True), variant).run(plain)
+    theirs = Training.of(Model(sparsestep.nn, several=True), variant).run(changed(write_out))
+    assert ours.same_as(theirs)
+
+
+@pytest.mark.parametrize(
+    "loop", ["plain", "zeroed", "accumulated", "clip_norm", "divide", "hooked"]
+)
+def test_gradients_stay_compact(loop: str):
+    training = Training.of(Model(sparsestep.nn, several=True), sparsestep.Adam).run(LOOPS[loop])
+    for name, param in training.model.named_parameters():
+        if not name.startswith("out"):
+            assert isinstance(param.grad, CompactGrad)
+            assert not param.grad.is_materialized
+
+
+TORCHS = {"SparseAdam": {}, "SGD": {}, "Adagrad": {}}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("loop", ["plain", "zeroed", "hooked", "scheduled"])
+def test_torchs_optimizers(name: str, loop: str):
+    """Ours has their numbers, and they have the same bits with our modules."""
+    runs = []
+    for kinds, module in ((nn, torch.optim), (sparsestep.nn, torch.optim), (nn, sparsestep)):
+        model = Model(kinds)
+        del model.out
+        model.out = nn.Identity()
+        runs.append(Training.of(model, getattr(module, name), **TORCHS[name]).run(LOOPS[loop]))
+    theirs, with_our_modules, ours = runs
+    assert with_our_modules.same_as(theirs)
+    assert ours.close_to(theirs, 1e-5, 1e-6)
+
+
+# Named examples
+
+
+@pytest.mark.parametrize("variant", STATEFUL, ids=str)
+def test_a_table_that_the_batch_did_not_use_is_left_alone(variant: Variant):
+    """Its gradient is None, hence no step of it is counted; what is emptied moves nothing."""
+    training = Training.of(Model(), variant)
+    weight = training.model.sums.weight
+    before = weight.detach().clone()
+    training.backward(3)
+    training.optimizer.step()
+    assert same_bits(weight.detach(), before)
+    assert int(training.optimizer.state.get(weight, {}).get("step", 0)) == 0
+    training.run(plain, 1)
+    before = [param.detach().clone() for param in training.model.parameters()]
+    training.optimizer.zero_grad(set_to_none=False)
+    training.optimizer.step()
+    for param, old in zip(training.model.parameters(), before, strict=True):
+        assert not param.grad.is_sparse or same_bits(param.detach(), old)
+
+
+@pytest.mark.parametrize("where", ["rows", "out"])
+def test_a_scaler_finds_an_overflow_in_either_kind_of_gradient(where: str):
+    training = Training.of(Model(), sparsestep.Adam).run(plain, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    training.optimizer.zero_grad()
+    scaler.scale(training.model(2)).backward()
+    grad = getattr(training.model, where).weight.grad
+    (grad._values() if grad.is_sparse else grad)[0, 0] = torch.nan
+    before = snapshot(training.optimizer)
+    scaler.step(training.optimizer)
+    after = snapshot(training.optimizer)
+    assert str(before) == str(after)
+
+
+def test_averaged_weights():
+    training = Training.of(Model(), sparsestep.Adam)
+    averaged = swa_utils.AveragedModel(training.model)
+    schedule = swa_utils.SWALR(training.optimizer, swa_lr=0.01, anneal_epochs=2)
+    passed: list[list[torch.Tensor]] = []
+    for step in range(5):
+        plain(training)(step)
+        schedule.step()
+        averaged.update_parameters(training.model)
+        passed.append([param.detach().clone() for param in training.model.parameters()])
+    for average, *values in zip(averaged.module.parameters(), *passed, strict=True):
+        assert torch.allclose(average, torch.stack(values).mean(dim=0), rtol=1e-5, atol=1e-6)
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
