@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests to ``make test-all``."""
+    """Leave slow tests to ``make test ALL=1``."""
     if everything:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

@@ -20,7 +20,7 @@ from tests.generate.source import DrawnSource
 from tests.subject import Subject, by_hand_class
 from tests.table import Variant
 
-# Fewer examples for each of the many combinations; ``make fuzz-properties`` has no such limit.
+# Fewer examples for each of the many combinations; SPARSESTEP_HYPOTHESIS=fuzz has no such limit.
 IN_CI = settings.get_current_profile_name() == "ci"
 EXAMPLES = 16 if IN_CI else settings.default.max_examples
 
