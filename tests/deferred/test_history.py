@@ -195,3 +195,27 @@ def test_a_history_is_full_when_decay_has_left_almost_nothing():
         steps += 1
     assert steps == 38
     assert history.sums.isfinite().all()
+
+
+def test_a_step_without_memory_for_a_longer_history_changes_nothing(monkeypatch):
+    """A history doubles while a step is prepared; its commit allocates nothing of that size."""
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.AdamW([param], lr=0.1, semantics="dense")
+    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2))
+    opt.step()
+    history = opt.deferred[id(param)].history
+    while history.steps + 1 < history.capacity:
+        opt.step()
+    before = param.detach().clone(), history.steps
+
+    def fail(self: History, capacity: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "_reserve", fail)
+        with pytest.raises(MemoryError):
+            opt.step()
+    assert torch.equal(param, before[0])
+    assert history.steps == before[1]
+    opt.step()
+    assert not torch.equal(param, before[0])

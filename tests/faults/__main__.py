@@ -22,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seconds", type=float, help="stop after this many")
     parser.add_argument("--sample", type=int, help="this many fixed events per fault, then stop")
+    parser.add_argument("--one-fault", action="store_true", help="per operation, in turn")
     parser.add_argument("--operations", nargs="+", default=["*"], help="names or patterns")
     parser.add_argument("--injectors", nargs="+", default=["*"], help="likewise")
     parser.add_argument("--module", help="another module with OPERATIONS")
@@ -54,12 +55,13 @@ def search(options: argparse.Namespace) -> int:
     everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
     if options.module:
         everything = importlib.import_module(options.module).OPERATIONS
-    chosen = [
-        (operation, injector)
-        for operation, injector in harness.pairs(everything)
-        if any(fnmatch.fnmatch(operation, pattern) for pattern in options.operations)
-        and any(fnmatch.fnmatch(injector, pattern) for pattern in options.injectors)
-    ]
+    chosen: list[tuple[str, str]] = []
+    for number, (operation, make) in enumerate(everything.items()):
+        faults = [name for name in make.faults if is_chosen(name, options.injectors)]
+        if options.one_fault:
+            faults = faults[number % len(faults) :][:1]
+        if is_chosen(operation, options.operations):
+            chosen += [(operation, name) for name in faults]
     expected: dict[tuple[str, str], Any] = {}
     findings: list[str] = []
     jobs = ((pair, partial(calibrated, everything[pair[0]], INJECTORS[pair[1]])) for pair in chosen)
@@ -106,6 +108,10 @@ def search(options: argparse.Namespace) -> int:
     show(counts)
     print(f"{sum(counts.values())} cases, {len(findings)} findings")
     return int(bool(findings))
+
+
+def is_chosen(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def calibrated(make: Any, injector: Any) -> Any:

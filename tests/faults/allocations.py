@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 
 
 def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run Python with the library preloaded, as in ``run("-m", "tests.faults.steps")``."""
+    """Run Python with the library preloaded, as in ``run("-m", "tests.faults")``."""
     return subprocess.run(
         [sys.executable, *command],
         env=environment(),

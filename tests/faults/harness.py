@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from sparsestep.errors import InputError
 from tests.faults import ranks
 from tests.faults.allocations import is_out_of_memory
-from tests.faults.injectors import INJECTORS, AllocationFailures, Injector, Signals
+from tests.faults.injectors import AllocationFailures, Injector, Signals
 from tests.faults.operations import Operation
 from tests.faults.snapshot import Snapshot, difference
 
@@ -376,13 +376,3 @@ def _end(child: _Child) -> None:
         os.kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)
     os.close(child.reader)
-
-
-def pairs(operations: dict[str, type[Operation]]) -> list[tuple[str, str]]:
-    """Each operation with each fault that applies to it."""
-    return [
-        (operation, injector)
-        for operation, make in operations.items()
-        for injector in INJECTORS
-        if injector != "kill" or make.reopens
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import linecache
 import os
 import signal
@@ -83,12 +84,17 @@ def _is_interruptible(frame: Any) -> bool:
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
     if not line.startswith("try:"):
         return not line.startswith("with ")
-    entries = getattr(dis.Bytecode(frame.f_code), "exception_entries", ())  # since Python 3.11
+    entries = _exception_entries(frame.f_code)
 
     def is_protected(offset: int) -> bool:
         return any(entry.start <= offset < entry.end for entry in entries)
 
     return is_protected(frame.f_lasti) or not is_protected(frame.f_lasti - 2)
+
+
+@functools.cache
+def _exception_entries(code: Any) -> Any:
+    return getattr(dis.Bytecode(code), "exception_entries", ())  # since Python 3.11
 
 
 class Kills(Lines):
@@ -126,6 +132,12 @@ class AllocationFailures(Injector):
             run()
         finally:
             self._allocations.disarm()
+
+
+class MemoryEnds(AllocationFailures):
+    """One allocation fails, and so do all later ones."""
+
+    persistent = True
 
 
 class Signals(Injector):
@@ -179,6 +191,7 @@ class Signals(Injector):
 INJECTORS: dict[str, Callable[[], Injector]] = {
     "line": Lines,
     "allocation": AllocationFailures,
+    "out of memory": MemoryEnds,
     "signal": Signals,
     "kill": Kills,
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
+from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 
@@ -22,11 +23,11 @@ class Operation:
     """Something that must happen as a whole or not at all.
 
     Attributes:
-        reopens: whether a killed process leaves something to go on from; ``reopen`` has it.
+        faults: names of the faults that apply. ``"kill"`` needs ``reopen``.
         may_raise_late: whether torch may still run out of memory when the operation is complete.
     """
 
-    reopens = False
+    faults: tuple[str, ...] = ("line", "allocation", "signal")
     may_raise_late = False
 
     def __init__(self, folder: Path) -> None:
@@ -115,6 +116,14 @@ class FirstMixedStep(MixedStep):
     steps_before = 0
 
 
+class ComplexStep(MixedStep):
+    dtype = torch.complex64
+
+
+class LionStep(MixedStep):
+    make = staticmethod(lambda params: sparsestep.Lion(params, lr=0.1))
+
+
 class ReferenceStep(MixedStep):
     make = staticmethod(lambda params: sparsestep.AdamW(params, engine="reference"))
 
@@ -131,6 +140,13 @@ class DeferredReferenceStep(DeferredStep):
     make = staticmethod(
         lambda params: sparsestep.Adam(params, semantics="dense", engine="reference")
     )
+
+
+class RoundedReferenceStep(ReferenceStep):
+    make = staticmethod(
+        lambda params: sparsestep.Adam(params, engine="reference", stochastic_rounding=True)
+    )
+    dtype = torch.bfloat16
 
 
 class Int8Step(Step):
@@ -184,8 +200,24 @@ class MaskedStep(MixedStep):
         return sparsestep.AdamW([{"params": params, "mask": masks}], lr=0.1)
 
 
+class DenseStep(Step):
+    """A step in torch's kernels.
+
+    Attributes:
+        few_params: up to so many, copies are put back; beyond, pieces are computed again.
+    """
+
+    layout = "strided"
+    faults = (*Step.faults, "out of memory")
+    few_params = 16
+
+    def setup(self) -> None:
+        torch_fused._FEW_PARAMS, torch_fused.PIECE = self.few_params, 2048
+        super().setup()
+
+
 def dense_steps() -> dict[str, type[Step]]:
-    """Steps in torch's kernels: each class, its variants, first steps and later ones."""
+    """Each class, its variants, first steps and later ones."""
     makes: dict[str, Make] = {
         "Adam": lambda params: sparsestep.Adam(params, weight_decay=0.1, amsgrad=True),
         "AdamW": lambda params: sparsestep.AdamW(params, foreach=True),
@@ -199,8 +231,11 @@ def dense_steps() -> dict[str, type[Step]]:
     found: dict[str, type[Step]] = {}
     for name, make in makes.items():
         for when, steps in (("first ", 0), ("", 1)):
-            attributes = {"make": staticmethod(make), "layout": "strided", "steps_before": steps}
-            found[f"{when}dense step: {name}"] = type("DenseStep", (Step,), attributes)
+            attributes = {"make": staticmethod(make), "steps_before": steps}
+            found[f"{when}dense step: {name}"] = type("DenseStep", (DenseStep,), attributes)
+    for name in ("dense step: Adam", "dense step: AdamW fused", "first dense step: SGD"):
+        attributes = {"few_params": 0}
+        found[f"{name}, in pieces"] = type("PiecewiseStep", (found[name],), attributes)
     return found
 
 
@@ -491,7 +526,7 @@ class DeferredMappedStep(MappedStep):
 class CreateTable(Mapped):
     """A file that does not exist yet."""
 
-    reopens = True
+    faults = (*Mapped.faults, "kill")
 
     def setup(self) -> None:
         self.tensor: Tensor | None = None
@@ -513,7 +548,7 @@ class CreateTable(Mapped):
 class Save(Mapped):
     """The first checkpoint in a folder."""
 
-    reopens = True
+    faults = (*Mapped.faults, "kill")
     checkpoints = 0
 
     def setup(self) -> None:
@@ -567,7 +602,7 @@ class SaveInRows(SaveChanges):
 class Load(Mapped):
     """The table in the file has moved on since the checkpoint."""
 
-    reopens = True
+    faults = (*Mapped.faults, "kill")
 
     def setup(self) -> None:
         super().setup()
@@ -602,7 +637,10 @@ OPERATIONS: dict[str, type[Operation]] = {
     "replayed step": ReplayedStep,
     "mixed step": MixedStep,
     "first mixed step": FirstMixedStep,
+    "complex step": ComplexStep,
+    "Lion step": LionStep,
     "reference step": ReferenceStep,
+    "rounded reference step": RoundedReferenceStep,
     "deferred step": DeferredStep,
     "deferred reference step": DeferredReferenceStep,
     "int8 step": Int8Step,

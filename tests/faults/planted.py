@@ -18,6 +18,8 @@ from tests.faults.snapshot import Snapshot, snapshot
 class Torn(Operation):
     """Writes one of two values, then the other."""
 
+    faults = ("line", "allocation", "signal")
+
     def setup(self) -> None:
         self.first = self.second = 0
 
@@ -33,6 +35,8 @@ class Torn(Operation):
 
 class Locked(Torn):
     """Never releases its lock when it is interrupted."""
+
+    faults = ("line",)
 
     def setup(self) -> None:
         super().setup()
@@ -50,6 +54,8 @@ class Locked(Torn):
 class Guarded(Locked):
     """Correct: always releases its lock, also when its ``try`` is interrupted."""
 
+    faults = ("line", "allocation")
+
     def run(self) -> None:
         with self.lock:
             torch.zeros(1000)
@@ -61,6 +67,8 @@ class Guarded(Locked):
 
 class Deaf(Torn):
     """Loses signals."""
+
+    faults = ("signal",)
 
     def run(self) -> None:
         handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
@@ -75,6 +83,8 @@ class Deaf(Torn):
 class Crashing(Torn):
     """Reads address 0 where memory runs out."""
 
+    faults = ("allocation",)
+
     def run(self) -> None:
         try:
             torch.zeros(1000)
@@ -86,7 +96,7 @@ class Crashing(Torn):
 class Half(Torn):
     """Leaves half a file when it is killed."""
 
-    reopens = True
+    faults = ("kill",)
 
     def run(self) -> None:
         path = self.folder / "file"
@@ -102,6 +112,8 @@ class Half(Torn):
 
 class Alone(RankOperation):
     """Rank 0 does not ask whether rank 1 has failed."""
+
+    faults = ("allocation",)
 
     def setup(self) -> None:
         self.value = 0
