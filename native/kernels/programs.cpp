@@ -238,18 +238,19 @@ private:
             const int64_t n = tile_at(offset);
             T* const param = tensors_.param.load(slot, offset, n, param_tile_);
             const T* const grad = known ? known : gradient(entries, offset, n, param);
-            T* state[max_states];
-            for (int s = 0; s < states_; ++s) state[s] = load_state(s, slot, offset, n);
-            if (has_element_mask()) keep(param, state, n);
-            if (decay_factor_ != 1) {
-                for (int64_t j = 0; j < n; ++j) param[j] *= decay_factor_;
-            }
+            T* written[1 + max_states] = {param};
+            T* const* const state = written + 1;
+            for (int s = 0; s < states_; ++s) written[1 + s] = load_state(s, slot, offset, n);
+            if (has_element_mask()) keep_tiles(written, 1 + states_, n, before_[0]);
+            if (decay_factor_ != 1) multiply_tile(param, decay_factor_, n);
             for (int64_t at = 0; at < n; at += chunk) {
                 look_at(param, grad, state, at);
                 run_tile(phase.tile, phase.tile_end, n - at < chunk ? n - at : chunk);
             }
-            if (has_element_mask())
-                restore(param, state, row_of(entries.first) * columns() + offset, n);
+            if (has_element_mask()) {
+                const bool* const mask = element_mask_ + row_of(entries.first) * columns() + offset;
+                restore_tiles(written, 1 + states_, n, before_[0], mask);
+            }
             tensors_.param.store(slot, offset, n, param);
             for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
         }
@@ -282,22 +283,6 @@ private:
     }
     static void fill(T* tile, T value) {
         for (int64_t j = 0; j < chunk; ++j) tile[j] = value;
-    }
-
-    // Elements outside the element mask get back what they had.
-    void keep(const T* param, T* const* state, int64_t n) {
-        std::memcpy(before_[0], param, size_t(n) * sizeof(T));
-        for (int s = 0; s < states_; ++s) {
-            std::memcpy(before_[1 + s], state[s], size_t(n) * sizeof(T));
-        }
-    }
-    void restore(T* param, T* const* state, int64_t first, int64_t n) const {
-        for (int t = 0; t <= states_; ++t) {
-            T* const written = t ? state[t - 1] : param;
-            for (int64_t j = 0; j < n; ++j) {
-                written[j] = element_mask_[first + j] ? written[j] : before_[t][j];
-            }
-        }
     }
 
     const Program& program_;

@@ -104,27 +104,28 @@ NB_MODULE(_C, module) {
     nb::class_<OwnedProgram>(module, "Program", "A formula as the core runs it.")
         .def(nb::init<int, int, int, nb::tuple, nb::bytes>(), nb::arg("states"),
              nb::arg("slot_states"), nb::arg("numbers"), nb::arg("phases"), nb::arg("row_results"));
-    nb::class_<NativeGroup>(module, "Group", "What a param group says about its updates.")
+    nb::class_<NativeGroup>(module, "NativeGroup", "What a param group says about its updates.")
         .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
-             nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"), nb::arg("l2"),
-             nb::arg("shrink"), nb::arg("options"), nb::arg("stochastic") = false,
-             nb::arg("signs") = nb::tuple())
+             nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"),
+             nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("options"),
+             nb::arg("stochastic_rounding") = false, nb::arg("signs") = nb::tuple())
         .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
-             nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"), nb::arg("l2"),
-             nb::arg("shrink"), nb::arg("numbers"), nb::arg("stochastic"));
-    module.def("step_again", &replay_step, nb::arg("instruction_set"), nb::arg("groups"),
-               nb::arg("before"), nb::arg("state"), nb::arg("known"), nb::arg("threads"),
-               "Do a step whose groups say what they said; false, and nothing done, otherwise.");
-    nb::class_<NativeStep>(module, "Jobs")
+             nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"),
+             nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("numbers"),
+             nb::arg("stochastic_rounding"));
+    module.def("replay_step", &replay_step, nb::arg("instruction_set"), nb::arg("groups"),
+               nb::arg("cached_plan"), nb::arg("state"), nb::arg("addresses"), nb::arg("threads"),
+               "Replay a step whose groups are unchanged; false, and nothing done, otherwise.");
+    nb::class_<NativeStep>(module, "NativeStep")
         .def(nb::init<int>(), nb::arg("instruction_set"))
         .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("grad"),
-             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(), nb::arg("dealt").none(),
-             nb::arg("owner"), nb::arg("index"),
+             nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
+             nb::arg("row_stride").none(), nb::arg("owner"), nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("try_claim", &NativeStep::try_claim, nb::arg("group"), nb::arg("owner"),
-             nb::arg("params"), nb::arg("state"), nb::arg("known"), nb::arg("seen"),
+             nb::arg("params"), nb::arg("state"), nb::arg("addresses"), nb::arg("seen"),
              nb::arg("selections").none(), nb::arg("grads").none(), nb::arg("first"),
-             "Add jobs for the parameters in the usual form; the numbers of the others.")
+             "Add jobs for the parameters on the fast path; the numbers of the others.")
         .def("prepare", &NativeStep::prepare, nb::arg("threads"),
              "Do all that may fail and write nothing. Where a position is no slot, return (owner, "
              "number in the group, slots, position).")
@@ -140,16 +141,17 @@ NB_MODULE(_C, module) {
     bind_row_writes(module);
     bind_vocabulary(module);
     module.def("slots_of", &run_slots_of, nb::arg("starts"), nb::arg("others"),
-               nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("positions"),
-               nb::arg("source").none(), nb::arg("threads"),
+               nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("indices"),
+               nb::arg("value_index").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
     module.def("norms", &run_norms, nb::arg("parts"), nb::arg("order"), nb::arg("norms"),
                nb::arg("threads"), nb::arg("instruction_set"),
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "
                "cannot, else a tuple with a position that is no slot, or None.");
     module.def("rules", &rules, "name -> (index, states per element, states per slot, options)");
-    module.def("motions", &idle_update_names, "What CatchUp knows, by number.");
+    module.def("idle_updates", &idle_update_names,
+               "The idle updates that CatchUp knows, by number.");
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
-    module.def("team", &thread_source, "whose threads share the work");
+    module.def("thread_source", &thread_source, "The source of the threads that share the work.");
 }

@@ -69,10 +69,10 @@ nb::tuple run_split(nb::object ids, nb::object starts, int64_t world, nb::object
     return split_into(from, world, static_cast<int32_t*>(data), to, which, sizes);
 }
 
-int64_t run_distinct(nb::object ids, int64_t rows, nb::object distinct, nb::object which) {
+int64_t run_unique(nb::object ids, int64_t rows, nb::object unique, nb::object which) {
     const int64_t entries = numel(ids);
     const int64_t* const from = integers(ids);
-    int64_t *const found = writable(distinct, entries), *const each = writable(which, entries);
+    int64_t *const found = writable(unique, entries), *const each = writable(which, entries);
     if (entries == 0) return 0;
     nb::gil_scoped_release release;
     return find_unique(from, entries, rows, found, each);
@@ -83,8 +83,8 @@ void bind_round_robin(nb::module_& module) {
                nb::arg("world"), nb::arg("rows"), nb::arg("order").none(), nb::arg("bags").none(),
                nb::arg("lengths").none(),
                "Sort bags of ids by the owners of their rows; how many ids and bags each gets.");
-    module.def("distinct", &run_distinct, nb::arg("ids"), nb::arg("rows"), nb::arg("distinct"),
-               nb::arg("which"), "Write out distinct ids; how many, or -1 where one is no row.");
+    module.def("unique", &run_unique, nb::arg("ids"), nb::arg("rows"), nb::arg("unique"),
+               nb::arg("which"), "Write out the unique ids; how many, or -1 where one is no row.");
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ class _Program:
         row_results: bytes,
     ) -> None: ...
 
-class _Group:
+class _NativeGroup:
     @overload
     def __init__(
         self,
@@ -26,10 +26,10 @@ class _Group:
         names: tuple[str, ...],
         counts: bool,
         sign: float,
-        l2: float,
-        shrink: float,
+        coupled_decay: float,
+        decay_factor: float,
         options: tuple[float, ...],
-        stochastic: bool = False,
+        stochastic_rounding: bool = False,
         signs: tuple[bool, ...] = (),
     ) -> None: ...
     @overload
@@ -39,33 +39,33 @@ class _Group:
         names: tuple[str, ...],
         step: int,
         sign: float,
-        l2: float,
-        shrink: float,
+        coupled_decay: float,
+        decay_factor: float,
         numbers: tuple[float, ...],
-        stochastic: bool,
+        stochastic_rounding: bool,
     ) -> None: ...
 
-class _Jobs:
+class _NativeStep:
     def __init__(self, instruction_set: int) -> None: ...
     def add(
         self,
-        group: _Group,
+        group: _NativeGroup,
         step: int,
         grad: IndexedGrad,
         param: Tensor,
         states: list[Tensor],
         seed: int | None,
-        dealt: tuple[int, int, int] | None,
+        row_stride: tuple[int, int, int] | None,
         owner: object,
         index: int,
     ) -> bool: ...
     def try_claim(
         self,
-        group: _Group,
+        group: _NativeGroup,
         owner: object,
         params: list[Tensor],
         state: dict[Tensor, Any],
-        known: dict[int, tuple[Any, ...]],
+        addresses: dict[int, tuple[Any, ...]],
         seen: set[int],
         selections: list[tuple[Tensor, int, torch.Size] | None] | None,
         grads: Sequence[Tensor | IndexedGrad | None] | None,
@@ -140,15 +140,15 @@ class Core(Protocol):
     """The module, as others see it; at run time there is no such class."""
 
     Program: type[_Program]
-    Group: type[_Group]
-    Jobs: type[_Jobs]
-    def step_again(
+    NativeGroup: type[_NativeGroup]
+    NativeStep: type[_NativeStep]
+    def replay_step(
         self,
         instruction_set: int,
         groups: list[dict[str, Any]],
-        before: list[tuple[tuple[Any, ...], _Group | None, list[Any] | None]],
+        cached_plan: list[tuple[tuple[Any, ...], _NativeGroup | None, list[Any] | None]],
         state: dict[Tensor, Any],
-        known: dict[int, tuple[Any, ...]],
+        addresses: dict[int, tuple[Any, ...]],
         threads: int,
     ) -> bool: ...
     def set_compact_class(self, type: type) -> None: ...
@@ -160,8 +160,8 @@ class Core(Protocol):
         others: Tensor,
         block_rows: int,
         row_slots: int,
-        positions: Tensor,
-        source: Tensor | None,
+        indices: Tensor,
+        value_index: Tensor | None,
         threads: int,
     ) -> bool: ...
     def norms(
@@ -182,7 +182,7 @@ class Core(Protocol):
         bags: Tensor | None,
         lengths: Tensor | None,
     ) -> tuple[list[int], list[int]]: ...
-    def distinct(self, ids: Tensor, rows: int, distinct: Tensor, which: Tensor) -> int: ...
+    def unique(self, ids: Tensor, rows: int, unique: Tensor, which: Tensor) -> int: ...
     def reserve_rows(
         self,
         rows: Tensor,
@@ -218,6 +218,6 @@ class Core(Protocol):
         keys: tuple[int, int],
     ) -> _Vocabulary: ...
     def rules(self) -> dict[str, tuple[int, int, int, int]]: ...
-    def motions(self) -> list[str]: ...
+    def idle_updates(self) -> list[str]: ...
     def instruction_sets(self) -> list[tuple[str, bool]]: ...
-    def team(self) -> str: ...
+    def thread_source(self) -> str: ...

@@ -67,7 +67,7 @@ def test_what_does_not_fit_together_is_refused():
     ):
         with pytest.raises(ValueError, match="no such bags"):
             ext.split_by_owner(ids, starts, world, rows, None, None, None)
-    assert ext.distinct(ids, 3, room, room.clone()) == -1
+    assert ext.unique(ids, 3, room, room.clone()) == -1
 
 
 @pytest.mark.parametrize("ranks", [2, 32, 256])

@@ -68,7 +68,7 @@ def test_every_rule_has_its_native_twin():
 def test_every_motion_has_its_native_twin():
     assert _native.ext is not None
     motions = {variant.rule.motion.native for variant in VARIANTS if variant.rule.motion}
-    assert set(_native.ext.motions()) == motions
+    assert set(_native.ext.idle_updates()) == motions
 
 
 def test_a_catch_up_that_makes_no_sense_is_refused():
@@ -76,7 +76,7 @@ def test_a_catch_up_that_makes_no_sense_is_refused():
     work = _native.ext.CatchUp()
     with pytest.raises(ValueError, match="no such motion"):
         work.run(threads=1, instruction_set=0)
-    work.motion = _native.ext.motions().index("geometric")
+    work.motion = _native.ext.idle_updates().index("geometric")
     work.param, work.last = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
     work.state, work.powers, work.buffer = (torch.zeros(2, 3),), (None,), 1
     with pytest.raises(ValueError, match="no such rule"):
@@ -188,19 +188,19 @@ print("ok")
 def test_a_bad_call_into_the_core_is_refused():
     assert _native.ext is not None
     with pytest.raises(ValueError, match="instruction set"):
-        _native.ext.Jobs(999)
-    jobs = _native.ext.Jobs(0)
+        _native.ext.NativeStep(999)
+    jobs = _native.ext.NativeStep(0)
     one = torch.zeros(1, 1)
     options = (0.1, 0.1, 0.1, 0.1)
     names = ("exp_avg", "exp_avg_sq")
     whole = IndexedGrad(None, one, 1, 1)
     with pytest.raises(ValueError, match="no such rule"):
-        _native.ext.Group(999, names, True, 1.0, 0.0, 1.0, options)
+        _native.ext.NativeGroup(999, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        _native.ext.Group(0, names[:1], True, 1.0, 0.0, 1.0, options)
+        _native.ext.NativeGroup(0, names[:1], True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        _native.ext.Group(0, names, True, 1.0, 0.0, 1.0, options[:-1])
-    group = _native.ext.Group(0, names, True, 1.0, 0.0, 1.0, options)
+        _native.ext.NativeGroup(0, names, True, 1.0, 0.0, 1.0, options[:-1])
+    group = _native.ext.NativeGroup(0, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
         jobs.add(group, 1, whole, one, [one], None, None, "who", 0)
     with pytest.raises(TypeError):

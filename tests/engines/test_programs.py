@@ -176,6 +176,6 @@ def test_the_core_refuses_programs_that_it_could_not_run():
     with pytest.raises(ValueError, match="no such program"):
         core.Program(0, 0, 0, (), b"")
     with pytest.raises(ValueError, match="wrong number"):
-        core.Group(
+        core.NativeGroup(
             core.Program(0, 0, 0, ((b"", good),), b""), ("sum",), 1, 1.0, 0.0, 1.0, (), False
         )

@@ -64,7 +64,7 @@ def collect() -> dict[str, Value]:
         "instruction_sets": [name for name, here in _native.instruction_sets().items() if here],
         "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
         "threads": torch.get_num_threads(),
-        "threads_of": str(_native.ext.team()) if _native.ext else None,
+        "threads_of": str(_native.ext.thread_source()) if _native.ext else None,
         "cpu": cpu_model(),
         "huge_pages": huge_pages(),
     }

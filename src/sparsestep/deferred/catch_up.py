@@ -13,7 +13,7 @@ from sparsestep._torch import disable_compiler
 from sparsestep.deferred.history import History
 from sparsestep.rules.rule import Rule
 
-_MOTIONS = ext.motions() if ext else []
+_MOTIONS = ext.idle_updates() if ext else []
 
 
 def catch_up(

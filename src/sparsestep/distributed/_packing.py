@@ -113,7 +113,7 @@ def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         unique, inverse = torch.unique(ids, return_inverse=True)
         return unique, inverse
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
-    return unique[: ext.distinct(ids, rows, unique, inverse)], inverse
+    return unique[: ext.unique(ids, rows, unique, inverse)], inverse
 
 
 def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:

@@ -23,7 +23,7 @@ from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, RecordError, record
 
 if TYPE_CHECKING:
-    from sparsestep._C import _Group as Group
+    from sparsestep._C import _NativeGroup as NativeGroup
     from sparsestep._C import _Program as CoreProgram
 
 # By structure. A program is small, and there are as many as there are formulas; one whose
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
 
     settings: Settings
     step: int
-    group: Group
+    group: NativeGroup
     asks_for_float32: bool
 
     @property
@@ -68,7 +68,7 @@ class Programs:
         """Take what was recorded for this very step already: a formula is called once in each."""
         self._recorded.update({each.key: each for each in recorded})
 
-    def group_of(self, settings: Settings, step: int, *, in_double: bool) -> Group | None:
+    def group_of(self, settings: Settings, step: int, *, in_double: bool) -> NativeGroup | None:
         """What the core is told of a param group; ``None`` where its rule cannot be recorded.
 
         Args:
@@ -90,7 +90,7 @@ class Programs:
         params: Sequence[Tensor],
         state: Mapping[Tensor, Any],
         grads: Sequence[Any] | None,
-    ) -> Group | None:
+    ) -> NativeGroup | None:
         """The same for all parameters of a group, of which the core takes those it is for.
 
         Args:
@@ -170,7 +170,7 @@ def _recorded(settings: Settings, step: int) -> Recorded:
     assert ext is not None
     rule = settings.rule
     program = record(rule, step, settings.hyper)
-    group = ext.Group(
+    group = ext.NativeGroup(
         _for_core(program),
         rule.state_names,
         step,
@@ -196,11 +196,11 @@ def _for_core(program: Program) -> CoreProgram:
 
 
 if TYPE_CHECKING:
-    from sparsestep._C import _Group as Group
+    from sparsestep._C import _NativeGroup as NativeGroup
     from sparsestep.grads.masks import MaskBefore
 
     # Of a group as it was read: its values, what the core was told, its masks, if it has any.
-    GroupBefore = tuple[tuple[Any, ...], Group | None, list[MaskBefore] | None]
+    GroupBefore = tuple[tuple[Any, ...], NativeGroup | None, list[MaskBefore] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 
@@ -210,7 +210,7 @@ class Native:
 
     def __init__(self) -> None:
         assert ext is not None
-        self._jobs = ext.Jobs(isa.index)
+        self._jobs = ext.NativeStep(isa.index)
         self.programs: Programs = Programs()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
@@ -288,15 +288,15 @@ class Native:
             raise InputError(f"{settings.who(index)}: {why}")
 
 
-def group_of(settings: Settings) -> Group | None:
+def group_of(settings: Settings) -> NativeGroup | None:
     """What the core is told of a param group; ``None`` where it does not know the rule."""
     rule = settings.rule
     twin = _RULES.get(rule.name)
     if ext is None or twin is None or not rule.is_native:
         return None
-    found: Group | None = settings.core.get("group")
+    found: NativeGroup | None = settings.core.get("group")
     if found is None:
-        found = settings.core["group"] = ext.Group(
+        found = settings.core["group"] = ext.NativeGroup(
             twin[0],
             rule.state_names,
             rule.counts,
@@ -357,7 +357,7 @@ def step_again(
             return False
         told[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
-    is_done = ext.step_again(isa.index, groups, told, state, known, threads)
+    is_done = ext.replay_step(isa.index, groups, told, state, known, threads)
     if is_done and recorded:
         made.clear()
     return is_done
