@@ -185,7 +185,7 @@ def test_torch_reads_the_tensors(folder: Path):
     assert str(folder.parent).encode() not in (folder / METADATA).read_bytes()
 
 
-# Files that somebody has crafted, with the right checksums
+# Crafted files, with the right checksums
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda body: None) -> None:
