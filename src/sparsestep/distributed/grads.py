@@ -25,10 +25,9 @@ from sparsestep.distributed._table import (
     TableGroup,
 )
 from sparsestep.errors import InputError, message
-from sparsestep.grads import exchange as arriving
 from sparsestep.grads.compact import CompactGrad, compact, parts_of, positions_of
 from sparsestep.grads.dedup import summed
-from sparsestep.grads.exchange import Pending, read_otherwise, source_of
+from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
 from sparsestep.grads.indexed import IndexedGrad
 
 
@@ -49,7 +48,7 @@ class ShardedGradSource:
             self._strides[key] = table.row_stride
             if table.placement.is_sharded and world_size > 1:
                 self._sharded.add(key)
-            arriving.register(table.weight, self)
+            register(table.weight, self)
 
     @torch.no_grad()
     def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> ExchangedGrads:
@@ -69,28 +68,28 @@ class ShardedGradSource:
         """The name of the table that has a parameter, if it is one of these."""
         return self._names.get(id(param))
 
-    def is_divided(self, param: Tensor) -> bool:
+    def is_sharded(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""
         return id(param) in self._sharded
 
-    def dealt(self, param: Tensor) -> tuple[int, int]:
+    def row_layout(self, param: Tensor) -> tuple[int, int]:
         """Row stride and offset of this rank's shard."""
         stride = self._strides.get(id(param), 1)
         return (stride, self.collectives.rank) if stride > 1 else (1, 0)
 
-    def total(self, value: Tensor, order: float) -> Tensor:
+    def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
         """Norm over all ranks, bit-identical on every rank."""
         if not order > 0:
             requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
             raise InputError(message(requirement, order))
         status = self._group.status(Operation.NORM)
-        status.value = int(value.double().view(torch.int64))  # its bits
+        status.value = int(norm.double().view(torch.int64))  # its bits
         values = self._group.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
         if math.isinf(order):
             return norms.max()
-        norm: Tensor = torch.linalg.vector_norm(norms, order)
-        return norm
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
 
 
 class OutgoingGrad(NamedTuple):
@@ -163,7 +162,7 @@ def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
 def _attributes(grad: Tensor | None) -> dict[str, Any]:
     if not isinstance(grad, CompactGrad):
         return {}
-    names = ("_parts", "_materialized", "arrived_from", "is_divided")
+    names = ("_parts", "_materialized", "source", "is_sharded")
     return {name: getattr(grad, name) for name in names}
 
 
@@ -223,14 +222,14 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
     return found
 
 
-def _pending_parts(grad: Tensor | None) -> list[Pending]:
+def _pending_parts(grad: Tensor | None) -> list[PendingGrad]:
     parts = grad._parts if isinstance(grad, CompactGrad) else ()
-    return [part for part in parts if isinstance(part, Pending)]
+    return [part for part in parts if isinstance(part, PendingGrad)]
 
 
 def _exchanged_parts(grad: Tensor) -> list[IndexedGrad]:
     parts = parts_of(grad) or ()
-    return [part for part in parts if not isinstance(part, Pending)]
+    return [part for part in parts if not isinstance(part, PendingGrad)]
 
 
 def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> OutgoingGrad:
@@ -389,7 +388,7 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
     """Set the gradient of a weight; a rank without rows of the table gets none."""
     weight, grad = table.weight, table.weight.grad
     if grad is not None and not grad.is_sparse:
-        raise read_otherwise()
+        raise dense_grad_error()
     parts = [*([] if grad is None else _exchanged_parts(grad)), *new]
     if isinstance(grad, CompactGrad) and not grad.is_materialized:
         grad._parts = tuple(parts)  # in place: existing references to the gradient see the result
@@ -397,7 +396,7 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
         grad = compact(parts, weight.shape, weight)
     source = source_of(weight)
     assert source is not None
-    grad.arrived_from, grad.is_divided = ref(source), source.is_divided(weight)
+    grad.source, grad.is_sharded = ref(source), source.is_sharded(weight)
     weight.grad = grad if table.has_rows else None
 
 
@@ -406,5 +405,5 @@ def _remove_placeholder(weight: Tensor) -> None:
     grad = weight.grad
     if isinstance(grad, CompactGrad) and grad.is_pending:
         grad._parts = tuple(_exchanged_parts(grad))
-        if not grad._parts and grad.arrived_from is None:
+        if not grad._parts and grad.source is None:
             weight.grad = None

@@ -35,7 +35,7 @@ from sparsestep.distributed._table import (
 from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
 from sparsestep.grads.compact import compact
-from sparsestep.grads.exchange import Pending
+from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import HALVES, IndexedGrad
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import (
@@ -603,7 +603,7 @@ def _set_placeholder_grad(weight: Tensor) -> None:
     A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
     if weight.requires_grad and weight.grad is None:
-        placeholder: Any = Pending(None, weight.detach()[:0])
+        placeholder: Any = PendingGrad(None, weight.detach()[:0])
         weight.grad = compact([placeholder], weight.shape, weight)
 
 
@@ -630,6 +630,6 @@ def _pending_grads(ctx: Any, *grads: Any) -> Any:
         if grad is None or not is_needed:
             found.append(None)
             continue
-        pending: Any = Pending(handle, unshared(grad))
+        pending: Any = PendingGrad(handle, unshared(grad))
         found.append(compact([pending], handle.table.weight.shape, grad))
     return None, None, *found

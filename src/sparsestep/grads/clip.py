@@ -31,7 +31,7 @@ from sparsestep._torch import (
 from sparsestep.errors import InputError, message, usable, warn
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.compact_clip import clamped
-from sparsestep.grads.exchange import arrive, norm_of_all, sources_of
+from sparsestep.grads.exchange import exchange_grads, norm_over_ranks, sources_of
 from sparsestep.grads.norms import coo_sums, elements, held_by
 from sparsestep.memory.tensors import has_internal_overlap
 
@@ -83,7 +83,7 @@ def clip_grad_norm_(
     if not unusual and not sources:
         with without_autocast(grads[0].device.type if grads else "cpu"):
             return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = norm_of_all(held, sources, norm_type, lambda some: _norm(some, norm_type, foreach))
+    total = norm_over_ranks(held, sources, norm_type, lambda some: _norm(some, norm_type, foreach))
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
     dtypes = (each.grad.dtype.to_real() for each in held)
@@ -184,7 +184,7 @@ def _gradients(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
-    arrive(params, function)
+    exchange_grads(params, function)
     held = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):

@@ -33,7 +33,13 @@ from sparsestep._torch import (
     without_torch_function,
 )
 from sparsestep.errors import InputError, message
-from sparsestep.grads.exchange import Pending, Source, Unscaled, read_otherwise, summon
+from sparsestep.grads.exchange import (
+    GradSource,
+    PendingGrad,
+    UnscaledValues,
+    dense_grad_error,
+    exchange_grad_of,
+)
 from sparsestep.grads.indexed import IndexedGrad
 
 _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
@@ -115,10 +121,10 @@ class CompactGrad(Tensor):
         torch.Size([3, 16])
     """
 
-    _parts: tuple[Any, ...]  # each is an IndexedGrad, or Pending where a table is sharded
+    _parts: tuple[Any, ...]  # each is an IndexedGrad, or PendingGrad where a table is sharded
     _materialized: Tensor | None
-    arrived_from: ref[Source] | None = None  # where a sharded table's gradient came from
-    is_divided: bool = False  # whether other processes have other rows of it
+    source: ref[GradSource] | None = None  # where a sharded table's gradient came from
+    is_sharded: bool = False  # whether other processes have other rows of it
 
     @property
     def is_materialized(self) -> bool:
@@ -128,7 +134,7 @@ class CompactGrad(Tensor):
     @property
     def is_pending(self) -> bool:
         """Whether a part of it is still to be sent to the process that has the rows."""
-        return any(isinstance(part, Pending) for part in self._parts)
+        return any(isinstance(part, PendingGrad) for part in self._parts)
 
     # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
 
@@ -151,7 +157,7 @@ class CompactGrad(Tensor):
         """The same in parts, at least one: each lookup has left its own."""
         assert self._materialized is None
         if self.is_pending:
-            summon(self)
+            exchange_grad_of(self)
         return self._parts or (_nothing(self),)
 
     def materialize_(self) -> Tensor:
@@ -187,8 +193,8 @@ class CompactGrad(Tensor):
             if func == SET_DATA and isinstance(args[0], CompactGrad):
                 return args[0].assign_(args[1])
             result = _on_materialized(func, args, kwargs or {})
-            if func == VALUES_OF_COO and args[0].arrived_from is not None:
-                return Unscaled.of(result, args[0].arrived_from)
+            if func == VALUES_OF_COO and args[0].source is not None:
+                return UnscaledValues.of(result, args[0].source)
             return result
         with without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -479,7 +485,7 @@ def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
         if ours is not None and theirs is not None:
             return like(first, ours + theirs)
     if any(isinstance(grad, CompactGrad) and grad.is_pending for grad in (first, second)):
-        raise read_otherwise()
+        raise dense_grad_error()
     first, second = materialized(first), materialized(second)
     return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
 

@@ -41,7 +41,7 @@ def _norm(
 ) -> Any:
     if keepdim or (dim is not None and len(dim) not in (0, grad.dim())):
         return NotImplemented
-    if grad.is_divided:
+    if grad.is_sharded:
         requirement = "the norm of a sharded table's gradient needs the rows of all ranks"
         got = "a function that sees those of one rank"
         raise InputError(message(requirement, got, "Use sparsestep.clip_grad_norm_"))

@@ -1,7 +1,8 @@
-"""Gradients that are still in other processes, until they are needed.
+"""Gradients of sharded parameters, which are exchanged with other processes when needed.
 
-Code that reads gradients calls ``arrive`` first, which costs nothing if no table is sharded. Until
-then, the gradient has ``Pending`` parts, which autograd adds up and numbers scale like any others.
+Code that reads gradients calls ``exchange_grads`` first, which costs nothing if no table is
+sharded. Until then, the gradient has ``PendingGrad`` parts, which autograd adds up and numbers
+scale like any others.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from sparsestep.errors import InputError, message
 Facts = Mapping[str, str]
 
 
-class Arrival(Protocol):
-    """Gradients that have come, and may be given back until all processes agree.
+class GradUndo(Protocol):
+    """The result of an exchange, which can be undone until all processes agree.
 
     Attributes:
-        error: why this process could not use what has come.
+        error: why this process could not use what it has received.
     """
 
     error: BaseException | None
 
     def undo(self) -> None:
-        """Let parameters have the gradients that they had before."""
+        """Restore the gradients that parameters had before."""
         ...
 
 
-class Source(Protocol):
-    """Who has the gradients of some parameters that are still elsewhere.
+class GradSource(Protocol):
+    """Exchanges the gradients of sharded parameters with other processes.
 
     Attributes:
         index: in the order in which sources were made, which is that of all processes.
@@ -49,12 +50,12 @@ class Source(Protocol):
         """Whether other processes cannot be reached any more."""
         ...
 
-    def exchange_grads(self, facts: Facts, error: BaseException | None) -> Arrival:
-        """Bring them here; all processes call it.
+    def exchange_grads(self, facts: Facts, error: BaseException | None) -> GradUndo:
+        """Exchange pending gradients; all processes call it.
 
         Args:
             facts: what must be the same in all processes.
-            error: why this process refuses; then all raise.
+            error: of this process; then all raise.
         """
         ...
 
@@ -63,67 +64,61 @@ class Source(Protocol):
         ...
 
     def name_of(self, param: Tensor) -> str | None:
-        """What messages call a parameter; ``None`` if it is not one of this source's."""
+        """The name of a parameter in messages; ``None`` if it is not one of this source's."""
         ...
 
-    def is_divided(self, param: Tensor) -> bool:
+    def is_sharded(self, param: Tensor) -> bool:
         """Whether other processes have other rows of the parameter; if not, they have a copy."""
         ...
 
-    def dealt(self, param: Tensor) -> tuple[int, int]:
-        """How many rows of the whole there are to each that is here, and which is the first."""
+    def row_layout(self, param: Tensor) -> tuple[int, int]:
+        """Row stride and offset of this process's shard."""
         ...
 
-    def total(self, value: Tensor, order: float) -> Tensor:
-        """The norm of what all processes have the norms of; all processes call it."""
+    def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
+        """The norm over all processes, of the norm of each; all processes call it."""
         ...
 
 
-class Pending(NamedTuple):
-    """A part of a gradient that is still to be sent to the process that has the rows.
+class PendingGrad(NamedTuple):
+    """A part of a gradient that has not been sent to the owner of the rows yet."""
 
-    Attributes:
-        ticket: of the lookup that it belongs to; the source knows it.
-        values: the gradient of the rows that were looked up.
-    """
-
-    ticket: Any
-    values: Tensor
+    handle: Any  # of the lookup; the source knows it
+    values: Tensor  # the gradient of the rows that were looked up
 
 
 # References to the sources, by parameter. Neither is kept alive: a source knows its parameters.
-# Where there are none, a step does not even call ``arrive``.
 _sources: Any = WeakTensorKeyDictionary()
-# What it has inside: a dict says at once, and in every step, whether there is anything.
-elsewhere: dict[Any, Any] = _sources.data
+# The dict inside: a cheap test in every step whether any parameter is sharded.
+grad_sources: dict[Any, Any] = _sources.data
 
 
-def register(param: Tensor, source: Source) -> None:
-    """Have the gradient of a parameter arrive from a source."""
+def register(param: Tensor, source: GradSource) -> None:
+    """Have the gradient of a parameter exchange_grads from a source."""
     _sources[param] = ref(source, _purge)
 
 
-def _purge(dead: ref[Source]) -> None:
-    """Forget the parameters of a source that is no more."""
-    if elsewhere:
+def _purge(dead: ref[GradSource]) -> None:
+    """Remove the parameters of a source that was deleted."""
+    if grad_sources:
         for param in [param for param, source in _sources.items() if source is dead]:
             del _sources[param]
 
 
-def source_of(param: Tensor) -> Source | None:
-    """Where the gradient of a parameter arrives from; ``None`` of an ordinary one."""
-    found = _sources.get(param) if elsewhere else None
+def source_of(param: Tensor) -> GradSource | None:
+    """The gradient source of a parameter; ``None`` for an ordinary one."""
+    found = _sources.get(param) if grad_sources else None
     return None if found is None else found()
 
 
-def sources_of(params: Iterable[Tensor]) -> list[Source]:
-    """Where the gradients of parameters arrive from, in the order of all processes."""
-    if not elsewhere:
+def sources_of(params: Iterable[Tensor]) -> list[GradSource]:
+    """Where the gradients of parameters exchange_grads from, in the order of all processes."""
+    if not grad_sources:
         return []
     return _in_order(map(source_of, params))
 
 
-def _in_order(sources: Iterable[Source | None]) -> list[Source]:
+def _in_order(sources: Iterable[GradSource | None]) -> list[GradSource]:
     found = {id(source): source for source in sources if source is not None}
     return sorted(found.values(), key=lambda source: source.index)
 
@@ -131,7 +126,7 @@ def _in_order(sources: Iterable[Source | None]) -> list[Source]:
 class GradExchange:
     """An exchange of gradients that counts only if all processes agree on what follows.
 
-    A process with an error still takes part in the exchanges that follow: then nobody waits for it.
+    A process with an error still takes part in the exchanges that follow: no other waits for it.
     An exchange that raises does so in all processes of its source, and is over.
 
     Args:
@@ -139,14 +134,14 @@ class GradExchange:
         facts: returns what must be the same in all processes of a source.
     """
 
-    def __init__(self, sources: Sequence[Source], facts: Callable[[Source], Facts]) -> None:
-        self._exchanged: list[tuple[Source, Arrival]] = []
+    def __init__(self, sources: Sequence[GradSource], facts: Callable[[GradSource], Facts]) -> None:
+        self._exchanged: list[tuple[GradSource, GradUndo]] = []
         self._error: BaseException | None = None
         for source in sources:
             try:
-                arrival = source.exchange_grads(facts(source), self._error)
-                self._exchanged.append((source, arrival))
-                self._error = self._error or arrival.error
+                result = source.exchange_grads(facts(source), self._error)
+                self._exchanged.append((source, result))
+                self._error = self._error or result.error
             except BaseException as raised:
                 self._fail(source, raised)
 
@@ -171,19 +166,19 @@ class GradExchange:
         """What has gone wrong so far."""
         return self._error
 
-    def _fail(self, source: Source, error: BaseException) -> None:
+    def _fail(self, source: GradSource, error: BaseException) -> None:
         self._error = self._error or error
         if source.is_lost:
             self._undo()
             raise error
 
     def _undo(self) -> None:
-        for _, arrival in self._exchanged:
-            arrival.undo()
+        for _, result in self._exchanged:
+            result.undo()
 
 
-def arrive(params: Iterable[Tensor], reader: str = "reads gradients") -> None:
-    """Bring the gradients here that are still elsewhere; all processes call it.
+def exchange_grads(params: Iterable[Tensor], reader: str = "reads gradients") -> None:
+    """Exchange the pending gradients of parameters; all processes call it.
 
     Args:
         params: the parameters.
@@ -191,7 +186,7 @@ def arrive(params: Iterable[Tensor], reader: str = "reads gradients") -> None:
 
     Example:
         >>> import torch
-        >>> arrive([torch.zeros(3)])  # nothing is elsewhere
+        >>> exchange_grads([torch.zeros(3)])  # no sharded parameter
     """
     sources = sources_of(params)
     if sources:
@@ -206,13 +201,13 @@ class _Held(Protocol):
 Held = TypeVar("Held", bound=_Held)
 
 
-def norm_of_all(
+def norm_over_ranks(
     held: Sequence[Held],
-    sources: Sequence[Source],
+    sources: Sequence[GradSource],
     order: float,
     norm: Callable[[Sequence[Held]], Tensor],
 ) -> Tensor:
-    """The norm of gradients of which other processes have other rows; what is copied counts once.
+    """The norm of gradients over all processes; replicated ones count once.
 
     Args:
         held: the gradients that are here.
@@ -224,27 +219,27 @@ def norm_of_all(
         return norm(held)
     totals, rest = [], list(held)
     for source in sources:
-        divided = [each for each in rest if source.is_divided(each.param)]
-        rest = [each for each in rest if not source.is_divided(each.param)]
-        totals.append(source.total(norm(divided) if divided else torch.zeros(()), order))
+        sharded = [each for each in rest if source.is_sharded(each.param)]
+        rest = [each for each in rest if not source.is_sharded(each.param)]
+        totals.append(source.all_ranks_norm(norm(sharded) if sharded else torch.zeros(()), order))
     if rest:
         totals.append(norm(rest).to("cpu", torch.float64))
     total: Tensor = torch.linalg.vector_norm(stack(totals), order)
     return total
 
 
-class Unscaled(Tensor):
-    """Values of a sharded gradient, as a GradScaler asks for them.
+class UnscaledValues(Tensor):
+    """Values of a sharded gradient, for a GradScaler.
 
-    It looks for infinities in them and skips the step where it finds any: then all processes must.
+    If it finds an infinity in those of one process, all processes must skip the step.
     """
 
-    _source: ref[Source]
+    _source: ref[GradSource]
 
     @staticmethod
-    def of(values: Tensor, source: ref[Source]) -> Tensor:
+    def of(values: Tensor, source: ref[GradSource]) -> Tensor:
         """The same values, of a gradient that came from there."""
-        made = values.as_subclass(Unscaled)
+        made = values.as_subclass(UnscaledValues)
         made._source = source
         return made
 
@@ -255,16 +250,16 @@ class Unscaled(Tensor):
         if func is not foreach_unscale_:
             return super().__torch_function__(func, types, args, kwargs or {})
         values, found_inf, scale = args
-        refs = {each._source for each in values if isinstance(each, Unscaled)}
+        refs = {each._source for each in values if isinstance(each, UnscaledValues)}
         with without_torch_function():
             func([each.as_subclass(Tensor) for each in values], found_inf, scale)
             for source in _in_order(each() for each in refs):
-                found_inf.copy_(source.total(found_inf, math.inf))
+                found_inf.copy_(source.all_ranks_norm(found_inf, math.inf))
         return None
 
 
-def read_otherwise() -> InputError:
-    """Say that a loss has a sharded weight in it by other ways than lookups."""
+def dense_grad_error() -> InputError:
+    """The error for a loss that uses a sharded weight other than by lookups."""
     requirement = (
         "a sharded table must only be used in lookups: other ranks hold parts of its gradient"
     )
@@ -272,11 +267,11 @@ def read_otherwise() -> InputError:
     return InputError(message(requirement, "a dense gradient to be added to it", remedy))
 
 
-def summon(grad: Tensor) -> None:
-    """Bring a gradient here that somebody reads; all processes do."""
+def exchange_grad_of(grad: Tensor) -> None:
+    """Exchange a gradient that is being read; all processes do."""
     for param in list(_sources):
         if param.grad is grad:
-            arrive([param])
+            exchange_grads([param])
             return
     requirement = "the gradient of a sharded table must be exchanged before you read it"
     remedy = "Call optimizer.step() or sparsestep.clip_grad_norm_ first"

@@ -28,7 +28,7 @@ from sparsestep.engines.native import Before, step_again
 from sparsestep.engines.torch_fused import Batch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import GradExchange, Source, elsewhere, sources_of
+from sparsestep.grads.exchange import GradExchange, GradSource, grad_sources, sources_of
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, file_of, mapped_files, written
 from sparsestep.memory.mapped_state import settle
 from sparsestep.memory.tensors import is_distributed, memory_of
@@ -316,7 +316,7 @@ class RuleOptimizer(_Base):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            sources = sources_of(self.params()) if elsewhere else ()
+            sources = sources_of(self.params()) if grad_sources else ()
             before = self._before if self.engine in ("auto", "native") else None
             if before is not None and mapped_files and not sources:
                 before = before if announce_unmasked(self.state, self.param_groups) else None
@@ -333,7 +333,7 @@ class RuleOptimizer(_Base):
                 self.store.huge_pages.move(self.iterations)
         return loss
 
-    def _step_together(self, sources: Sequence[Source]) -> None:
+    def _step_together(self, sources: Sequence[GradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
         exchange = GradExchange(sources, lambda source: options_for_ranks(self, source))
         plan: Plan | None = None

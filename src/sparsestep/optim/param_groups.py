@@ -19,7 +19,7 @@ from sparsestep.engines.base import Settings
 from sparsestep.engines.native import Before
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import Source
+from sparsestep.grads.exchange import GradSource
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import refusal
 from sparsestep.rules.rule import Rule
@@ -241,7 +241,7 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
 _LOCAL_OPTIONS = {"mask", "foreach", "fused", "capturable", "differentiable"}
 
 
-def options_for_ranks(optimizer: Declares, source: Source) -> dict[str, str]:
+def options_for_ranks(optimizer: Declares, source: GradSource) -> dict[str, str]:
     """Describe how an optimizer trains the tables of a source, for comparison across ranks.
 
     Param groups without such a table do not count: a rank may have parameters of its own.

@@ -215,7 +215,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
 def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
     """Which rows of a sharded table a parameter has, where that is not all of them."""
     source = source_of(owner)
-    step, first = (1, 0) if source is None else source.dealt(owner)
+    step, first = (1, 0) if source is None else source.row_layout(owner)
     return None if step == 1 else rounding.Dealt(written[:1].numel(), step, first)
 
 
