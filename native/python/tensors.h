@@ -51,7 +51,7 @@ struct PythonNames {
     PyObject* mask = PyUnicode_InternFromString("mask");
     PyObject* numel = PyUnicode_InternFromString("numel");
     PyObject* params = PyUnicode_InternFromString("params");
-    PyObject* parts = PyUnicode_InternFromString("_parts");
+    PyObject* parts = PyUnicode_InternFromString("parts");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* step = PyUnicode_InternFromString("step");
     PyObject* version = PyUnicode_InternFromString("_version");

@@ -157,7 +157,7 @@ def error_prefix(who: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{who}: {error}") from None
+        raise type(error)(f"{who}: {error}") from None
 
 
 def _shortened(got: object) -> str:

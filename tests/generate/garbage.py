@@ -193,7 +193,8 @@ def _broken(
         wrong = (rows if name == "num_slots" else block) + 1
         return [*things, (-1, True), (2**62, True), (wrong, True), (None, True), (True, False)]
     if name == "element_mask":
-        return [(torch.ones(n, block, dtype=torch.bool), True), ("x", True)]
+        mask = torch.ones(n, block, dtype=torch.bool)
+        return [(mask, False), (mask.int(), True), (mask[None], True), ("x", True)]
     sparse = torch.eye(n).to_sparse_coo()
     meta = torch.zeros(n, dtype=torch.int64, device="meta")
     things += [(sparse, True), (meta, True)]

@@ -78,6 +78,10 @@ class Entries:
             **{name: (grad, None) for name, grad in self._blocked(dtype)},
             **{name: (grad, None) for name, grad in self._by_hand(dtype)},
         }
+        for rows in (None, torch.arange(len(self.held))):
+            values, mask = self._strided(dtype), self.held
+            grad = IndexedGrad(rows, values, element_mask=mask)
+            found[f"indexed, elements masked, {rows is None}"] = (grad, None)
         if dtype in (torch.float16, torch.float32, torch.float64):  # what torch's class takes
             found |= {name: (grad, None) for name, grad in self._masked(dtype)}
         if not by_row:

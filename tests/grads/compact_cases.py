@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsestep.grads.compact import CompactGrad, compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad
 
 SHAPE = torch.Size([6, 4])
@@ -49,4 +49,4 @@ def example() -> CompactGrad:
     bags = torch.tensor([0, 0, 1])
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 0.0, 2.0]])
     part = IndexedGrad(torch.tensor([3, 1, 3]), values, 6, 4, bags, torch.tensor([1.0, 2.0, 3.0]))
-    return compact([part], SHAPE, values)
+    return CompactGrad.of([part], SHAPE, values)

@@ -14,7 +14,7 @@ from torch.nn import utils
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.grads import clip, norms
+from sparsestep.grads import clip, dedup
 from sparsestep.grads.clip import clip_grad_norm_, clip_grad_value_
 from tests.generate.grads import Drawn, any_grad, is_lazy, strided
 from tests.generate.grads import coo as any_coo
@@ -163,10 +163,10 @@ def test_half_sums_do_not_overflow(values: list[float]):
 def test_another_default_device(core: bool, monkeypatch):
     """As where the rest of a model is on a GPU."""
     if not core:
-        monkeypatch.setattr(norms, "ext", None)
+        monkeypatch.setattr(dedup, "ext", None)
     grads = [coo([[1, 1]], [3.0, 4.0], (3,)), coo([[0, 2, 0]], torch.ones(3, 2), (4, 2))]
     params = [with_grad(grad) for grad in grads]
-    monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)
+    monkeypatch.setattr(clip, "_uses_if_unshared", clip._uses_if_unshared.__wrapped__)
     with torch.device("meta"):
         total = clip_grad_norm_(params, 1.0)
         clip_grad_value_(params, 0.01)

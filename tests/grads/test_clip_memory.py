@@ -41,7 +41,7 @@ def test_values_are_written_in_place_where_nobody_else_has_them(function: Callab
     ids=["expanded", "sliced", "the caller's", "torch does not tell whose"],
 )
 def test_other_values_are_replaced(values: Callable[[], Tensor], told: bool, monkeypatch):
-    monkeypatch.setattr(clip, "_users_when_alone", clip._users_when_alone.__wrapped__)
+    monkeypatch.setattr(clip, "_uses_if_unshared", clip._uses_if_unshared.__wrapped__)
     if not told:
         monkeypatch.delattr(torch._C, "_storage_Use_Count")
     for function, bound in ((clip_grad_norm_, math.sqrt(3)), (clip_grad_value_, 0.5)):

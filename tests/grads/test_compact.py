@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import compact
-from sparsestep.grads.dedup import sums
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.dedup import iter_sums
 from sparsestep.grads.indexed import IndexedGrad
 from tests.grads.compact_cases import LIKE, SHAPE, dense, parts, several
 from tests.nn.cases import DTYPES, plain, same
@@ -21,9 +21,9 @@ from tests.nn.cases import DTYPES, plain, same
 
 @given(some=several)
 def test_what_it_stands_for(some: list[IndexedGrad]):
-    grad = compact(some, SHAPE, LIKE)
+    grad = CompactGrad.of(some, SHAPE, LIKE)
     assert torch.allclose(plain(grad).to_dense(), dense(some))
-    joined = grad.touched()
+    joined = grad.indexed()
     assert joined.num_slots * joined.slot_size == 24
     assert torch.allclose(dense([joined]), dense(some))
     rows = sum(part.values.numel() for part in some)
@@ -34,7 +34,7 @@ def test_what_it_stands_for(some: list[IndexedGrad]):
 @given(first=several, second=several)
 def test_sums(first: list[IndexedGrad], second: list[IndexedGrad]):
     wanted = dense(first) + dense(second)
-    one, two = (compact(some, SHAPE, LIKE) for some in (first, second))
+    one, two = (CompactGrad.of(some, SHAPE, LIKE) for some in (first, second))
     ordinary = plain(two)
     for total in (one + two, torch.add(one, two), one + ordinary, ordinary + one):
         assert torch.allclose(plain(total).to_dense(), wanted)
@@ -77,10 +77,10 @@ SCALED: dict[str, tuple[Callable[[Any], Any], float]] = {
 @given(some=several, dtype=st.sampled_from(DTYPES))
 def test_numbers_leave_it_compact(name: str, some: list[IndexedGrad], dtype: torch.dtype):
     function, factor = SCALED[name]
-    grad = compact([_as(part, dtype) for part in some], SHAPE, LIKE.to(dtype))
+    grad = CompactGrad.of([_as(part, dtype) for part in some], SHAPE, LIKE.to(dtype))
     wanted = function(plain(grad)) if name == "data" else None
-    values = [part.values.clone() for part in grad._parts]
-    given_values = [part.values for part in grad._parts]
+    values = [part.values.clone() for part in grad.parts]
+    given_values = [part.values for part in grad.parts]
     result = function(grad)
     if name == "data":
         assert same(result.to_dense(), wanted.to_dense())
@@ -105,7 +105,7 @@ def _as(part: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
 def test_sums_in_chunks(part: IndexedGrad, elements: int):
     found = torch.zeros(part.num_slots, part.slot_size, dtype=torch.float64)
     last = -1
-    for slots, total in sums(part, elements):
+    for slots, total in iter_sums(part, elements):
         assert total.numel() <= max(elements, part.slot_size)
         assert int(slots[0]) > last
         assert slots.tolist() == sorted(set(slots.tolist()))
@@ -117,14 +117,14 @@ def test_sums_in_chunks(part: IndexedGrad, elements: int):
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf"), -float("inf"), 0.0])
 @pytest.mark.parametrize("whole", [False, True])
 def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
-    monkeypatch.setattr(sums, "__defaults__", (8,))
+    monkeypatch.setattr(iter_sums, "__defaults__", (8,))
     torch.manual_seed(0)
     positions = (
         torch.cat([torch.arange(6), torch.tensor([1, 3])]) if whole else torch.tensor([1, 3, 1])
     )
     values = torch.randn(len(positions), 4, dtype=torch.float64)
     weights = [nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for _ in range(2)]
-    grad = compact([IndexedGrad(positions, values, 6, 4)], SHAPE, values)
+    grad = CompactGrad.of([IndexedGrad(positions, values, 6, 4)], SHAPE, values)
     weights[0].grad, weights[1].grad = grad, plain(grad)
     totals = [sparsestep.clip_grad_norm_([weight], 0.5, norm_type) for weight in weights]
     assert torch.allclose(*totals)
@@ -138,7 +138,7 @@ def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
 
 def test_clipping_of_nothing():
     weight = nn.Parameter(torch.zeros(SHAPE))
-    weight.grad = compact([], SHAPE, weight.detach())
+    weight.grad = CompactGrad.of([], SHAPE, weight.detach())
     assert float(sparsestep.clip_grad_norm_([weight], 1.0)) == 0.0
     sparsestep.clip_grad_value_([weight], 1.0)
     assert weight.grad._nnz() == 0

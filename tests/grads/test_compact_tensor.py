@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.grads.compact import CompactGrad, compact
+from sparsestep.grads.compact import CompactGrad
 from tests.grads.compact_cases import SHAPE, example
 from tests.nn.cases import plain, same
 from tests.torch_versions import loads_sparse_tensors
@@ -116,8 +116,8 @@ def test_other_changes_in_place():
 
 def test_what_is_materialized_is_not_the_memory_of_autograd():
     grad = example()
-    (part,) = grad._parts
-    held = compact([part._replace(indices=part.indices[:2], value_index=None, scale=None)],
+    (part,) = grad.parts
+    held = CompactGrad.of([part._replace(indices=part.indices[:2], value_index=None, scale=None)],
                    SHAPE, part.values)  # fmt: skip
     before = part.values.clone()
     for each in (grad, held, grad.detach(), held.clone()):

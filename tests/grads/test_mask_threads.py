@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from sparsestep.grads.masks import Selection
+from sparsestep.grads.masks import MaskSelection
 
 
 def test_a_selection_is_whole_before_it_counts_as_up_to_date():
@@ -14,11 +14,11 @@ def test_a_selection_is_whole_before_it_counts_as_up_to_date():
     mask = torch.zeros(1 << 22, dtype=torch.bool)
     mask[::2] = True
     for _ in range(5):
-        selection = Selection(mask, mask.shape)
+        selection = MaskSelection(mask, mask.shape)
         found: list[int] = []
 
-        def look(selection: Selection = selection, found: list[int] = found) -> None:
-            found.append(len(selection.update().positions))
+        def look(selection: MaskSelection = selection, found: list[int] = found) -> None:
+            found.append(len(selection.refresh().indices))
 
         threads = [threading.Thread(target=look) for _ in range(4)]
         for thread in threads:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep._native import ext
-from sparsestep.grads import compact as compact_module
-from sparsestep.grads.compact import compact
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.dedup import slot_norms
 from sparsestep.grads.indexed import IndexedGrad
-from sparsestep.grads.norms import slot_norms
 from tests.torch_versions import needs_tensors_that_the_core_reads
 
 pytestmark = pytest.mark.skipif(
@@ -78,15 +77,15 @@ def test_several_parts_give_the_bits_of_one_that_is_put_together(
 ):
     found = [part(*each, dtype) for each in parts]
     like, shape = torch.empty(0, dtype=dtype), torch.Size([ROWS, DIM])
-    first = compact([found[0]], shape, like)
-    together = compact([compact(found, shape, like).touched()], shape, like)
+    first = CompactGrad.of([found[0]], shape, like)
+    together = CompactGrad.of([CompactGrad.of(found, shape, like).indexed()], shape, like)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         theirs = stepped(rule, dtype, [first, first, together])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compact_module, "_joined", never)
-            ours = stepped(rule, dtype, [first, first, compact(found, shape, like)])
+            patch.setattr(IndexedGrad, "cat", never)
+            ours = stepped(rule, dtype, [first, first, CompactGrad.of(found, shape, like)])
     finally:
         torch.set_num_threads(before)
     for mine, its in zip(ours, theirs, strict=True):
@@ -99,7 +98,7 @@ def test_a_loop_with_two_look_ups_copies_no_values(monkeypatch: pytest.MonkeyPat
     optimizer = sparsestep.SparseAdam(table.parameters(), lr=0.1)
     for step in range(5):
         if step == 2:  # the core knows the parameter by now
-            monkeypatch.setattr(compact_module, "_joined", never)
+            monkeypatch.setattr(IndexedGrad, "cat", never)
         optimizer.zero_grad()
         centre = table(torch.tensor([1, 2, 1]))
         context = table(torch.tensor([[3, 1], [0, 0], [2, 5]]))
@@ -116,7 +115,7 @@ def test_values_that_the_step_writes_are_read_before():
         for _ in range(3):
             own = param.detach()[1:3] if shares else param.detach()[1:3].clone()
             others = torch.ones(3, DIM)
-            param.grad = compact(
+            param.grad = CompactGrad.of(
                 [
                     IndexedGrad(torch.tensor([0, 2, 2]), others, ROWS, DIM),
                     IndexedGrad(torch.tensor([1, 2, 6]), own, ROWS, DIM, torch.tensor([1, 0, 1])),
@@ -134,14 +133,14 @@ def test_a_bad_id_in_any_part_changes_nothing(where: int):
     param = torch.nn.Parameter(torch.ones(ROWS, DIM))
     optimizer = sparsestep.Adagrad([param], lr=0.1)
     parts = [part(seed, 20, "rows", torch.float32) for seed in (1, 2)]
-    param.grad = compact(parts, param.shape, param)
+    param.grad = CompactGrad.of(parts, param.shape, param)
     optimizer.step()
     optimizer.step()
     before = param.detach().clone()
     positions = parts[where].indices
     assert positions is not None
     positions[7] = ROWS
-    param.grad = compact(parts, param.shape, param)
+    param.grad = CompactGrad.of(parts, param.shape, param)
     with pytest.raises(sparsestep.InputError, match=rf"in \[0, {ROWS}\)"):
         optimizer.step()
     assert torch.equal(param, before)
@@ -159,7 +158,7 @@ def test_clipping_reads_several_parts_where_they_are(
 ):
     found = [part(*each, dtype) for each in parts]
     like, shape = torch.empty(0, dtype=dtype), torch.Size([ROWS, DIM])
-    together = slot_norms((compact(found, shape, like).touched(),), order)
+    together = slot_norms((CompactGrad.of(found, shape, like).indexed(),), order)
     ours = slot_norms(tuple(found), order)
     assert ours is not None
     assert together is not None

@@ -121,7 +121,7 @@ def test_the_gradient_of_the_factors_is_torchs(call: Call):
 def test_no_part_has_more_rows_than_there_are_bags(call: Call):
     ours, _ = pair(call)
     bags = len(call.backward(ours))
-    touched = ours.weight.grad.touched()
+    touched = ours.weight.grad.indexed()
     elements = 1 if touched.slot_size == call.dim else call.dim
     assert touched.values.numel() // touched.slot_size <= bags * elements
 

@@ -25,7 +25,7 @@ from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.finishing import finish
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import check_positions
+from sparsestep.grads.indexed import check_indices
 from sparsestep.memory import lazy as pages
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.tensors import memory_of
@@ -482,7 +482,7 @@ class PendingCatchUps:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+    def add(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
         """Have the rows current that an update touches, before it is computed."""
         self._pending.append(PendingCatchUp(update, selection))
 
@@ -522,7 +522,7 @@ class PendingCatchUp:
         calls: take note of the step, once it is prepared.
     """
 
-    def __init__(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+    def __init__(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
         self.update = update
         self._selection = selection
         # As they are now: a mask makes the gradient smaller, and a first step makes state.
@@ -531,7 +531,7 @@ class PendingCatchUp:
         self.calls: tuple[Callable[[], object], ...] = ()
         self._stale = 0
         if self._positions is not None:
-            check_positions(self._positions, self.rows)
+            check_indices(self._positions, self.rows)
 
     def prepare(self, clocks: Clocks, engine: str) -> int:
         """Bring the rows that the step touches up to date; returns how many were stale."""
@@ -568,7 +568,7 @@ class PendingCatchUp:
 
     @property
     def _among(self) -> Tensor | None:
-        return None if self._selection is None else self._selection.positions
+        return None if self._selection is None else self._selection.indices
 
     def _known(self, clocks: Clocks, engine: str) -> RowClock | None:
         """What is known of its rows; ``None`` where the parameter is new, or begins anew."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import cat
-from sparsestep.grads.indexed import HALVES
+from sparsestep.grads.indexed import HALF_DTYPES
 
 
 class BagSplit(NamedTuple):
@@ -123,7 +123,7 @@ def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
         >>> sum_duplicates(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 0, 1]), 2).tolist()
         [[2.0], [4.0]]
     """
-    wide = values.float() if values.dtype in HALVES else values
+    wide = values.float() if values.dtype in HALF_DTYPES else values
     sums = wide.new_zeros(count, *wide.shape[1:])
     return sums.index_add_(0, inverse, wide).to(values.dtype)
 

@@ -25,8 +25,7 @@ from sparsestep.distributed._table import (
     TableGroup,
 )
 from sparsestep.errors import InputError, message
-from sparsestep.grads.compact import CompactGrad, compact, parts_of, positions_of
-from sparsestep.grads.dedup import summed
+from sparsestep.grads.compact import CompactGrad, parts_of
 from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
 from sparsestep.grads.indexed import IndexedGrad
 
@@ -143,15 +142,15 @@ class ExchangedGrads:
     def __init__(self, tables: Sequence[ShardedTable]) -> None:
         self.error: BaseException | None = None
         self._before = [
-            (weight, weight.grad, _attributes(weight.grad)) for weight in _weights(tables)
+            (weight, weight.grad, _snapshot(weight.grad)) for weight in _weights(tables)
         ]
 
     def undo(self) -> None:
         """Restore the gradients that weights had before."""
         for weight, grad, attributes in self._before:
             weight.grad = grad
-            if grad is not None:
-                vars(grad).update(attributes)
+            if isinstance(grad, CompactGrad):
+                grad.restore(attributes)
 
 
 def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
@@ -237,10 +236,10 @@ def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> Outgoi
     table = handle.table
     (grad,) = grad_fn(rows)
     if table.order == "global":
-        grad = grad.expanded()
+        grad = grad.materialize_values()
         values = grad.values.reshape(-1, grad.slot_size)
-        return OutgoingGrad(handle, values.contiguous(), positions_of(grad).contiguous())
-    indices, sums = summed(grad)
+        return OutgoingGrad(handle, values.contiguous(), grad.flat_indices.contiguous())
+    indices, sums = sum_duplicates(grad)
     assert indices is not None
     return OutgoingGrad(handle, sums.to(table.weight.dtype), indices)
 
@@ -351,7 +350,7 @@ def _owner_grad(
 
 
 def _drop_absent_ranks(part: IndexedGrad, present: Tensor, dim: int) -> IndexedGrad:
-    indices, value_index = positions_of(part), part.value_index
+    indices, value_index = part.flat_indices, part.value_index
     if value_index is None:
         value_index = torch.arange(len(indices))
     inside = present[value_index * part.slot_size // dim].nonzero().squeeze(1)
@@ -391,9 +390,9 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
         raise dense_grad_error()
     parts = [*([] if grad is None else _exchanged_parts(grad)), *new]
     if isinstance(grad, CompactGrad) and not grad.is_materialized:
-        grad._parts = tuple(parts)  # in place: existing references to the gradient see the result
+        grad.replace_parts(parts)  # in place: existing references to the gradient see the result
     else:
-        grad = compact(parts, weight.shape, weight)
+        grad = CompactGrad.of(parts, weight.shape, weight)
     source = source_of(weight)
     assert source is not None
     grad.source, grad.is_sharded = ref(source), source.is_sharded(weight)

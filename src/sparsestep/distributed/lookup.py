@@ -36,7 +36,7 @@ from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
 from sparsestep.grads.compact import compact
 from sparsestep.grads.exchange import PendingGrad
-from sparsestep.grads.indexed import HALVES, IndexedGrad
+from sparsestep.grads.indexed import HALF_DTYPES, IndexedGrad
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import (
     check_ids,
@@ -152,7 +152,7 @@ def _request_partial_bags(
     )
 
     def sum_parts(rows: Tensor) -> Tensor:
-        summed = rows.float() if rows.dtype in HALVES else rows
+        summed = rows.float() if rows.dtype in HALF_DTYPES else rows
         total = summed.new_zeros(count, table.dim).index_add(0, split.bags, summed)
         return average(total.to(rows.dtype))
 
@@ -462,7 +462,7 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
     """The module's own gradient. The graph stays, for as long as more may come."""
     grad: Any
     (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
-    parts: Sequence[IndexedGrad] = grad._parts
+    parts: Sequence[IndexedGrad] = grad.parts
     return parts
 
 
@@ -590,7 +590,7 @@ def _return_rows(
 def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
     """Sum over ranks, in their order; half precision is rounded once."""
     first, second, *others = pieces
-    is_half = first.dtype in HALVES
+    is_half = first.dtype in HALF_DTYPES
     total = torch.add(first.float() if is_half else first, second)
     for each in others:
         total += each

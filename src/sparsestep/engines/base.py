@@ -103,7 +103,8 @@ class ParamUpdate:
 
     def refuse(self, why: object) -> InputError:
         """The error that names the parameter."""
-        return InputError(f"{self.settings.who(self.index)}: {why}")
+        error = type(why) if isinstance(why, InputError) else InputError
+        return error(f"{self.settings.who(self.index)}: {why}")
 
 
 class Engine(Protocol):

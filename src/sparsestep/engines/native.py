@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsestep._native import ext, isa
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.engines.lowering import lowered
-from sparsestep.errors import InputError
-from sparsestep.grads.indexed import bad_index
+from sparsestep.errors import RangeError
+from sparsestep.grads.indexed import index_error
 from sparsestep.grads.layouts import Gradient
 from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, RecordError, record
@@ -197,10 +197,10 @@ def _for_core(program: Program) -> CoreProgram:
 
 if TYPE_CHECKING:
     from sparsestep._C import _NativeGroup as NativeGroup
-    from sparsestep.grads.masks import MaskBefore
+    from sparsestep.grads.masks import CachedMask
 
     # Of a group as it was read: its values, what the core was told, its masks, if it has any.
-    GroupBefore = tuple[tuple[Any, ...], NativeGroup | None, list[MaskBefore] | None]
+    GroupBefore = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 
@@ -268,7 +268,7 @@ class Native:
             return False
         touched = update.touched
         if not touched.values.is_contiguous():
-            touched = touched.in_rows()
+            touched = touched.with_value_rows()
         param, *state = update.written
         return self._jobs.add(
             *(group, update.step, touched, param, state, update.seed, update.dealt),
@@ -284,8 +284,8 @@ class Native:
         bad = self._jobs.prepare(torch.get_num_threads())
         if bad is not None:
             settings, index, slots, position = bad
-            why = bad_index(0, slots, position)
-            raise InputError(f"{settings.who(index)}: {why}")
+            why = index_error(position, slots)
+            raise RangeError(f"{settings.who(index)}: {why}")
 
 
 def group_of(settings: Settings) -> NativeGroup | None:

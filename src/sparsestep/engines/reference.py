@@ -17,8 +17,8 @@ from sparsestep.engines import rounding
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.finishing import finish
 from sparsestep.errors import InputError
-from sparsestep.grads.dedup import summed
-from sparsestep.grads.indexed import HALVES
+from sparsestep.grads.dedup import sum_duplicates
+from sparsestep.grads.indexed import HALF_DTYPES
 from sparsestep.memory.tensors import overlapping
 from sparsestep.rules import int8
 
@@ -40,7 +40,7 @@ class Result:
     def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed, settings = self.update.seed, self.update.settings
         is_code = dtype is torch.int8
-        if seed is None or not (is_code or (settings.stochastic and dtype in HALVES)):
+        if seed is None or not (is_code or (settings.stochastic and dtype in HALF_DTYPES)):
             return new.to(dtype)
         slots = self.slots
         if slots is None:
@@ -120,7 +120,7 @@ def _append_writes(update: ParamUpdate, writes: list[Callable[[], object]]) -> N
 def compute(update: ParamUpdate) -> Result:
     """Evaluate the rule on the touched part; raises if a position is no slot; writes nothing."""
     settings, touched = update.settings, update.touched
-    slots, grad = summed(touched)
+    slots, grad = sum_duplicates(touched)
     if grad.numel() == 0:
         return Result(update, slots, [])
     tensors = update.written

@@ -1,6 +1,6 @@
-"""Gradients of every layout, and the one form that they become: ``touched.IndexedGrad``.
+"""Gradients of every layout, and the one form that they become: ``indexed.IndexedGrad``.
 
-``layouts`` and ``compressed`` turn a gradient into it, ``masks`` makes it smaller, ``merge`` sums
-duplicates. ``compact`` is an embedding's gradient as it comes; the other ``compact_*`` modules are
-how torch sees it. ``norms`` and ``clip`` are for clipping. May import ``memory`` and what is below.
+``layouts`` converts a gradient to it, ``masks`` selects a part of it, ``dedup`` sums duplicates.
+``compact`` is the gradient of our embeddings, ``clip`` clips gradients of all layouts, ``exchange``
+moves those of sharded tables between ranks.
 """

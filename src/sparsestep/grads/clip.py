@@ -1,21 +1,19 @@
 """Clipping of dense and sparse gradients together, as torch.nn.utils clips dense ones.
 
-A gradient is clipped as the mathematical tensor that it stands for: entries of the same slot are
-summed, in at least float32, and what it does not hold is zero. Nothing is ever made dense.
+A gradient is clipped as the tensor that it represents: entries of the same slot are summed, in at
+least float32, and missing entries are zero. Nothing is ever made dense.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.masked import MaskedTensor
 from torch.nn import utils
 
 from sparsestep._process import uninterrupted
@@ -28,11 +26,11 @@ from sparsestep._torch import (
     uses_of_memory,
     without_autocast,
 )
-from sparsestep.errors import InputError, message, usable, warn
-from sparsestep.grads.compact import CompactGrad
-from sparsestep.grads.compact_clip import clamped
+from sparsestep.errors import InputError, error_prefix, message, usable, warn
+from sparsestep.grads.compact import append_implicit_zero, clamp_sums, norm_equivalent
+from sparsestep.grads.dedup import coo_sums
 from sparsestep.grads.exchange import exchange_grads, norm_over_ranks, sources_of
-from sparsestep.grads.norms import coo_sums, elements, held_by
+from sparsestep.grads.layouts import GradLayout, classify, stored_mask
 from sparsestep.memory.tensors import has_internal_overlap
 
 
@@ -73,21 +71,25 @@ def clip_grad_norm_(
         >>> table.weight.grad.to_dense()[1].norm()
         tensor(1.0000)
     """
-    params, held = _gradients("clip_grad_norm_", parameters)
+    params, grads = _collect("clip_grad_norm_", parameters)
     with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
         norm_type, max_norm = float(norm_type), float(max_norm)
     sources = sources_of(params)
-    grads = [each.grad for each in held]
     # Torch's function does not write views that are lazily conjugate or negative.
-    unusual = any(not _is_dense(grad) or grad.is_conj() or grad.is_neg() for grad in grads)
-    if not unusual and not sources:
-        with without_autocast(grads[0].device.type if grads else "cpu"):
+    is_standard = all(
+        each.layout is GradLayout.STRIDED and not each.grad.is_conj() and not each.grad.is_neg()
+        for each in grads
+    )
+    if is_standard and not sources:
+        with without_autocast(grads[0].grad.device.type if grads else "cpu"):
             return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = norm_over_ranks(held, sources, norm_type, lambda some: _norm(some, norm_type, foreach))
+    total = norm_over_ranks(
+        grads, sources, norm_type, lambda some: _total_norm(some, norm_type, foreach)
+    )
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
-    dtypes = (each.grad.dtype.to_real() for each in held)
-    shown = total.to(functools.reduce(torch.promote_types, dtypes)) if held else total.float()
+    dtypes = (each.grad.dtype.to_real() for each in grads)
+    shown = total.to(functools.reduce(torch.promote_types, dtypes)) if grads else total.float()
     if error_if_nonfinite and not bool(shown.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -96,7 +98,7 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    uninterrupted(partial(_scale, [each.grad for each in held], factor, foreach))
+    uninterrupted(partial(_scale_grads, grads, factor, foreach))
     return shown
 
 
@@ -130,125 +132,121 @@ def clip_grad_value_(
                               [1.0000, 1.0000]]),
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
-    _, held = _gradients("clip_grad_value_", parameters)
+    _, grads = _collect("clip_grad_value_", parameters)
     with usable("clip_grad_value_: clip_value must be a number"):
         bound = float(clip_value)
-    in_place, apart = [], dict[Tensor, Tensor]()
-    for each in held:
-        grad = each.grad
-        if _is_dense(grad):
+    dense, in_place, replaced = [], [], dict[Tensor, Tensor]()
+    for each in grads:
+        if each.layout is GradLayout.STRIDED:
+            dense.append(each.param)
             continue
-        with _said_of(each):
-            new = _clamped(grad, bound)
+        with error_prefix(each.name):
+            new = _clamp(each, bound)
         if new is None:
-            in_place.append(grad)
+            in_place.append(each)
         else:
-            apart[grad] = new
-    dense = [each.param for each in held if _is_dense(each.grad)]
-    if dense:  # torch's function fails where there is no gradient at all
+            replaced[each.grad] = new
+    if dense:  # torch's function fails if there is no gradient at all
         utils.clip_grad_value_(dense, clip_value, foreach)
-    for grad in in_place:
-        _values(grad).clamp_(-bound, bound)
-    for grad, new in apart.items():
+    for each in in_place:
+        _stored_values(each).clamp_(-bound, bound)
+    for grad, new in replaced.items():
         grad.data = new
 
 
-def _clamped(grad: Tensor, bound: float) -> Tensor | None:
-    """A gradient with its sums clamped; ``None`` where its values may be clamped as they are."""
-    _check_clampable(grad, bound)
-    if _is_compact(grad):
-        return clamped(grad, -bound, bound)
-    merged = None if isinstance(grad, MaskedTensor) else _clamped_sums(grad, bound)
-    if merged is not None or _alone(grad):
-        return merged
-    values = coo_values(grad).clamp(-bound, bound)
-    return _coo(grad, coo_indices(grad), values, grad.is_coalesced())
+class _NamedGrad(NamedTuple):
+    """A parameter's gradient, and its name in messages."""
 
-
-class _Held(NamedTuple):
-    """A gradient, whose it is, and how a message calls the two."""
-
-    who: str
+    name: str
     param: Tensor
     grad: Tensor
+    layout: GradLayout
 
 
-def _gradients(
+def _collect(
     function: str, parameters: Tensor | Iterable[Tensor]
-) -> tuple[list[Tensor], list[_Held]]:
-    """All parameters, and the gradients of those that have one, checked."""
+) -> tuple[list[Tensor], list[_NamedGrad]]:
+    """Return all parameters, and the gradients of those that have one, checked."""
     given: object = parameters
+    requirement = f"{function} takes a tensor or an iterable of tensors"
     if not isinstance(given, Iterable):
-        requirement = f"{function} takes a tensor or an iterable of tensors"
         raise InputError(message(requirement, f"a {type(given).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
     exchange_grads(params, function)
-    held = []
+    grads = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
-            requirement = f"{function} takes a tensor or an iterable of tensors"
             raise InputError(message(requirement, f"a {type(param).__name__} at {index}"))
         grad = param.grad
-        if grad is not None:
-            held.append(_Held(f"{function}: param {index}", param, grad))
-            with _said_of(held[-1]):
-                _check(grad)
-            if _is_dense(grad) and not grad.is_contiguous() and has_internal_overlap(grad):
-                # Scaled in place, elements that share memory would be scaled more than once.
-                param.grad = grad.clone(memory_format=torch.contiguous_format)
-                held[-1] = held[-1]._replace(grad=param.grad)
-    return params, held
+        if grad is None:
+            continue
+        found = _NamedGrad(f"{function}: param {index}", param, grad, classify(grad))
+        with error_prefix(found.name):
+            _check_clippable(found)
+        if (
+            found.layout is GradLayout.STRIDED
+            and not grad.is_contiguous()
+            and has_internal_overlap(grad)
+        ):
+            # Scaled in place, elements that share memory would be scaled more than once.
+            param.grad = grad.clone(memory_format=torch.contiguous_format)
+            found = found._replace(grad=param.grad)
+        grads.append(found)
+    return params, grads
 
 
-@contextlib.contextmanager
-def _said_of(held: _Held) -> Iterator[None]:
-    """Whose gradient a refusal is about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{held.who}: {error}") from None
-
-
-def _is_dense(grad: Tensor) -> bool:
-    # The mask first: such a tensor's is_sparse is a method, hence always true.
-    return not isinstance(grad, MaskedTensor) and not grad.is_sparse
-
-
-def _is_compact(grad: Tensor) -> TypeGuard[CompactGrad]:
-    return isinstance(grad, CompactGrad) and not grad.is_materialized
-
-
-def _check(grad: Tensor) -> None:
-    if _is_dense(grad):
-        if grad.layout is not torch.strided:
-            requirement = "the gradient must be a strided or COO tensor, or a MaskedTensor"
-            remedy = "Convert it with .to_sparse_coo()"
-            raise InputError(message(requirement, f"layout {grad.layout}", remedy))
-    elif not (grad.is_floating_point() or grad.is_complex()):
+def _check_clippable(grad: _NamedGrad) -> None:
+    if grad.layout in (GradLayout.COMPRESSED, GradLayout.UNSUPPORTED):
+        requirement = "the gradient must be a strided or COO tensor, or a MaskedTensor"
+        remedy = "Convert it with .to_sparse_coo()"
+        raise InputError(message(requirement, f"layout {grad.grad.layout}", remedy))
+    is_number = grad.grad.is_floating_point() or grad.grad.is_complex()
+    if grad.layout is not GradLayout.STRIDED and not is_number:
         requirement = "the gradient must have a floating-point or complex dtype"
-        raise InputError(message(requirement, grad.dtype))
+        raise InputError(message(requirement, grad.grad.dtype))
 
 
-def _check_clampable(grad: Tensor, bound: float) -> None:
+def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
+    """Return the gradient with its sums clamped; None if its values may be clamped in place."""
+    grad = named.grad
     if grad.is_complex():
         requirement = "the gradient must be real, because complex numbers have no order"
         raise InputError(message(requirement, grad.dtype))
     if not bound >= 0:  # nor NaN
         requirement = "clip_value must be at least 0, so that entries outside the gradient stay 0"
         raise InputError(message(requirement, bound))
+    if named.layout is GradLayout.COMPACT:
+        return clamp_sums(grad, -bound, bound)  # type: ignore[arg-type]
+    merged = None if named.layout is GradLayout.MASKED else _clamp_coo(grad, bound)
+    if merged is not None or _owns_values(named):
+        return merged
+    values = coo_values(grad).clamp(-bound, bound)
+    return _coo_like(grad, coo_indices(grad), values, grad.is_coalesced())
 
 
-def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of the norms of all gradients, on the device of the first, like torch's.
+def _clamp_coo(grad: Tensor, bound: float) -> Tensor | None:
+    """Return the gradient coalesced and clamped, or None if it has no duplicates."""
+    slots, values = coo_sums(grad)
+    if slots is None or len(slots) == grad._nnz():
+        return None
+    leading = grad.shape[: grad.sparse_dim()]
+    indices = stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
+    values = values.clamp(-bound, bound).to(grad.dtype)
+    return _coo_like(grad, indices, values.reshape(len(slots), *coo_values(grad).shape[1:]), True)
 
-    This is a function because the views of values that it takes must be gone before ``_alone``.
+
+def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of the norms of all gradients, on the device of the first, like torch's.
+
+    This is a function because the views of values that it takes must be gone before
+    ``_owns_values``.
     """
     tensors = []
-    for each in held:
-        with _said_of(each):
-            tensors.append(elements(each.grad, norm_type))
+    for each in grads:
+        with error_prefix(each.name):
+            tensors.append(_norm_equivalent(each, norm_type))
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     if foreach is False or any(t.dtype != dtype for t, dtype in zip(tensors, wide, strict=True)):
         # In at least float32: what float16 cannot hold would make every gradient zero.
@@ -264,36 +262,34 @@ def _norm(held: Sequence[_Held], norm_type: float, foreach: bool | None) -> Tens
     return total
 
 
-def _scale(grads: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
-    """Multiply gradients of all kinds, those in shared memory by themselves."""
-    # In this order: what shares its memory is read before anything is written.
-    in_place, apart, compacts = [], dict[Tensor, Tensor](), []
-    for grad in grads:
-        if _is_compact(grad):
-            compacts.append(grad)
-        elif _is_dense(grad) or _alone(grad):
-            in_place.append(grad)
+def _norm_equivalent(named: _NamedGrad, order: float) -> Tensor:
+    if named.layout is not GradLayout.MASKED:
+        return norm_equivalent(named.grad, order)
+    values, mask = stored_mask(named.grad)
+    selected = values[mask].to(torch.promote_types(named.grad.dtype, torch.float32))
+    return append_implicit_zero(selected, selected.numel(), named.grad, order)
+
+
+def _scale_grads(grads: Sequence[_NamedGrad], factor: Tensor, foreach: bool | None) -> None:
+    """Multiply all gradients; those that share memory get new values."""
+    # In this order: shared memory is read before anything is written.
+    in_place, replaced, compact = [], dict[Tensor, Tensor](), []
+    for each in grads:
+        grad = each.grad
+        if each.layout is GradLayout.COMPACT:
+            compact.append(grad)
+        elif each.layout is GradLayout.STRIDED or _owns_values(each):
+            in_place.append(each)
         else:
-            apart[grad] = apart.get(grad, coo_values(grad)) * factor.to(grad.device)
-    _multiply([_values(grad) for grad in in_place], factor, foreach)
-    for grad, values in apart.items():
-        grad.data = _coo(grad, coo_indices(grad), values, grad.is_coalesced())
-    for grad in compacts:
+            replaced[grad] = replaced.get(grad, coo_values(grad)) * factor.to(grad.device)
+    _foreach_mul([_stored_values(each) for each in in_place], factor, foreach)
+    for grad, values in replaced.items():
+        grad.data = _coo_like(grad, coo_indices(grad), values, grad.is_coalesced())
+    for grad in compact:
         grad.mul_(factor.to(grad.device))  # gives it new rows
 
 
-def _clamped_sums(grad: Tensor, bound: float) -> Tensor | None:
-    """The gradient coalesced and clamped, or ``None`` if it has no duplicates."""
-    slots, values = coo_sums(grad)
-    if slots is None or len(slots) == grad._nnz():
-        return None
-    leading = grad.shape[: grad.sparse_dim()]
-    indices = stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
-    values = values.clamp(-bound, bound).to(grad.dtype)
-    return _coo(grad, indices, values.reshape(len(slots), *coo_values(grad).shape[1:]), True)
-
-
-def _coo(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
+def _coo_like(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -304,47 +300,43 @@ def _coo(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tens
     )
 
 
-def _multiply(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+def _foreach_mul(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for device, some in by_device.items():
         # Torch's kernel for lists does not write conjugate or negative views.
-        listed = []
-        for tensor in some:
-            if foreach is False or tensor.is_conj() or tensor.is_neg():
-                tensor.mul_(factor.to(device))
-            else:
-                listed.append(tensor)
-        if listed:
-            foreach_mul_(listed, factor.to(device))
+        if foreach is False or tensor.is_conj() or tensor.is_neg():
+            tensor.mul_(factor.to(tensor.device))
+        else:
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for device, some in by_device.items():
+        foreach_mul_(some, factor.to(device))
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The values that a gradient stores, for writing."""
-    if isinstance(grad, MaskedTensor):
-        return held_by(grad)[0]
-    return coo_values(grad) if grad.is_sparse else grad
+def _stored_values(named: _NamedGrad) -> Tensor:
+    """Return the values that a gradient stores, for writing."""
+    if named.layout is GradLayout.MASKED:
+        return stored_mask(named.grad)[0]
+    return coo_values(named.grad) if named.layout is GradLayout.COO else named.grad
 
 
-def _alone(grad: Tensor) -> bool:
+def _owns_values(named: _NamedGrad) -> bool:
     """Whether a COO gradient's values can be written without changing anything else.
 
     Autograd expands values, and where the rows of two tables were added it gives both gradients the
     same memory: scaled in place, each would be scaled by the factor of the other as well. A masked
     tensor has copied its own.
     """
-    if isinstance(grad, MaskedTensor):
+    if named.layout is GradLayout.MASKED:
         return True
-    if not coo_values(grad).is_contiguous():
+    if not coo_values(named.grad).is_contiguous():
         return False
-    users = uses_of_memory(coo_values(grad))
-    return users is not None and users == _users_when_alone()
+    uses = uses_of_memory(coo_values(named.grad))
+    return uses is not None and uses == _uses_if_unshared()
 
 
 @functools.cache
-def _users_when_alone() -> int | None:
-    """How many that is of a gradient that shares nothing: that depends on torch's version."""
+def _uses_if_unshared() -> int | None:
+    """The use count of a gradient's memory that is not shared, which depends on torch's version."""
     with torch.device("cpu"):
         indices = torch.zeros(1, 1, dtype=torch.int64)
         grad = torch.sparse_coo_tensor(indices, torch.zeros(1), (1,), check_invariants=False)

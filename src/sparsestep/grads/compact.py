@@ -1,17 +1,17 @@
-"""Compact: the gradient of an embedding as it comes, one row for each row of the output.
+"""CompactGrad: the gradient of an embedding, with one row for each row of the output.
 
-A bag of a hundred ids has one gradient, and so does its output; the ordinary gradient of the table
-is a copy of it for each id. A Compact keeps the ids and the gradient of the output. Optimizers here
-work from that (``touched``). For everyone else it is a sparse gradient like any other: autograd
-adds it up, numbers scale it, and whoever asks for more gets the ordinary COO tensor.
+A bag of a hundred ids has one output row, hence one gradient row; the ordinary gradient of the
+table is a copy of it for each id. A CompactGrad stores the ids and the gradient of the output,
+which our optimizers read (``indexed``). For other code it is a sparse gradient: autograd adds
+it up, numbers scale it, torch clips it, and whatever else is asked of it, a COO tensor answers.
 
-It does so in two places, because torch asks in two: ``__torch_function__`` for calls from Python,
-``__torch_dispatch__`` for those from torch's own C++. What it answers without being written out
-is in ``compact_tensor.py`` and ``compact_clip.py``.
+Torch has two protocols for this: ``__torch_function__`` for calls from Python, and
+``__torch_dispatch__`` for calls from torch's own C++.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,12 +27,14 @@ from sparsestep._torch import (
     cat,
     coo_indices,
     coo_values,
+    foreach_unscale_,
     graph_task_id,
     stack,
     tree_map_only,
     without_torch_function,
 )
 from sparsestep.errors import InputError, message
+from sparsestep.grads.dedup import coo_sums, iter_sums, norm_of_sums, slot_norms
 from sparsestep.grads.exchange import (
     GradSource,
     PendingGrad,
@@ -45,23 +47,23 @@ from sparsestep.grads.indexed import IndexedGrad
 _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
 
 
-def is_in_place(func: Any) -> bool:
-    """Whether it writes what it is called on."""
+def _is_in_place(func: Any) -> bool:
+    """Whether a function writes its first argument."""
     return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
 
 
-# What modes that watch torch's operators call: these come to __torch_dispatch__ next.
-OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
-SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+# Operators called by dispatch modes: these come to __torch_dispatch__ next.
+_OP_TYPES = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
-# These have to do with the values, the other attributes of a tensor only with the tensor.
-_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
-_ATTRIBUTES = [
+# Attributes that depend on the values; all others are metadata.
+_DATA_ATTRIBUTES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
+_METADATA = [
     attribute
     for name, attribute in vars(Tensor.__mro__[1]).items()
-    if isinstance(attribute, types.GetSetDescriptorType) and name not in _OF_VALUES
+    if isinstance(attribute, types.GetSetDescriptorType) and name not in _DATA_ATTRIBUTES
 ]
-# Methods for which the same holds, and those that have an answer.
+# Methods that read metadata only, and those that have a handler.
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
     "__format__",
@@ -75,7 +77,7 @@ _METHODS = (
     *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
     *("_foreach_zero_", "_foreach_copy_"),
 )
-# Those whose answer is in ``compact_clip.py``: it depends on all rows, summed.
+# Methods whose handler needs the sums of all rows.
 _CLIPPING = (
     *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
     *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
@@ -84,30 +86,30 @@ _CLIPPING = (
 )
 
 
-def _named(names: Iterable[str]) -> Iterator[Any]:
+def _functions(names: Iterable[str]) -> Iterator[Any]:
     for name in names:
         for owner in (Tensor, torch):
             if hasattr(owner, name):
                 yield getattr(owner, name)
 
 
-OF_ALL_VALUES: frozenset[Any] = frozenset(
-    [*_named(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm]
+_NEEDS_SUMS: frozenset[Any] = frozenset(
+    [*_functions(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm]
 )
-UNCHANGED: frozenset[Any] = frozenset(
+_KEEPS_COMPACT: frozenset[Any] = frozenset(
     [
-        *(attribute.__get__ for attribute in _ATTRIBUTES),
-        *(attribute.__set__ for attribute in _ATTRIBUTES),
-        *_named(_METHODS),
+        *(attribute.__get__ for attribute in _METADATA),
+        *(attribute.__set__ for attribute in _METADATA),
+        *_functions(_METHODS),
     ]
 )
 
 
 class CompactGrad(Tensor):
-    """A gradient that was never written out, in parts, each of which is an IndexedGrad.
+    """A sparse gradient stored as IndexedGrads, one for each lookup of the table.
 
-    Asking for its values, or anything else that only an ordinary tensor has, *materializes* it:
-    from then on it is that tensor, so that what is done to the values in place is done to the
+    Code that reads its values, or anything else that only an ordinary tensor has, *materializes*
+    it: from then on it is that tensor, so that in-place changes of the values are changes of the
     gradient.
 
     Example:
@@ -115,16 +117,45 @@ class CompactGrad(Tensor):
         >>> bag = sparsestep.nn.EmbeddingBag(1000, 16, mode="sum")
         >>> bag(torch.tensor([[3, 1, 3, 7]])).sum().backward()
         >>> grad = bag.weight.grad
-        >>> type(grad).__name__, grad.is_sparse, grad.touched().values.shape
+        >>> type(grad).__name__, grad.is_sparse, grad.indexed().values.shape
         ('CompactGrad', True, torch.Size([1, 16]))
         >>> grad.coalesce().values().shape
         torch.Size([3, 16])
+
+    Attributes:
+        parts: an IndexedGrad for each lookup, or a PendingGrad if the table is sharded. The native
+            core reads them by this name.
     """
 
-    _parts: tuple[Any, ...]  # each is an IndexedGrad, or PendingGrad where a table is sharded
+    parts: tuple[Any, ...]
     _materialized: Tensor | None
-    source: ref[GradSource] | None = None  # where a sharded table's gradient came from
-    is_sharded: bool = False  # whether other processes have other rows of it
+    source: ref[GradSource] | None = None  # of a sharded table's gradient
+    is_sharded: bool = False  # whether other ranks have other rows of it
+
+    @staticmethod
+    def of(parts: Iterable[Any], shape: torch.Size, like: Tensor) -> CompactGrad:
+        """Create a gradient.
+
+        Args:
+            parts: in the order in which they are summed; with num_slots and slot_size.
+            shape: the parameter's.
+            like: a tensor of its dtype, on its device.
+
+        Example:
+            >>> row = torch.tensor([0, 0])
+            >>> bag = IndexedGrad(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, row)
+            >>> CompactGrad.of([bag], torch.Size([5, 2]), bag.values)
+            tensor(indices=tensor([[3, 1]]),
+                   values=tensor([[1., 1.],
+                                  [1., 1.]]),
+                   size=(5, 2), nnz=2, layout=torch.sparse_coo)
+        """
+        made: CompactGrad = Tensor._make_wrapper_subclass(
+            CompactGrad, shape, dtype=like.dtype, device=like.device
+        )
+        made.parts = tuple(parts)
+        made._materialized = None
+        return made
 
     @property
     def is_materialized(self) -> bool:
@@ -132,11 +163,11 @@ class CompactGrad(Tensor):
         return self._materialized is not None
 
     @property
-    def is_pending(self) -> bool:
-        """Whether a part of it is still to be sent to the process that has the rows."""
-        return any(isinstance(part, PendingGrad) for part in self._parts)
+    def has_pending_parts(self) -> bool:
+        """Whether a part of it is still to be sent to the rank that owns the rows."""
+        return any(isinstance(part, PendingGrad) for part in self.parts)
 
-    # Torch's own code is in C++ and sees a strided tensor; Python sees what it stands for.
+    # Torch's C++ sees a strided tensor; Python sees the layout of the ordinary gradient.
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
@@ -148,51 +179,64 @@ class CompactGrad(Tensor):
         """The layout of the ordinary gradient."""
         return torch.sparse_coo if self._materialized is None else self._materialized.layout
 
-    def touched(self) -> IndexedGrad:
-        """The gradient in canonical form; no row is written out. Not once it is materialized."""
-        parts = self.parts()
-        return parts[0] if len(parts) == 1 else _joined(parts)
+    def indexed(self) -> IndexedGrad:
+        """Return the canonical form, without copying values. Not for a materialized gradient."""
+        parts = self.local_parts()
+        return parts[0] if len(parts) == 1 else IndexedGrad.cat(parts)
 
-    def parts(self) -> tuple[IndexedGrad, ...]:
-        """The same in parts, at least one: each lookup has left its own."""
+    def local_parts(self) -> tuple[IndexedGrad, ...]:
+        """Return the parts, at least one, after exchanging pending ones."""
         assert self._materialized is None
-        if self.is_pending:
+        if self.has_pending_parts:
             exchange_grad_of(self)
-        return self._parts or (_nothing(self),)
+        return self.parts or (_empty_part(self),)
+
+    def replace_parts(self, parts: Iterable[Any]) -> None:
+        """Become the gradient that has these parts."""
+        self.parts, self._materialized = tuple(parts), None
 
     def materialize_(self) -> Tensor:
-        """The ordinary gradient that it is from now on."""
+        """Become an ordinary gradient, and return it."""
         if self._materialized is None:
-            self._materialized = _written_out(self)
-            self._parts = ()
+            self._become(_to_coo(self))
+        assert self._materialized is not None
         return self._materialized
 
-    def assign_(self, other: Tensor) -> None:
+    def snapshot(self) -> dict[str, Any]:
+        """Return what an exchange changes, for ``restore``."""
+        names = ("parts", "_materialized", "source", "is_sharded")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Undo an exchange."""
+        vars(self).update(snapshot)
+
+    def _become(self, tensor: Tensor) -> None:
+        self.parts, self._materialized = (), tensor
+
+    def copy_from_(self, other: Tensor) -> None:
         """Take the values of another gradient."""
         if isinstance(other, CompactGrad) and not other.is_materialized:
-            self._parts, self._materialized = other._parts, None
+            self.replace_parts(other.parts)
         else:
-            self._parts, self._materialized = (
-                (),
-                materialized(other).detach().to(self.dtype, copy=True),
-            )
+            self._become(materialize(other).detach().to(self.dtype, copy=True))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # Looking at a gradient does not change what it is.
-        if self.is_pending:
+        # Printing a gradient does not materialize it.
+        if self.has_pending_parts:
             return f"tensor(..., size={tuple(self.shape)}, still to be exchanged)"
-        return repr(_written_out(self) if self._materialized is None else self._materialized)
+        return repr(_to_coo(self) if self._materialized is None else self._materialized)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in OF_ALL_VALUES:
-            tree_map_only(CompactGrad, _check_not_recorded, (args, kwargs))
-        elif func not in UNCHANGED and not isinstance(func, OPERATORS):
-            if func == SET_DATA and isinstance(args[0], CompactGrad):
-                return args[0].assign_(args[1])
-            result = _on_materialized(func, args, kwargs or {})
+        if func in _NEEDS_SUMS:
+            tree_map_only(CompactGrad, _check_no_double_backward, (args, kwargs))
+        elif func not in _KEEPS_COMPACT and not isinstance(func, _OP_TYPES):
+            if func == _SET_DATA and isinstance(args[0], CompactGrad):
+                return args[0].copy_from_(args[1])
+            result = _call_materialized(func, args, kwargs or {})
             if func == VALUES_OF_COO and args[0].source is not None:
                 return UnscaledValues.of(result, args[0].source)
             return result
@@ -205,133 +249,55 @@ class CompactGrad(Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():  # a backward() in a function that is compiled
             return torch.compiler.disable(cls.__torch_dispatch__)(func, types, args, kwargs)
-        answer = ANSWERS.get(func)
-        if answer is not None:
-            result = answer(*args, **(kwargs or {}))
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return _on_materialized(func, args, kwargs or {})
+        return _call_materialized(func, args, kwargs or {})
 
 
 if ext is not None:
     ext.set_compact_class(CompactGrad)
 
 
-def compact(parts: Iterable[IndexedGrad], shape: torch.Size, like: Tensor) -> CompactGrad:
-    """The gradient of a parameter that has these parts.
-
-    Args:
-        parts: in the order in which they are to be summed; with real numbers of slots and elements.
-        shape: the parameter's.
-        like: a tensor of its dtype, on its device.
-
-    Example:
-        >>> bag = IndexedGrad(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, torch.tensor([0, 0]))
-        >>> compact([bag], torch.Size([5, 2]), bag.values)
-        tensor(indices=tensor([[3, 1]]),
-               values=tensor([[1., 1.],
-                              [1., 1.]]),
-               size=(5, 2), nnz=2, layout=torch.sparse_coo)
-    """
-    made: CompactGrad = Tensor._make_wrapper_subclass(
-        CompactGrad, shape, dtype=like.dtype, device=like.device
-    )
-    made._parts = tuple(parts)
-    made._materialized = None
+def _like(grad: Tensor, parts: tuple[Any, ...], tensor: Tensor | None = None) -> CompactGrad:
+    """Create another gradient of the same parameter, of parts or of an ordinary tensor."""
+    with without_torch_function():  # shape, dtype and device are those that torch's C++ sees
+        made = CompactGrad.of(parts, grad.shape, grad)
+    made._materialized = tensor
     return made
 
 
-# What torch may ask without materializing it, and who answers. An answer may be NotImplemented.
-ANSWERS: dict[Any, Callable[..., Any]] = {}
+# Conversion
 
 
-def like(
-    grad: Tensor, parts: tuple[IndexedGrad, ...], ordinary: Tensor | None = None
-) -> CompactGrad:
-    """Another gradient of the same parameter."""
-    with without_torch_function():  # shape, dtype and device are torch's business
-        made = compact(parts, grad.shape, grad)
-    made._materialized = ordinary
-    return made
-
-
-# From parts to an ordinary gradient, and back
-
-
-def _joined(parts: Sequence[IndexedGrad]) -> IndexedGrad:
-    """All parts as one, over the smallest slots that any of them has."""
-    slots = max(part.num_slots for part in parts)
-    parts = [part if part.num_slots == slots else part.finer(slots) for part in parts]
-    block = parts[0].slot_size
-    values = [_rows(part) for part in parts]
-    positions = cat([positions_of(part) for part in parts])
-    source = scale = None
-    if any(part.value_index is not None for part in parts):
-        source = cat(_sources(parts, [len(rows) for rows in values]))
-    if any(part.scale is not None for part in parts):
-        scale = cat([_scale(part) for part in parts])
-    return IndexedGrad(positions, cat(values), slots, block, source, scale)
-
-
-def positions_of(part: IndexedGrad) -> Tensor:
-    """The slot of each entry, as a vector."""
-    assert part.indices is not None
-    return part.indices.reshape(-1)
-
-
-def _rows(part: IndexedGrad) -> Tensor:
-    values, block = part.values, part.slot_size
-    return values.reshape(values.numel() // block if block else len(values), block)
-
-
-def _sources(parts: Sequence[IndexedGrad], rows: Sequence[int]) -> list[Tensor]:
-    """The rows that each part's entries take, counted through all parts."""
-    first, found = 0, []
-    for part, count in zip(parts, rows, strict=True):
-        own = part.value_index
-        if own is None:
-            own = torch.arange(count, device=part.values.device)
-        found.append(own + first)
-        first += count
-    return found
-
-
-def _scale(part: IndexedGrad) -> Tensor:
-    if part.scale is not None:
-        return part.scale
-    ones: Tensor = part.values.new_ones(
-        positions_of(part).numel(), dtype=part.values.dtype.to_real()
-    )
-    return ones
-
-
-def _nothing(grad: CompactGrad) -> IndexedGrad:
+def _empty_part(grad: CompactGrad) -> IndexedGrad:
     rows, *rest = grad.shape
-    block = torch.Size(rest).numel()
-    values = torch.empty(0, block, dtype=grad.dtype, device=grad.device)
-    positions = torch.empty(0, dtype=torch.int64, device=grad.device)
-    return IndexedGrad(positions, values, rows, block)
+    slot_size = math.prod(rest)
+    values = torch.empty(0, slot_size, dtype=grad.dtype, device=grad.device)
+    indices = torch.empty(0, dtype=torch.int64, device=grad.device)
+    return IndexedGrad(indices, values, rows, slot_size)
 
 
-def _written_out(grad: CompactGrad) -> Tensor:
-    """The COO gradient, with memory of its own: that of the output's gradient is not ours."""
-    touched, shape = grad.touched(), grad.shape
-    positions = positions_of(touched)
-    if touched.value_index is None and touched.scale is None:
-        values = touched.values.clone(memory_format=torch.contiguous_format)
+def _to_coo(grad: CompactGrad) -> Tensor:
+    """Return the COO gradient, as a copy: the gradient of the output belongs to others."""
+    indexed, shape = grad.indexed(), grad.shape
+    flat = indexed.flat_indices
+    if indexed.value_index is None and indexed.scale is None:
+        values = indexed.values.clone(memory_format=torch.contiguous_format)
     else:
-        values = touched.expanded().values
-    leading = 1 if touched.num_slots == shape[0] else grad.dim()
-    if leading == 1:
-        indices = positions[None].clone()
-    elif touched.num_slots:
-        indices = stack(torch.unravel_index(positions, shape))
+        values = indexed.materialize_values().values
+    sparse_dim = 1 if indexed.num_slots == shape[0] else grad.dim()
+    if sparse_dim == 1:
+        indices = flat[None].clone()
+    elif indexed.num_slots:
+        indices = stack(torch.unravel_index(flat, shape))
     else:
-        indices = positions.new_empty(leading, 0)
-    values = values.reshape(positions.numel(), *shape[leading:])
+        indices = flat.new_empty(sparse_dim, 0)
     return torch.sparse_coo_tensor(
         indices,
-        values,
+        values.reshape(flat.numel(), *shape[sparse_dim:]),
         shape,
         device=values.device,
         is_coalesced=False,
@@ -340,112 +306,104 @@ def _written_out(grad: CompactGrad) -> Tensor:
 
 
 def parts_of(grad: Tensor) -> tuple[IndexedGrad, ...] | None:
-    """A sparse gradient as parts, with memory of their own; ``None`` if it is dense."""
+    """Return a sparse gradient as parts with memory of their own; None if it is dense."""
     if isinstance(grad, CompactGrad):
         if not grad.is_materialized:
-            parts: tuple[IndexedGrad, ...] = grad._parts
-            return parts
+            return grad.parts
         grad = grad.materialize_()
-    if not grad.is_sparse:
+    if not grad.is_sparse or grad.sparse_dim() not in (1, grad.dim()):
         return None
-    shape, leading = grad.shape, grad.sparse_dim()
-    if leading not in (1, grad.dim()):
-        return None
-    indices, values = coo_indices(grad), coo_values(grad).clone()
-    positions = indices[0].clone()
-    for row, size in zip(indices[1:], shape[1:], strict=False):
-        positions.mul_(size).add_(row)
-    slots = shape[:leading].numel()
-    return (IndexedGrad(positions, values, slots, shape[leading:].numel()),)
+    indices, values = coo_indices(grad).clone(), coo_values(grad).clone()
+    part = IndexedGrad.from_coo(indices, values, grad.shape)
+    return (part._replace(indices=part.flat_indices),)
 
 
-def materialized(tensor: Any) -> Any:
-    """A compact gradient as the ordinary one that it is from now on; anything else as it is."""
+def materialize(tensor: Any) -> Any:
+    """Materialize a CompactGrad; return anything else as it is."""
     return tensor.materialize_() if isinstance(tensor, CompactGrad) else tensor
 
 
-# What is done to an ordinary gradient
+# Operations on the ordinary gradient
 
 
-def _on_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    asked: dict[int, CompactGrad] = {}
+def _call_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    grads: dict[int, CompactGrad] = {}
 
-    def written_out(grad: CompactGrad) -> Tensor:
-        _check_not_recorded(grad)
-        found = grad.materialize_()
-        asked[id(found)] = grad
-        return found
+    def ordinary(grad: CompactGrad) -> Tensor:
+        _check_no_double_backward(grad)
+        tensor = grad.materialize_()
+        grads[id(tensor)] = grad
+        return tensor
 
-    args, kwargs = tree_map_only(CompactGrad, written_out, (tuple(args), kwargs))
+    args, kwargs = tree_map_only(CompactGrad, ordinary, (tuple(args), kwargs))
     result = func(*args, **kwargs)
-    # What changes a tensor returns it: the gradient, not what is inside.
-    if is_in_place(func) and id(result) in asked:
-        return asked[id(result)]
-    if graph_task_id() != -1 and asked:
-        return _for_hooks(result, next(iter(asked.values())))
+    if _is_in_place(func) and id(result) in grads:
+        return grads[id(result)]
+    if graph_task_id() != -1 and grads:
+        return _rewrap_in_backward(result, next(iter(grads.values())))
     return result
 
 
-def _check_not_recorded(grad: CompactGrad) -> None:
+def _check_no_double_backward(grad: CompactGrad) -> None:
     if grad.requires_grad and torch.is_grad_enabled():
-        raise InputError(_NOT_TWICE)
+        raise InputError(_DOUBLE_BACKWARD)
 
 
-def _for_hooks(result: Any, grad: CompactGrad) -> Any:
-    """While backward runs, a sparse gradient stays what autograd has seen, strided.
+def _rewrap_in_backward(result: Any, grad: CompactGrad) -> Any:
+    """Wrap a sparse result so that autograd sees the tensor type it started with.
 
-    A hook gets this and may return what it made of it, but not another kind of tensor.
+    A hook may return what it made of its gradient, but not another kind of tensor.
     """
     is_gradient = isinstance(result, Tensor) and result.is_sparse and result.shape == grad.shape
-    return like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
+    return _like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
 
 
-_NOT_TWICE = message(
+_DOUBLE_BACKWARD = message(
     "the gradient of an embedding cannot be differentiated again (create_graph=True)",
     "an operation on it that autograd would record",
     "Use torch.nn's module for that, or detach() the gradient",
 )
 
 
-_aten = torch.ops.aten
+# Handlers of aten operators that keep the gradient compact. NotImplemented: materialize it instead.
 
 
 def _detach(grad: CompactGrad) -> CompactGrad:
     if grad._materialized is not None:
-        return like(grad, (), grad._materialized.detach())
-    return like(grad, grad._parts)
+        return _like(grad, (), grad._materialized.detach())
+    return _like(grad, grad.parts)
 
 
 def _clone(grad: CompactGrad, *, memory_format: object = None) -> CompactGrad:
     if grad._materialized is not None:
-        return like(grad, (), grad._materialized.clone())
-    return like(grad, grad._parts)
+        return _like(grad, (), grad._materialized.clone())
+    return _like(grad, grad.parts)
 
 
-def _empty(grad: CompactGrad, size: Sequence[int], *_: object, **options: Any) -> Any:
-    """What autograd copies a gradient to that others hold as well."""
+def _new_empty(grad: CompactGrad, size: Sequence[int], *_: object, **options: Any) -> Any:
+    """New empty CompactGrad; autograd copies a shared gradient into it."""
     if tuple(size) != tuple(grad.shape) or options.get("dtype") not in (None, grad.dtype):
         return NotImplemented
-    return like(grad, ())
+    return _like(grad, ())
 
 
 def _copy(to: Tensor, grad: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, CompactGrad):
-        to.assign_(grad)
+        to.copy_from_(grad)
         return to
-    grad = materialized(grad)
+    grad = materialize(grad)
     return to.copy_(grad.to_dense() if grad.is_sparse and not to.is_sparse else grad)
 
 
 def _zero(grad: CompactGrad) -> CompactGrad:
     if grad.is_sparse:
-        grad._parts, grad._materialized = (), None  # sparse zeros are no entries at all
+        grad.replace_parts(())  # a sparse zero has no entries
     else:
         grad.materialize_().zero_()
     return grad
 
 
-def _is_number(factor: object) -> bool:
+def _is_real_scalar(factor: object) -> bool:
     if isinstance(factor, Tensor):
         return (
             not isinstance(factor, CompactGrad)
@@ -455,112 +413,238 @@ def _is_number(factor: object) -> bool:
     return isinstance(factor, int | float)
 
 
-def _times(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
-    """An operation with a number, which may be done on the rows that the parts take."""
+def _elementwise(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
+    """Handler of an operation with a number, which is applied to the values of the parts."""
 
     def run(grad: Any, *factors: Any) -> Any:
         if not isinstance(grad, CompactGrad):  # number * gradient
-            if in_place or not _is_number(grad) or operation is not torch.mul:
+            if in_place or not _is_real_scalar(grad) or operation is not torch.mul:
                 return NotImplemented
             grad, factors = factors[0], (grad,)
-        if grad.is_materialized or not all(map(_is_number, factors)):
+        if grad.is_materialized or not all(map(_is_real_scalar, factors)):
             return NotImplemented
-        parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad._parts)
+        parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad.parts)
         if any(part.values.dtype != grad.dtype for part in parts):
             return NotImplemented
         if not in_place:
-            return like(grad, parts)
-        grad._parts = parts
+            return _like(grad, parts)
+        grad.replace_parts(parts)
         return grad
 
     return run
 
 
-def _sum(first: Any, second: Any, alpha: Any = 1) -> Any:
-    """What two gradients add up to: compact or dense."""
+def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    """The sum of two gradients: compact or dense."""
     if not isinstance(second, Tensor) or first.shape != second.shape or alpha != 1:
         return NotImplemented
     if first.dtype == second.dtype:
         ours, theirs = parts_of(first), parts_of(second)
         if ours is not None and theirs is not None:
-            return like(first, ours + theirs)
-    if any(isinstance(grad, CompactGrad) and grad.is_pending for grad in (first, second)):
+            return _like(first, ours + theirs)
+    if any(isinstance(grad, CompactGrad) and grad.has_pending_parts for grad in (first, second)):
         raise dense_grad_error()
-    first, second = materialized(first), materialized(second)
-    return second + first if first.is_sparse else first + second  # torch has dense + sparse alone
+    first, second = materialize(first), materialize(second)
+    return second + first if first.is_sparse else first + second  # torch has dense + sparse only
 
 
-def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    return _sum(first, second, alpha)
-
-
-def _add_in_place(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    if not isinstance(first, CompactGrad):
-        return NotImplemented
-    total = _sum(first, second, alpha)
+def _add_(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    total = _add(first, second, alpha=alpha) if isinstance(first, CompactGrad) else NotImplemented
     if total is NotImplemented:
         return NotImplemented
     if isinstance(total, CompactGrad):
-        first._parts, first._materialized = total._parts, None
+        first.replace_parts(total.parts)
     else:
-        first._parts, first._materialized = (), total
+        first._become(total)
     return first
 
 
-ANSWERS |= {
+# Handlers for torch's clipping, and other code that clips as torch does. Norms and bounds are of
+# the summed rows.
+
+
+def norm_equivalent(grad: Tensor, order: float) -> Tensor:
+    """Return a strided tensor whose norm equals that of a strided, COO or compact gradient.
+
+    Duplicates are summed, in at least float32.
+
+    Example:
+        >>> grad = torch.sparse_coo_tensor([[1, 1]], torch.tensor([[3.0, 0.0], [0.0, 4.0]]), (5, 2))
+        >>> torch.linalg.vector_norm(norm_equivalent(grad, 2.0), 2.0)
+        tensor(5.)
+    """
+    if isinstance(grad, CompactGrad) and grad.is_materialized:
+        grad = grad.materialize_()
+    if not grad.is_sparse:
+        return grad
+    rows = _row_norms(grad, order)
+    if rows is not None:
+        # Orders below 1 are not native, so only an empty gradient needs the implicit zero.
+        return rows.new_zeros(1) if grad.numel() and not rows.numel() else rows
+    if isinstance(grad, CompactGrad):
+        values, count = norm_of_sums(grad.indexed(), order)
+    else:
+        _, values = coo_sums(grad)
+        count = values.numel()
+    return append_implicit_zero(values, count, grad, order)
+
+
+def append_implicit_zero(values: Tensor, count: int, grad: Tensor, order: float) -> Tensor:
+    """Append one zero for the implicit elements if it can change the norm."""
+    if count == grad.numel() or (count and 0 < order < math.inf):
+        return values
+    return cat([values.flatten(), values.new_zeros(1)])
+
+
+def _row_norms(grad: Tensor, order: float) -> Tensor | None:
+    """Return the norms of a gradient's slots; None if the core does not compute them."""
+    if isinstance(grad, CompactGrad):
+        parts = grad.local_parts()
+        found = slot_norms(parts, order)
+        if found is None and len(parts) > 1:
+            found = slot_norms((grad.indexed(),), order)
+    elif grad.sparse_dim() == 1 and not grad.is_coalesced():
+        indices, values = coo_indices(grad), coo_values(grad).resolve_neg()
+        found = slot_norms((IndexedGrad.from_coo(indices, values, grad.shape),), order)
+    else:
+        return None
+    return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
+
+
+def _norm(
+    grad: CompactGrad,
+    ord: float = 2,  # torch's name
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if keepdim or (dim is not None and len(dim) not in (0, grad.dim())):
+        return NotImplemented
+    if grad.is_sharded:
+        requirement = "the norm of a sharded table's gradient needs the rows of all ranks"
+        got = "a function that sees those of one rank"
+        raise InputError(message(requirement, got, "Use sparsestep.clip_grad_norm_"))
+    found = torch.linalg.vector_norm(norm_equivalent(grad, float(ord)), ord)
+    return found.to(grad.dtype.to_real() if dtype is None else dtype)
+
+
+def clamp_sums(grad: CompactGrad, low: float | None, high: float | None) -> CompactGrad:
+    """Return the gradient with its sums clamped, one row for each slot.
+
+    Args:
+        grad: not materialized.
+        low: at most 0, because missing elements are 0; ``None`` for no bound.
+        high: at least 0; ``None`` for no bound.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.Embedding(5, 2)
+        >>> table(torch.tensor([1, 3, 1])).sum().backward()
+        >>> clamp_sums(table.weight.grad, None, 1.5)
+        tensor(indices=tensor([[1, 3]]),
+               values=tensor([[1.5000, 1.5000],
+                              [1.0000, 1.0000]]),
+               size=(5, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    if grad.is_complex():
+        requirement = "the gradient must be real, because complex numbers have no order"
+        raise InputError(message(requirement, grad.dtype))
+    if not ((low is None or low <= 0) and (high is None or high >= 0)):  # nor NaN
+        requirement = (
+            "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
+        )
+        raise InputError(message(requirement, f"min={low}, max={high}"))
+    indexed = grad.indexed()
+    chunks = [(slots, total.clamp(low, high).to(grad.dtype)) for slots, total in iter_sums(indexed)]
+    if not chunks:
+        return _like(grad, ())
+    indices = cat([slots for slots, _ in chunks])
+    values = cat([total for _, total in chunks])
+    return _like(grad, (IndexedGrad(indices, values, indexed.num_slots, indexed.slot_size),))
+
+
+def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not isinstance(grad, CompactGrad) or not all(isinstance(b, int | float) for b in bounds):
+        return NotImplemented
+    parts = parts_of(grad)
+    return NotImplemented if parts is None else clamp_sums(_like(grad, parts), low, high)
+
+
+def _clamp_(grad: Any, low: Any = None, high: Any = None) -> Any:
+    found = _clamp(grad, low, high)
+    if found is NotImplemented:
+        return NotImplemented
+    grad.copy_from_(found)
+    return grad
+
+
+def _unscale_(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Handler for GradScaler, which reads every value: all gradients are materialized."""
+    strided = [coo_values(grad) if grad.is_sparse else materialize(grad) for grad in tensors]
+    foreach_unscale_(strided, found_inf, inverse_scale)
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detach,
     _aten.alias.default: _detach,
     _aten.clone.default: _clone,
-    _aten.new_empty_strided.default: _empty,
+    _aten.new_empty_strided.default: _new_empty,
     _aten.copy_.default: _copy,
     _aten.zero_.default: _zero,
-    _aten.mul.Tensor: _times(torch.mul, in_place=False),
-    _aten.mul.Scalar: _times(torch.mul, in_place=False),
-    _aten.mul_.Tensor: _times(torch.mul, in_place=True),
-    _aten.mul_.Scalar: _times(torch.mul, in_place=True),
-    _aten.div.Tensor: _times(torch.div, in_place=False),
-    _aten.div.Scalar: _times(torch.div, in_place=False),
-    _aten.div_.Tensor: _times(torch.div, in_place=True),
-    _aten.div_.Scalar: _times(torch.div, in_place=True),
-    _aten.neg.default: _times(torch.neg, in_place=False),
-    _aten.neg_.default: _times(torch.neg, in_place=True),
+    _aten.mul.Tensor: _elementwise(torch.mul, in_place=False),
+    _aten.mul.Scalar: _elementwise(torch.mul, in_place=False),
+    _aten.mul_.Tensor: _elementwise(torch.mul, in_place=True),
+    _aten.mul_.Scalar: _elementwise(torch.mul, in_place=True),
+    _aten.div.Tensor: _elementwise(torch.div, in_place=False),
+    _aten.div.Scalar: _elementwise(torch.div, in_place=False),
+    _aten.div_.Tensor: _elementwise(torch.div, in_place=True),
+    _aten.div_.Scalar: _elementwise(torch.div, in_place=True),
+    _aten.neg.default: _elementwise(torch.neg, in_place=False),
+    _aten.neg_.default: _elementwise(torch.neg, in_place=True),
     _aten.add.Tensor: _add,
-    _aten.add_.Tensor: _add_in_place,
+    _aten.add_.Tensor: _add_,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten.clamp.default: _clamp,
+    _aten.clamp_.default: _clamp_,
+    _aten.clamp_min.default: _clamp,
+    _aten.clamp_min_.default: _clamp_,
+    _aten.clamp_max.default: lambda grad, high: _clamp(grad, None, high),
+    _aten.clamp_max_.default: lambda grad, high: _clamp_(grad, None, high),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
 }
 
 
-# Lists of tensors: one after the other
+# Torch's _foreach functions: one tensor after the other
 
 
-def one_by_one(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on lists, as torch's ``_foreach`` functions, of which some are compact."""
+def _foreach(operation: Callable[..., Any], *, in_place: bool = False) -> Callable[..., Any]:
+    """Handler of an operation on lists, some of which are compact; in place, it returns None."""
 
     def run(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
         columns = [o if isinstance(o, list | tuple) else [o] * len(tensors) for o in others]
-        return [operation(*row, **options) for row in zip(tensors, *columns, strict=True)]
+        found = [operation(*row, **options) for row in zip(tensors, *columns, strict=True)]
+        return None if in_place else found
 
     return run
 
 
-def in_place(operation: Callable[..., Any]) -> Callable[..., None]:
-    """The same for an operation that changes the first list and, like torch's, returns nothing."""
-    every = one_by_one(operation)
-
-    def run(*args: Any, **options: Any) -> None:
-        every(*args, **options)
-
-    return run
-
-
-def answer_lists(name: str, answer: Callable[..., Any]) -> None:
-    """Let ``answer`` stand for every form of torch's ``_foreach`` function of that name."""
+def _register_foreach(name: str, handler: Callable[..., Any]) -> None:
+    """Register a handler for every overload of torch's ``_foreach`` function of that name."""
     packet = getattr(_aten, f"_foreach_{name}", None)  # not every torch has all of them
     for overload in packet.overloads() if packet is not None else ():
         if not overload.endswith("out"):
-            ANSWERS[getattr(packet, overload)] = answer
+            _HANDLERS[getattr(packet, overload)] = handler
 
 
-for _name in ("add", "mul", "div", "neg"):
-    answer_lists(_name, one_by_one(getattr(torch, _name)))
-for _name in ("add_", "mul_", "div_", "neg_", "zero_", "copy_"):
-    answer_lists(_name, in_place(getattr(Tensor, _name)))
+for _name in ("add", "mul", "div", "neg", "clamp_min", "clamp_max"):
+    _register_foreach(_name, _foreach(getattr(torch, _name)))
+    _register_foreach(f"{_name}_", _foreach(getattr(Tensor, f"{_name}_"), in_place=True))
+for _name in ("zero_", "copy_"):
+    _register_foreach(_name, _foreach(getattr(Tensor, _name), in_place=True))
+_register_foreach(
+    "norm",
+    _foreach(lambda grad, ord=2, dtype=None: torch.linalg.vector_norm(grad, ord, dtype=dtype)),
+)

@@ -1,186 +1,246 @@
-"""Sums of entries that name the same slot: the one place where Python computes them.
+"""Sums of entries that name the same slot, and their norms.
 
 Duplicates are summed in order of appearance, in at least float32, as the native core does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsestep._torch import stack
-from sparsestep.errors import InputError
-from sparsestep.grads.indexed import IndexedGrad, bad_index, check_positions
+from sparsestep._native import ext, isa
+from sparsestep._torch import coo_indices, coo_values, stack
+from sparsestep.grads.indexed import IndexedGrad, check_indices, index_error
 
-_ELEMENTS = 1 << 20  # of a chunk: small enough for a cache, large enough for torch's kernels
+_CHUNK_ELEMENTS = 1 << 20  # small enough for a cache, large enough for torch's kernels
+_NATIVE_ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/core/types.h
 
 
-def sums(touched: IndexedGrad, elements: int = _ELEMENTS) -> Iterator[tuple[Tensor, Tensor]]:
-    """The unique slots in ascending order, and the sum of the values of each, chunk by chunk.
-
-    So the rows need not all be written out.
+def iter_sums(
+    grad: IndexedGrad, elements: int = _CHUNK_ELEMENTS
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the unique slots in ascending order with their sums, in chunks.
 
     Args:
-        touched: the gradient; it has positions.
-        elements: how many a chunk may have.
+        grad: the gradient; it has indices.
+        elements: the largest number of elements of a chunk.
 
     Example:
         >>> bag = torch.tensor([0, 0, 1])
         >>> grad = IndexedGrad(torch.tensor([3, 1, 3]), torch.tensor([[1.0], [2.0]]), 5, 1, bag)
-        >>> for slots, total in sums(grad, elements=1):
+        >>> for slots, total in iter_sums(grad, elements=1):
         ...     print(slots.tolist(), total.tolist())
         [1] [[1.0]]
         [3] [[3.0]]
     """
-    runs = _Runs.of(touched)
-    if runs is None:
+    entries = _SortedEntries.of(grad)
+    if entries is None:
         return
-    per_chunk = max(1, elements // max(1, touched.slot_size))
-    ends = runs.begins.tolist() if runs.count > per_chunk else [0, len(runs.order)]
-    for first in range(0, runs.count, per_chunk):
-        last = min(first + per_chunk, runs.count)
-        begin, end = (ends[first], ends[last]) if runs.count > per_chunk else ends
-        entries = runs.order[begin:end]
-        if len(entries) == last - first:
-            total = _rows(touched, entries).to(_dtype(touched))
+    num_unique, starts = entries.num_unique, entries.starts
+    per_chunk = max(1, elements // max(1, grad.slot_size))
+    bounds = starts.tolist() if num_unique > per_chunk else [0, len(entries.order)]
+    for first in range(0, num_unique, per_chunk):
+        last = min(first + per_chunk, num_unique)
+        begin, end = (bounds[first], bounds[last]) if num_unique > per_chunk else bounds
+        order = entries.order[begin:end]
+        if len(order) == last - first:
+            total = _gather_rows(grad, order).to(_accumulate_dtype(grad))
         else:
-            total = _totals(touched, entries, runs.begins[first : last + 1] - begin, per_chunk)
-        yield runs.slots[first:last], total
+            total = _sum_runs(grad, order, starts[first : last + 1] - begin, per_chunk)
+        yield entries.slots[first:last], total
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """Equal positions brought together.
+class _SortedEntries:
+    """Entries sorted by slot, and where the run of each slot starts.
 
     Attributes:
-        order: the entries by position, those of a slot in order of appearance.
-        count: how many different slots there are.
+        order: the entries by slot, those of a slot in order of appearance.
+        num_unique: the number of different slots.
         slots: these, in ascending order.
-        begins: where the entries of each begin among ``order``, and where the last ones end.
+        starts: where the run of each starts in ``order``, and where the last one ends.
     """
 
     order: Tensor
-    count: int
+    num_unique: int
     slots: Tensor
-    begins: Tensor
+    starts: Tensor
 
     @classmethod
-    def of(cls, touched: IndexedGrad) -> _Runs | None:
-        """Sort; the host waits once, for how many there are and whether they are slots."""
-        assert touched.indices is not None
-        positions = touched.indices.reshape(-1)
-        if not positions.numel():
+    def of(cls, grad: IndexedGrad) -> _SortedEntries | None:
+        """Sort. The host waits once, for the number of slots and for whether they are in range."""
+        indices = grad.flat_indices
+        if not indices.numel():
             return None
-        positions, order = torch.sort(positions, stable=True)
-        # The number of each entry's slot among all that come.
-        which = torch.zeros_like(positions)
-        torch.cumsum(positions[1:] != positions[:-1], 0, out=which[1:])
-        ends = stack([positions[0], positions[-1], which[-1]])
-        low, high, last = ends.cpu().tolist()
-        if low < 0 or high >= touched.num_slots:
-            raise InputError(bad_index(0, touched.num_slots, low if low < 0 else high))
+        indices, order = torch.sort(indices, stable=True)
+        run = torch.zeros_like(indices)  # the number of each entry's run
+        torch.cumsum(indices[1:] != indices[:-1], 0, out=run[1:])
+        low, high, last = stack([indices[0], indices[-1], run[-1]]).cpu().tolist()
+        if low < 0 or high >= grad.num_slots:
+            raise index_error(low if low < 0 else high, grad.num_slots)
         if last + 1 == len(order):
-            begins = torch.arange(last + 2, device=order.device)
-            return cls(order, last + 1, positions, begins)
-        begins = torch.searchsorted(which, torch.arange(last + 2, device=order.device))
-        return cls(order, last + 1, positions[begins[:-1]], begins)
+            return cls(order, last + 1, indices, torch.arange(last + 2, device=order.device))
+        starts = torch.searchsorted(run, torch.arange(last + 2, device=order.device))
+        return cls(order, last + 1, indices[starts[:-1]], starts)
 
 
-def _dtype(touched: IndexedGrad) -> torch.dtype:
-    """At least float32."""
-    return torch.promote_types(touched.values.dtype, torch.float32)
+def _accumulate_dtype(grad: IndexedGrad) -> torch.dtype:
+    return torch.promote_types(grad.values.dtype, torch.float32)
 
 
-def _totals(touched: IndexedGrad, entries: Tensor, begins: Tensor, per_chunk: int) -> Tensor:
-    """The sums of runs of entries, each in its order.
+def _sum_runs(grad: IndexedGrad, order: Tensor, starts: Tensor, per_chunk: int) -> Tensor:
+    """Sum runs of entries, each in its order.
 
     Args:
-        touched: the gradient.
-        entries: of the runs, one run after the other.
-        begins: where each run begins, and where the last one ends.
-        per_chunk: how many rows to write out at a time.
+        grad: the gradient.
+        order: the entries, one run after the other.
+        starts: where each run starts, and where the last one ends.
+        per_chunk: how many rows to gather at a time.
     """
-    dtype, count = _dtype(touched), len(begins) - 1
-    if not entries.is_cpu:
-        # One thread goes over a run, column by column; index_add_ adds in any order there.
-        return _reduced(_rows(touched, entries).to(dtype), begins)
-    which = torch.repeat_interleave(begins.diff(), output_size=len(entries))
+    dtype, num_runs = _accumulate_dtype(grad), len(starts) - 1
+    if not order.is_cpu:
+        # One thread sums a run, column by column; index_add_ adds in any order there.
+        return _segment_sum(_gather_rows(grad, order).to(dtype), starts)
+    run = torch.repeat_interleave(starts.diff(), output_size=len(order))
     # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
-    total = touched.values.new_zeros(count, touched.slot_size, dtype=dtype).neg_()
-    for some, where in zip(entries.split(per_chunk), which.split(per_chunk), strict=True):
-        total.index_add_(0, where, _rows(touched, some).to(dtype))
+    total = grad.values.new_zeros(num_runs, grad.slot_size, dtype=dtype).neg_()
+    for entries, runs in zip(order.split(per_chunk), run.split(per_chunk), strict=True):
+        total.index_add_(0, runs, _gather_rows(grad, entries).to(dtype))
     return total
 
 
-def _reduced(rows: Tensor, begins: Tensor) -> Tensor:
-    """The sum of each run of rows, in order, on any device."""
+def _segment_sum(rows: Tensor, starts: Tensor) -> Tensor:
+    """Sum each run of rows, in order, on any device."""
     try:
-        return torch.segment_reduce(rows, "sum", offsets=begins, axis=0, unsafe=True, initial=-0.0)
-    except NotImplementedError:  # not there, as on Apple's GPUs: the second of each run, the third
-        total, at = rows[begins[:-1]], begins[:-1] + 1
-        for _ in range(1, int(begins.diff().max())):
-            more = at < begins[1:]
+        return torch.segment_reduce(rows, "sum", offsets=starts, axis=0, unsafe=True, initial=-0.0)
+    except NotImplementedError:  # as on Apple's GPUs: add the second of each run, the third, ...
+        total, at = rows[starts[:-1]], starts[:-1] + 1
+        for _ in range(1, int(starts.diff().max())):
+            more = at < starts[1:]
             row = rows[torch.where(more, at, 0)]
             total = torch.where(more[:, None], total + row, total)
             at = at + 1
         return total
 
 
-def _rows(touched: IndexedGrad, entries: Tensor) -> Tensor:
-    """The rows of some entries, written out."""
-    block = touched.slot_size
-    count = touched.values.numel() // block if block else len(touched.values)
-    rows: Tensor = touched.values.reshape(count, block)
-    rows = rows[entries if touched.value_index is None else touched.value_index[entries]]
-    return rows if touched.scale is None else rows * touched.scale[entries, None]
+def _gather_rows(grad: IndexedGrad, entries: Tensor) -> Tensor:
+    rows: Tensor = grad.values.reshape(grad.num_value_rows, grad.slot_size)
+    rows = rows[entries if grad.value_index is None else grad.value_index[entries]]
+    return rows if grad.scale is None else rows * grad.scale[entries, None]
 
 
-def summed(touched: IndexedGrad) -> tuple[Tensor | None, Tensor]:
-    """The unique slots in ascending order, and the sum of the values of each, all at once.
+def sum_duplicates(grad: IndexedGrad) -> tuple[Tensor | None, Tensor]:
+    """Return the unique slots in ascending order and the sum of the values of each.
 
-    Without positions, every slot comes once: ``None``, and the values.
+    Without indices, every slot comes once: ``None``, and the values.
 
     Example:
         >>> values = torch.tensor([[1.0], [2.0], [4.0]])
-        >>> summed(IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 1))
+        >>> sum_duplicates(IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 1))
         (tensor([1, 3]), tensor([[2.],
                 [5.]]))
     """
-    positions, values = touched.indices, touched.values
-    if positions is None:
-        return None, values.reshape(touched.num_slots, touched.slot_size)
-    positions = positions.reshape(-1)
-    everything = max(1, positions.numel() * touched.slot_size)
-    found = next(sums(touched, everything), None) if touched.slot_size else None
+    if grad.indices is None:
+        return None, grad.values.reshape(grad.num_slots, grad.slot_size)
+    indices = grad.flat_indices
+    elements = max(1, indices.numel() * grad.slot_size)
+    found = next(iter_sums(grad, elements), None) if grad.slot_size else None
     if found is not None:
         return found
-    check_positions(positions, touched.num_slots)
-    return positions, values.new_zeros(len(positions), touched.slot_size)
+    check_indices(indices, grad.num_slots)
+    return indices, grad.values.new_zeros(len(indices), grad.slot_size)
 
 
-def coarser(touched: IndexedGrad, slots: int) -> IndexedGrad:
-    """The same gradient over larger slots, each of which is held in part.
+def coo_sums(grad: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return the slots of a COO gradient and the sum of each, in at least float32.
 
-    The cost is that of the larger slots that are touched.
+    The slots of a coalesced gradient are ``None``: its values are the sums.
 
     Example:
-        >>> t = coarser(IndexedGrad(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1), slots=2)
-        >>> t.indices.tolist(), t.element_mask.tolist()
+        >>> coo_sums(torch.sparse_coo_tensor([[3, 1, 3]], torch.tensor([1.0, 2.0, 4.0]), (5,)))
+        (tensor([1, 3]), tensor([[2.],
+                [5.]]))
+    """
+    values = coo_values(grad)
+    if grad.is_coalesced():
+        return None, values.to(torch.promote_types(values.dtype, torch.float32))
+    indexed = IndexedGrad.from_coo(coo_indices(grad), values, grad.shape)
+    if not values.is_complex():
+        return sum_duplicates(indexed)
+    slots, total = sum_duplicates(indexed.view_as_real())
+    return slots, torch.view_as_complex(total.reshape(len(total), indexed.slot_size, 2))
+
+
+def merge_slots(grad: IndexedGrad, num_slots: int) -> IndexedGrad:
+    """Return the same gradient over larger slots, with an ``element_mask``.
+
+    The cost is that of the larger slots that have an entry.
+
+    Example:
+        >>> grad = IndexedGrad(torch.tensor([5, 1, 5]), torch.ones(3, 1), 6, 1)
+        >>> merged = merge_slots(grad, num_slots=2)
+        >>> merged.indices.tolist(), merged.element_mask.tolist()
         ([0, 1], [[False, True, False], [False, False, True]])
-        >>> t.values[t.element_mask].tolist()
+        >>> merged.values[merged.element_mask].tolist()
         [1.0, 2.0]
     """
-    unique, total = summed(touched)
+    unique, total = sum_duplicates(grad)
     assert unique is not None
-    per = touched.num_slots // slots if slots else 1
-    larger, where = torch.unique(unique.div(per, rounding_mode="floor"), return_inverse=True)
-    cells = where * per + unique % per
-    values = total.new_zeros(len(larger) * per, touched.slot_size)
+    per_slot = grad.num_slots // num_slots if num_slots else 1
+    indices, which = torch.unique(unique.div(per_slot, rounding_mode="floor"), return_inverse=True)
+    cells = which * per_slot + unique % per_slot
+    values = total.new_zeros(len(indices) * per_slot, grad.slot_size)
     values[cells] = total
-    held = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-    held[cells] = True
-    shape = (len(larger), per * touched.slot_size)
-    return IndexedGrad(larger, values.view(shape), slots, shape[1], element_mask=held.view(shape))
+    mask = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+    mask[cells] = True
+    shape = (len(indices), per_slot * grad.slot_size)
+    values, mask = values.view(shape), mask.view(shape)
+    return IndexedGrad(indices, values, num_slots, shape[1], element_mask=mask)
+
+
+def slot_norms(parts: tuple[IndexedGrad, ...], order: float) -> Tensor | None:
+    """Return the norm of every slot's sum, in float64, without storing the sums.
+
+    Args:
+        parts: of the gradient; all have indices.
+        order: of the norm.
+
+    Returns:
+        A number for each entry: the slot's norm for the first of a slot, zero for the others.
+        ``None`` if the core cannot compute it.
+
+    Example:
+        >>> values = torch.tensor([[3.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
+        >>> slot_norms((IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 2),), 2.0)
+        tensor([5., 1., 0.], dtype=torch.float64)
+    """
+    native_order = _NATIVE_ORDERS.get(order)
+    if ext is None or native_order is None or not all(part.values.is_cpu for part in parts):
+        return None
+    parts = tuple(part if part.values.is_contiguous() else part.with_value_rows() for part in parts)
+    entries = sum(part.flat_indices.numel() for part in parts)
+    norms = torch.zeros(entries, dtype=torch.float64, device="cpu")
+    done = ext.norms(parts, native_order, norms, torch.get_num_threads(), isa.index)
+    if done is None:
+        return None
+    if done[0] is not None:
+        raise index_error(done[0], parts[0].num_slots)
+    return norms
+
+
+def norm_of_sums(grad: IndexedGrad, order: float) -> tuple[Tensor, int]:
+    """Return a tensor whose norm equals that of all sums, and the number of summed elements."""
+    chunks = iter_sums(grad)
+    empty = grad.values.new_empty(0, dtype=_accumulate_dtype(grad))
+    first = next((total for _, total in chunks), empty)
+    norms, count = [], first.numel()
+    for _, total in chunks:
+        count += total.numel()
+        norms.append(torch.linalg.vector_norm(total, order))
+    if not norms:
+        return first, count
+    return stack([torch.linalg.vector_norm(first, order), *norms]), count

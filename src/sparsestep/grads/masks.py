@@ -1,8 +1,8 @@
-"""Masks: which rows or elements of a parameter may move at all.
+"""Masks: which rows or elements of a parameter may be updated at all.
 
-A mask turns a gradient into a smaller one. A strided gradient becomes one that touches what the
-mask selects; a sparse one loses the entries outside. Either way no value is copied, and everything
-after it works as for any other gradient: what is not touched is bit-for-bit unchanged.
+A mask turns a gradient into a smaller one: a strided gradient becomes one that has entries where
+the mask is True, a sparse one loses the entries outside. No value is copied, and the result is
+updated like any other gradient: elements without an entry keep their bits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import IndexedGrad, check_positions
+from sparsestep.grads.indexed import IndexedGrad, check_indices
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
 
-def checked(masks: Masks, params: Sequence[Tensor], *, by_row: bool) -> None:
-    """Refuse masks that do not fit a group's parameters."""
-    for index, (mask, param) in enumerate(zip(listed(masks, params), params, strict=True)):
+def check_masks(masks: Masks, params: Sequence[Tensor], *, by_row: bool) -> None:
+    """Raise InputError if masks do not fit a group's parameters."""
+    for index, (mask, param) in enumerate(zip(per_param(masks, params), params, strict=True)):
         if mask is None:
             continue
         shapes = [tuple(param.shape[:1])]
@@ -32,16 +32,12 @@ def checked(masks: Masks, params: Sequence[Tensor], *, by_row: bool) -> None:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise InputError(message(f"mask {index} must be a bool tensor", got))
         if tuple(mask.shape) not in shapes or mask.device != param.device:
-            raise InputError(
-                message(
-                    f"mask {index} must have shape {wanted} and be on {param.device}",
-                    f"{tuple(mask.shape)} on {mask.device}",
-                )
-            )
+            requirement = f"mask {index} must have shape {wanted} and be on {param.device}"
+            raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
 
 
-def listed(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """One mask, or none, for each parameter."""
+def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return one mask, or None, for each parameter."""
     if masks is None:
         return [None] * len(params)
     if isinstance(masks, Tensor):
@@ -54,102 +50,101 @@ def listed(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
     return masks
 
 
-class Selection:
-    """The slots that a mask selects, found once and again when the mask has changed."""
+class MaskSelection:
+    """Indices of a mask's True slots, cached until the mask's version changes."""
 
     def __init__(self, mask: Tensor, shape: torch.Size) -> None:
-        self.version: int | None = None  # of the mask, when it was looked at
+        self.version: int | None = None
         self.mask = mask
-        self.shape = shape  # of the parameter that the mask was found to fit
-        # The slots, how many there are to choose from, and of a parameter of which shape.
-        self.for_core: tuple[Tensor, int, torch.Size] = (
+        self.shape = shape  # of the parameter that the mask was checked against
+        # The form the native core reads: indices, number of slots, shape of the parameter.
+        self.native: tuple[Tensor, int, torch.Size] = (
             torch.empty(0, dtype=torch.int64),
             0,
             shape,
         )
 
-    def update(self) -> Selection:
-        """Bring it up to date with the mask."""
+    def refresh(self) -> MaskSelection:
+        """Read the mask if it has changed. Inference tensors have no version: always."""
         mask = self.mask
-        # An inference tensor does not count its changes; then it is looked at every time.
         version = version_of(mask)
         if version < 0 or version != self.version:
-            positions = mask.reshape(-1).nonzero().squeeze(1)
-            self.for_core = (positions, mask.numel(), self.shape)
-            self.version = version  # last: other threads may look at it meanwhile
+            indices = mask.reshape(-1).nonzero().squeeze(1)
+            self.native = (indices, mask.numel(), self.shape)
+            self.version = version  # last, for other threads that read both
         return self
 
     @property
-    def positions(self) -> Tensor:
-        """The slots that are selected, in ascending order."""
-        return self.for_core[0]
+    def indices(self) -> Tensor:
+        """The selected slots, in ascending order."""
+        return self.native[0]
 
 
-# A parameter, and its mask with the version that was looked at and what it selected then.
-MaskBefore = tuple[Tensor, Tensor | None, int, tuple[Tensor, int, torch.Size] | None]
+# A parameter, its mask, the mask's version, and the selection at that version.
+CachedMask = tuple[Tensor, Tensor | None, int, tuple[Tensor, int, torch.Size] | None]
 
 
-def as_they_were(
-    params: Sequence[Tensor], selections: Sequence[Selection | None]
-) -> list[MaskBefore] | None:
-    """What the core compares masks with; ``None`` where one does not count its changes.
+def cached_masks(
+    params: Sequence[Tensor], selections: Sequence[MaskSelection | None]
+) -> list[CachedMask] | None:
+    """Return what the core compares masks with; None if a mask has no version.
 
     Args:
         params: of a group.
-        selections: of their masks, up to date.
+        selections: of their masks, refreshed.
     """
-    before: list[MaskBefore] = []
+    cached: list[CachedMask] = []
     for param, selection in zip(params, selections, strict=True):
         if selection is None:
-            before.append((param, None, 0, None))
+            cached.append((param, None, 0, None))
         elif selection.version is None or selection.version < 0:
             return None
         else:
-            before.append((param, selection.mask, selection.version, selection.for_core))
-    return before
+            cached.append((param, selection.mask, selection.version, selection.native))
+    return cached
 
 
-def select(touched: IndexedGrad, selection: Selection, numel: int) -> IndexedGrad:
-    """The part of a gradient that a mask lets through.
+def apply_mask(grad: IndexedGrad, selection: MaskSelection, numel: int) -> IndexedGrad:
+    """Return the part of a gradient that a mask selects.
 
     Args:
-        touched: the gradient.
-        selection: of the mask, up to date.
-        numel: how many elements the parameter has.
+        grad: the gradient.
+        selection: of the mask, refreshed.
+        numel: the parameter's number of elements.
 
     Example:
-        >>> rows = Selection(torch.tensor([True, False, True]), torch.Size([3, 4])).update()
-        >>> t = select(IndexedGrad(None, torch.ones(3, 4), 1, 12), rows, 12)
-        >>> t.indices.tolist(), t.value_index.tolist(), t.num_slots, t.slot_size
+        >>> rows = MaskSelection(torch.tensor([True, False, True]), torch.Size([3, 4])).refresh()
+        >>> found = apply_mask(IndexedGrad(None, torch.ones(3, 4), 1, 12), rows, 12)
+        >>> found.indices.tolist(), found.value_index.tolist(), found.num_slots, found.slot_size
         ([0, 2], [0, 2], 3, 4)
     """
     mask = selection.mask.reshape(-1)
-    slots = len(mask)
+    num_slots = len(mask)
     if not numel:
-        nothing = selection.positions[:0]
-        return IndexedGrad(nothing, touched.values.reshape(-1)[:0], slots, 0)
-    block = numel // slots if slots else 0
-    if touched.indices is None:
-        return IndexedGrad(selection.positions, touched.values, slots, block, selection.positions)
-    positions = touched.indices.reshape(-1)
-    check_positions(positions, touched.num_slots)
-    source, scale = touched.value_index, touched.scale
-    if slots <= touched.num_slots:  # the mask is as coarse as the gradient, or coarser
-        per = touched.num_slots // slots if slots else 1
-        held = mask[positions.div(per, rounding_mode="floor")].nonzero().squeeze(1)
-        return touched._replace(
-            indices=positions[held],
-            value_index=held if source is None else source[held],
-            scale=None if scale is None else scale[held],
+        return IndexedGrad(selection.indices[:0], grad.values.reshape(-1)[:0], num_slots, 0)
+    slot_size = numel // num_slots if num_slots else 0
+    if grad.indices is None:
+        indices = selection.indices
+        return IndexedGrad(indices, grad.values, num_slots, slot_size, value_index=indices)
+    indices = grad.indices.reshape(-1)
+    check_indices(indices, grad.num_slots)
+    value_index, scale = grad.value_index, grad.scale
+    if num_slots <= grad.num_slots:  # the mask's slots are as large as the gradient's, or larger
+        per_slot = grad.num_slots // num_slots if num_slots else 1
+        kept = mask[indices.div(per_slot, rounding_mode="floor")].nonzero().squeeze(1)
+        return grad._replace(
+            indices=indices[kept],
+            value_index=kept if value_index is None else value_index[kept],
+            scale=None if scale is None else scale[kept],
         )
-    per = slots // touched.num_slots
-    entries, columns = mask.view(touched.num_slots, per)[positions].nonzero(as_tuple=True)
-    rows = entries if source is None else source[entries]
+    per_slot = num_slots // grad.num_slots
+    entries, columns = mask.view(grad.num_slots, per_slot)[indices].nonzero(as_tuple=True)
+    rows = entries if value_index is None else value_index[entries]
     return IndexedGrad(
-        positions[entries] * per + columns,
-        touched.values,
-        slots,
-        block,
-        value_index=rows * per + columns,
+        indices[entries] * per_slot + columns,
+        grad.values,
+        num_slots,
+        slot_size,
+        value_index=rows * per_slot + columns,
         scale=None if scale is None else scale[entries],
     )

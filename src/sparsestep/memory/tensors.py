@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from sparsestep.errors import InputError, message
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
@@ -52,34 +54,17 @@ def memory_of(tensor: Tensor) -> Tensor:
     return wait() if wait is not None else local
 
 
-def local_gradient(param: DTensor, grad: Any, *, by_row: bool) -> Any:
-    """The local part of a DTensor parameter's gradient.
+def out_of_range(indices: Tensor, size: int) -> int | None:
+    """Return an index that is not in [0, size), or None.
 
-    Args:
-        param: the parameter.
-        grad: its gradient.
-        by_row: whether the rule keeps state per row, and so has to see whole rows.
+    Example:
+        >>> out_of_range(torch.tensor([3, 5]), 5), out_of_range(torch.tensor([3, 4]), 5)
+        (5, None)
     """
-    if any(placement.is_partial() for placement in param.placements):
-        requirement = "a DTensor parameter must be sharded or replicated"
-        raise InputError(message(requirement, f"placements {param.placements}"))
-    cut = [p for p in param.placements if p.is_shard() and p.dim != 0]  # type: ignore[attr-defined]
-    if by_row and cut:
-        requirement = "rules that keep state per row need whole rows: shard along dim 0"
-        raise InputError(message(requirement, f"placements {param.placements}"))
-    if not is_distributed(grad):
-        # Torch makes no sparse DTensors: a sparse gradient is passed as it is, for the local part.
-        if not isinstance(grad, Tensor) or grad.layout is not torch.strided:
-            return grad
-        requirement = "a dense gradient of a DTensor must be a DTensor"
-        raise InputError(message(requirement, f"a {type(grad).__name__}"))
-    if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
-        requirement = (
-            f"the gradient of a DTensor must have the parameter's placements, {param.placements}"
-        )
-        remedy = "Call redistribute() on it"
-        raise InputError(message(requirement, grad.placements, remedy))
-    return memory_of(grad)
+    if not indices.numel():
+        return None
+    low, high = (int(bound) for bound in indices.aminmax())
+    return low if low < 0 else high if high >= size else None
 
 
 def laid_out_like(param: Tensor, local: Tensor) -> Tensor:

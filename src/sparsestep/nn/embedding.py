@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.types import Device
 
 from sparsestep.deferred.guard import readable
-from sparsestep.grads.compact import compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as, write_out_for_ddp
 from sparsestep.nn.lookup import (
     ROWS,
@@ -169,4 +169,4 @@ def _gradient(ctx: Any, grad: Tensor) -> Any:
         found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
     else:
         found = part_of(shape, positions, rows, source, by_frequency=by_frequency)
-    return compact([found], shape, grad), None, None, None, None
+    return CompactGrad.of([found], shape, grad), None, None, None, None

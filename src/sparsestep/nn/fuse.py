@@ -59,7 +59,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16), torch.nn.Linear(16, 1))
         >>> optimizer = sparsestep.Adam(model.parameters())
         >>> sparsestep.nn.fuse(model)(torch.tensor([[3, 1, 3]])).sum().backward()
-        >>> model[0].weight.grad.touched().values.shape
+        >>> model[0].weight.grad.indexed().values.shape
         torch.Size([1, 16])
         >>> optimizer.step()
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sparsestep._torch import embedding_bag
 from sparsestep.deferred.guard import readable
-from sparsestep.grads.compact import compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.memory.tensors import memory_of
 from sparsestep.nn.embedding import takes_compact
 from sparsestep.nn.interop import write_out_for_ddp
@@ -312,7 +312,7 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
             continue
         saved = Saved(*everything[fields * index : fields * (index + 1)])
         if wanted[index]:
-            of_weights[index] = compact([looked.part(saved, grad)], looked.shape, grad)
+            of_weights[index] = CompactGrad.of([looked.part(saved, grad)], looked.shape, grad)
         if wanted[tables + index]:
             of_factors[index] = looked.of_factors(saved, grad)
     return None, *of_weights, *of_factors

@@ -25,8 +25,8 @@ from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import ParamUpdate, Settings
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
-from sparsestep.grads.layouts import Gradient, touched
+from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
+from sparsestep.grads.layouts import Gradient, indexed_grad
 from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import check_writable
@@ -39,8 +39,9 @@ from sparsestep.rules.rule import Rule, rules_by_key
 
 _SCHEMA = (
     "(str who, str rule, Tensor(a!) param, Tensor(b!)[] state, "
-    "Tensor? positions, Tensor values, SymInt slots, SymInt block, Tensor? source, Tensor? scale, "
-    "Tensor? held, SymInt step, Tensor? step_tensor, str names, float[] numbers, Tensor[] tensors, "
+    "Tensor? indices, Tensor values, SymInt? num_slots, SymInt? slot_size, Tensor? value_index, "
+    "Tensor? scale, Tensor? element_mask, SymInt step, Tensor? step_tensor, str names, "
+    "float[] numbers, Tensor[] tensors, "
     "bool maximize, float weight_decay, bool decoupled_weight_decay, Tensor? mask, str engine, "
     "SymInt? seed) -> ()"
 )
@@ -202,14 +203,14 @@ def apply_(
         owner = param
         param, grad = local(param, grad, by_row=rule.by_row)
         check_writable("a parameter", param)
-        gradient = touched(param, grad, by_row=rule.by_row)
+        gradient = indexed_grad(param, grad, row_slots=rule.by_row)
         tensors = _checked_state(rule, param, state)
         if mask is not None:
-            masks.checked([mask], [param], by_row=rule.by_row)
-            selection = masks.Selection(mask, param.shape).update()
-            gradient = masks.select(gradient, selection, param.numel())
+            masks.check_masks([mask], [param], by_row=rule.by_row)
+            selection = masks.MaskSelection(mask, param.shape).refresh()
+            gradient = masks.apply_mask(gradient, selection, param.numel())
     except InputError as error:
-        raise InputError(f"{who}: {error}") from None
+        raise type(error)(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay
     settings = Settings(rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who)
     if mapped_files:
@@ -251,7 +252,7 @@ def _check_param(param: Tensor) -> None:
         raise InputError(message("the parameter must be a tensor", type(param).__name__))
     if param.layout is not torch.strided:
         raise InputError(message("the parameter must be a strided tensor", param.layout))
-    if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+    if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
 
 

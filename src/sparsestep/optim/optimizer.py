@@ -172,7 +172,7 @@ class RuleOptimizer(_Base):
                     settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.motion is None:
                         motion_of(settings.rule, 1, settings.hyper)
-                masks.checked(param_group.get("mask"), param_group["params"], by_row=by_row)
+                masks.check_masks(param_group.get("mask"), param_group["params"], by_row=by_row)
                 if self.semantics == "masked":
                     warn_of_another(type(self).__name__, param_group["params"])
             except Exception:
@@ -692,7 +692,7 @@ class RuleOptimizer(_Base):
         """
         group = self.group_of(param)
         if group.get("mask") is not None:
-            listed = masks.listed(group["mask"], group["params"])
+            listed = masks.per_param(group["mask"], group["params"])
             pairs = zip(listed, group["params"], strict=True)
             if any(mask is not None and each is param for mask, each in pairs):
                 requirement = (

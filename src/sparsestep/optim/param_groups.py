@@ -25,7 +25,7 @@ from sparsestep.rules._derive_idle import refusal
 from sparsestep.rules.rule import Rule
 
 Group = dict[str, Any]
-Selections = list[masks.Selection | None]
+Selections = list[masks.MaskSelection | None]
 
 _CONSTANT = (float, int, str, torch.dtype, type(None), Real)
 
@@ -104,7 +104,7 @@ class Groups:
             masked = None
             if "selections" in settings.core:
                 params, selections = settings.core["selections"]
-                masked = masks.as_they_were(params, selections)
+                masked = masks.cached_masks(params, selections)
                 if masked is None:
                     return None
             before.told.append((values, group, masked))
@@ -133,16 +133,16 @@ class Groups:
         same = isinstance(given, Tensor) and len(params) == len(made_for)
         if not same or not all(map(is_, params, made_for)):
             by_row = settings.rule.by_row or optimizer.semantics == "dense"
-            masks.checked(given, params, by_row=by_row)
+            masks.check_masks(given, params, by_row=by_row)
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
                 None if mask is None else _selection(before.get(id(param)), param, mask)
-                for param, mask in zip(params, masks.listed(given, params), strict=True)
+                for param, mask in zip(params, masks.per_param(given, params), strict=True)
             ]
             settings.core["selections"] = (tuple(params), known)
         for selection in known:
             if selection is not None:
-                selection.update()
+                selection.refresh()
         return known
 
 
@@ -181,10 +181,12 @@ def _settings(optimizer: Declares, group_index: int, group: Group) -> Settings:
     )
 
 
-def _selection(before: masks.Selection | None, param: Tensor, mask: Tensor) -> masks.Selection:
+def _selection(
+    before: masks.MaskSelection | None, param: Tensor, mask: Tensor
+) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
         return before
-    return masks.Selection(mask, param.shape)
+    return masks.MaskSelection(mask, param.shape)
 
 
 def describe_param(who: str, group: Group, group_index: int, index: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsestep._torch import scalar_dtype
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
+from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
 from sparsestep.memory import lazy as pages
 from sparsestep.memory import mapped_state as beside
 from sparsestep.memory import tensors as parameters
@@ -22,7 +22,7 @@ from sparsestep.memory.tensors import memory_of
 from sparsestep.rules.options import rounds_at_random, to_number
 from sparsestep.rules.rule import Rule, State
 
-_COUNTS = {*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+_COUNTS = {*FLOAT_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 # Who has what is missing made by asking whether there is any state.
@@ -74,7 +74,7 @@ def dtype_for(spec: State, param: Tensor, state_dtype: torch.dtype | None = None
     """
     if spec.dtype is not None:
         return spec.dtype
-    if param.dtype in COMPLEX:
+    if param.dtype in COMPLEX_DTYPES:
         return param.real.dtype if spec.per_row else param.dtype
     if state_dtype is not None:
         return state_dtype
@@ -115,7 +115,7 @@ def initial(spec: State, options: Mapping[str, Any]) -> float:
 
 def in_dtype(dtype: torch.dtype, value: float) -> complex:
     """A value that state begins with; both parts of a complex number have it."""
-    return complex(value, value) if dtype in COMPLEX and value else value
+    return complex(value, value) if dtype in COMPLEX_DTYPES and value else value
 
 
 def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
@@ -158,7 +158,7 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
 
 
 def _is_float(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.dtype in FLOATS or tensor.dtype == param.dtype
+    return tensor.dtype in FLOAT_DTYPES or tensor.dtype == param.dtype
 
 
 def _kind(spec: State) -> str:

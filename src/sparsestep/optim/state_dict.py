@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import COMPLEX, FLOATS
+from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.memory.lazy import saved_by_row, strided
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import Group, describe_param
@@ -116,7 +116,7 @@ def _rule_of(optimizer: Steps, group_index: int, group: Group) -> Rule:
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
         optimizer.groups.read(optimizer, group_index, dict(group))
-    masks.checked(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
+    masks.check_masks(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
     return rule
 
 
@@ -160,8 +160,8 @@ def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, An
     if value.shape != wanted:
         requirement = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
         raise InputError(message(requirement, tuple(value.shape)))
-    real = value.dtype in FLOATS or value.dtype == spec.dtype
-    if not real and not (param.is_complex() and value.dtype in COMPLEX):
+    real = value.dtype in FLOAT_DTYPES or value.dtype == spec.dtype
+    if not real and not (param.is_complex() and value.dtype in COMPLEX_DTYPES):
         kind = "float" if not param.is_complex() else "float or complex"
         raise InputError(message(f"its state {spec.name!r} must be {kind}", value.dtype))
 
@@ -186,7 +186,7 @@ def saved_by_rows(optimizer: Steps) -> Iterator[tuple[dict[str, Any], dict[str, 
         if group.get("mask") is None:
             continue
         names = [spec.name for spec in optimizer.stored_rule_for(group).state]
-        listed = masks.listed(group["mask"], group["params"])
+        listed = masks.per_param(group["mask"], group["params"])
         for param, mask in zip(group["params"], listed, strict=True):
             record = optimizer.state.get(param)
             if record and isinstance(mask, Tensor) and mask.dim() == 1:

@@ -24,9 +24,9 @@ from sparsestep.errors import InputError, SlowWarning, message, usable, warn_onc
 from sparsestep.grads import masks
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.grads.indexed import COMPLEX, FLOATS, IndexedGrad
-from sparsestep.grads.layouts import Gradient, in_rows, touched
-from sparsestep.grads.masks import Selection
+from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
+from sparsestep.grads.layouts import Gradient, indexed_grad, local_grad, to_row_slots
+from sparsestep.grads.masks import MaskSelection
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.optim import state as states
@@ -39,7 +39,7 @@ def announce(
     state: Mapping[Tensor, Any],
     params: Iterable[Tensor],
     grads: Sequence[Gradient | None] | None = None,
-    selections: Sequence[Selection | None] | None = None,
+    selections: Sequence[MaskSelection | None] | None = None,
 ) -> None:
     """Reserve and mark the rows that a step will write; raises ``OSError`` if the disk is full.
 
@@ -77,11 +77,11 @@ def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGr
     about_to_write(param, state, _as_rows(param, gradient.indices, gradient.num_slots))
 
 
-def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list[Tensor | None]:
+def _rows_of(param: Tensor, grad: Gradient, selection: MaskSelection | None) -> list[Tensor | None]:
     """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
     if isinstance(grad, CompactGrad):
         if not grad.is_materialized:
-            parts = (_as_rows(param, part.indices, part.num_slots) for part in grad.parts())
+            parts = (_as_rows(param, part.indices, part.num_slots) for part in grad.local_parts())
             return [_selected(param, rows, selection) for rows in parts]
         grad = grad.materialize_()
     if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
@@ -95,12 +95,12 @@ def _rows_of(param: Tensor, grad: Gradient, selection: Selection | None) -> list
     return [_selected(param, None, selection)]
 
 
-def _selected(param: Tensor, rows: Tensor | None, selection: Selection | None) -> Tensor | None:
+def _selected(param: Tensor, rows: Tensor | None, selection: MaskSelection | None) -> Tensor | None:
     """Those of the rows in which a mask selects anything."""
     if selection is None or selection.shape != param.shape:  # the latter is refused later
         return rows
     if rows is None:
-        return _as_rows(param, selection.positions, selection.mask.numel())
+        return _as_rows(param, selection.indices, selection.mask.numel())
     rows = rows[(rows >= 0) & (rows < len(param))]
     chosen = selection.mask[rows]
     return rows[chosen if chosen.dim() == 1 else chosen.flatten(1).any(1)]
@@ -127,7 +127,7 @@ def local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradi
         return param, grad
     memory = parameters.memory_of(param)
     if parameters.is_distributed(param):
-        grad = parameters.local_gradient(param, grad, by_row=by_row)
+        grad = local_grad(param, grad, row_slots=by_row)
     return memory, grad
 
 
@@ -152,7 +152,7 @@ def examined(
     rule, dense = settings.rule, optimizer.semantics == "dense"
     memory, grad = local(param, grad, by_row=rule.by_row or dense)
     optimizer.store.check_writable(param, memory)
-    gradient = touched(memory, grad, by_row=rule.by_row or dense)
+    gradient = indexed_grad(memory, grad, row_slots=rule.by_row or dense)
     if dense:
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
     record, tensors = optimizer.state.get(param), None
@@ -177,7 +177,7 @@ def _begins_anew(rule: Rule, record: dict[str, Any]) -> bool:
     return not rule.counts and any(record.get(spec.name) is None for spec in rule.state)
 
 
-def complete(update: ParamUpdate, selection: masks.Selection | None, place: int) -> None:
+def complete(update: ParamUpdate, selection: masks.MaskSelection | None, place: int) -> None:
     """Make it such as engines other than torch's kernels need it: in real numbers, masked, counted.
 
     Args:
@@ -190,7 +190,7 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     if selection is not None and parameters.is_distributed(update.owner):
         requirement = "a DTensor parameter cannot have a mask"
         raise InputError(message(requirement, "a mask", "Put it into a group without one"))
-    if param.dtype not in FLOATS and param.dtype not in COMPLEX:
+    if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
         requirement = "differentiable=True needs dense gradients under torch's own formulas"
@@ -201,8 +201,8 @@ def complete(update: ParamUpdate, selection: masks.Selection | None, place: int)
     gradient = update.touched
     if selection is not None:
         if selection.shape != param.shape:
-            masks.checked(selection.mask, [param], by_row=rule.by_row)
-        gradient = masks.select(gradient, selection, param.numel())
+            masks.check_masks(selection.mask, [param], by_row=rule.by_row)
+        gradient = masks.apply_mask(gradient, selection, param.numel())
     if mapped_files:
         announce_checked(param, update.state, gradient)
     update.written, update.touched = for_engines(param, update.state, gradient)
@@ -228,11 +228,11 @@ def for_engines(
     evenly spaced, but the rows are.
     """
     if not param.is_contiguous():
-        gradient = in_rows(param, gradient)
+        gradient = to_row_slots(param, gradient)
     if not param.is_complex():
         return [param, *state], gradient
     real = [torch.view_as_real(t) if t.is_complex() else t for t in (param.detach(), *state)]
-    return real, gradient.as_real()
+    return real, gradient.view_as_real()
 
 
 def _kind(grad: Gradient) -> str:
@@ -340,14 +340,14 @@ class Plan:
                 update = examined(optimizer, group, settings, index, param, grad)
                 self._add(update, selection)
             except InputError as error:  # cheaper than error_prefix for each parameter
-                raise InputError(f"{settings.who(index)}: {error}") from None
+                raise type(error)(f"{settings.who(index)}: {error}") from None
         self._params_before += len(params)
 
     def skip_groups(self, groups: Sequence[Group]) -> None:
         """Pass over param groups; random bits depend on the number of parameters before."""
         self._params_before += sum(len(group["params"]) for group in groups)
 
-    def _add(self, update: ParamUpdate, selection: masks.Selection | None) -> None:
+    def _add(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
         if selection is None and update.touched.indices is None:
             known = self._optimizer.dense_embeddings.get(id(update.owner))
             if known is None or known[0] is not update.owner:
@@ -383,7 +383,7 @@ class Plan:
         if selections is not None:
             if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
                 return indices
-            for_core = [None if s is None else s.for_core for s in selections[first : indices.stop]]
+            for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
         declined = native.try_claim(
             settings,
             params,
@@ -404,7 +404,7 @@ class Plan:
                             self._claimed(group, settings, index, param, grad), None
                         )
                     except InputError as error:
-                        raise InputError(f"{settings.who(index)}: {error}") from None
+                        raise type(error)(f"{settings.who(index)}: {error}") from None
         return declined
 
     def _claimed(
@@ -413,7 +413,7 @@ class Plan:
         """What the core has claimed; so it is an ordinary parameter."""
         record = self._optimizer.state.get(param)
         state = [record[spec.name] for spec in settings.rule.state] if record else []
-        gradient = touched(param, grad)
+        gradient = indexed_grad(param, grad)
         return ParamUpdate(settings, group, index, param, param, grad, gradient, record, state)
 
     @property

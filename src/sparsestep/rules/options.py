@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import FLOATS
+from sparsestep.grads.indexed import FLOAT_DTYPES
 from sparsestep.grads.masks import Masks
 
 BIAS_CORRECTIONS = ("global", "per_row")
@@ -224,7 +224,7 @@ def _state_dtype(name: str, value: Any) -> None:
 
 
 def _can_hold_state(dtype: torch.dtype) -> bool:
-    return dtype in FLOATS or dtype is torch.int8
+    return dtype in FLOAT_DTYPES or dtype is torch.int8
 
 
 def _seed(name: str, value: Any) -> None:

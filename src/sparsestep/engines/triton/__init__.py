@@ -24,7 +24,7 @@ from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.triton.codegen import Form, form_of, kernel_of
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import IndexedGrad, bad_index
+from sparsestep.grads.indexed import IndexedGrad, index_error
 from sparsestep.rules.trace import record
 
 # Columns that a program sees at most: of rows that may be cut, and of those that may not.
@@ -163,7 +163,7 @@ class Triton:
             touched = touched._replace(
                 values=touched.values.reshape(-1), num_slots=size, slot_size=1
             )
-        touched = touched.in_rows()._replace(values=touched.values.contiguous())
+        touched = touched.with_value_rows()._replace(values=touched.values.contiguous())
         form = form_of(
             program,
             negates=settings.sign < 0,
@@ -208,7 +208,7 @@ class Triton:
             for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
                 slots = launch.touched.num_slots
                 if low < 0 or high >= slots:
-                    raise launch.update.refuse(bad_index(0, slots, low if low < 0 else high))
+                    raise launch.update.refuse(index_error(low if low < 0 else high, slots))
 
     @torch.no_grad()
     def commit(self) -> None:
