@@ -17,7 +17,7 @@ from torch.masked import MaskedTensor
 from sparsestep._native import ext
 from sparsestep._torch import coo_indices, coo_values
 from sparsestep.errors import InputError, RangeError, message
-from sparsestep.grads.compact import CompactGrad, materialize
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.dedup import merge_slots
 from sparsestep.grads.indexed import FLOAT_DTYPES, IndexedGrad, check_indices
 from sparsestep.memory.tensors import INDEX_DTYPES, address, is_distributed, memory_of, out_of_range
@@ -103,7 +103,8 @@ def _from_tensor(param: Tensor, grad: Any) -> IndexedGrad:
     if layout is GradLayout.COMPACT:
         found: IndexedGrad = grad.indexed()
         return found
-    grad = materialize(grad)
+    if isinstance(grad, CompactGrad):
+        grad = grad.materialize_()
     if layout is GradLayout.COO:
         return _from_coo(param, grad)
     if layout is GradLayout.COMPRESSED:
@@ -133,7 +134,7 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
         requirement = f"the gradient must have the parameter's shape, {tuple(param.shape)}"
         remedy = f"Was the parameter resized {again}"
         raise InputError(message(requirement, tuple(grad.shape), remedy))
-    if not _dtypes_compatible(param.dtype, grad.dtype):
+    if grad.dtype != param.dtype and not _dtypes_compatible(param.dtype, grad.dtype):
         requirement = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
         raise InputError(message(requirement, grad.dtype, f"Was the parameter converted {again}"))
     # The CPU is told apart first, because making two device objects takes longer.

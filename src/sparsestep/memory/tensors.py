@@ -63,8 +63,10 @@ def out_of_range(indices: Tensor, size: int) -> int | None:
     """
     if not indices.numel():
         return None
-    low, high = (int(bound) for bound in indices.aminmax())
-    return low if low < 0 else high if high >= size else None
+    low, high = indices.aminmax()
+    if int(low) < 0:
+        return int(low)
+    return int(high) if int(high) >= size else None
 
 
 def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
