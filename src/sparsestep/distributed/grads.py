@@ -25,6 +25,7 @@ from sparsestep.distributed._table import (
     TableGroup,
 )
 from sparsestep.errors import InputError, message
+from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
 from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
 from sparsestep.grads.indexed import IndexedGrad
@@ -158,11 +159,8 @@ def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
     return list({id(table.weight): table.weight for table in tables}.values())
 
 
-def _attributes(grad: Tensor | None) -> dict[str, Any]:
-    if not isinstance(grad, CompactGrad):
-        return {}
-    names = ("_parts", "_materialized", "source", "is_sharded")
-    return {name: getattr(grad, name) for name in names}
+def _snapshot(grad: Tensor | None) -> dict[str, Any]:
+    return grad.snapshot() if isinstance(grad, CompactGrad) else {}
 
 
 def exchange_grads(
@@ -222,7 +220,7 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
 
 
 def _pending_parts(grad: Tensor | None) -> list[PendingGrad]:
-    parts = grad._parts if isinstance(grad, CompactGrad) else ()
+    parts = grad.parts if isinstance(grad, CompactGrad) else ()
     return [part for part in parts if isinstance(part, PendingGrad)]
 
 
@@ -239,7 +237,7 @@ def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> Outgoi
         grad = grad.materialize_values()
         values = grad.values.reshape(-1, grad.slot_size)
         return OutgoingGrad(handle, values.contiguous(), grad.flat_indices.contiguous())
-    indices, sums = sum_duplicates(grad)
+    indices, sums = dedup.sum_duplicates(grad)
     assert indices is not None
     return OutgoingGrad(handle, sums.to(table.weight.dtype), indices)
 
@@ -402,7 +400,7 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
 def _remove_placeholder(weight: Tensor) -> None:
     """Remove a placeholder that no rank has filled."""
     grad = weight.grad
-    if isinstance(grad, CompactGrad) and grad.is_pending:
-        grad._parts = tuple(_exchanged_parts(grad))
-        if not grad._parts and grad.source is None:
+    if isinstance(grad, CompactGrad) and grad.has_pending_parts:
+        grad.replace_parts(_exchanged_parts(grad))
+        if not grad.parts and grad.source is None:
             weight.grad = None

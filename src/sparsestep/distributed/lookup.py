@@ -34,7 +34,7 @@ from sparsestep.distributed._table import (
 )
 from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
-from sparsestep.grads.compact import compact
+from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import HALF_DTYPES, IndexedGrad
 from sparsestep.nn import lookup
@@ -604,7 +604,7 @@ def _set_placeholder_grad(weight: Tensor) -> None:
     """
     if weight.requires_grad and weight.grad is None:
         placeholder: Any = PendingGrad(None, weight.detach()[:0])
-        weight.grad = compact([placeholder], weight.shape, weight)
+        weight.grad = CompactGrad.of([placeholder], weight.shape, weight)
 
 
 class _ShardedLookupFunction(torch.autograd.Function):
@@ -631,5 +631,5 @@ def _pending_grads(ctx: Any, *grads: Any) -> Any:
             found.append(None)
             continue
         pending: Any = PendingGrad(handle, unshared(grad))
-        found.append(compact([pending], handle.table.weight.shape, grad))
+        found.append(CompactGrad.of([pending], handle.table.weight.shape, grad))
     return None, None, *found

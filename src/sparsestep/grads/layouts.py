@@ -373,12 +373,10 @@ def _from_masked(param: Tensor, grad: MaskedTensor) -> IndexedGrad:
 def _from_indexed(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
     """Check every field of an IndexedGrad made by a user, and fill in the defaults."""
     indices, values, num_slots, slot_size, value_index, scale, mask = grad
-    _check_field("values", values, param, optional=False)
-    _check_field("indices", indices, param, optional=True)
-    _check_field("value_index", value_index, param, optional=True)
-    _check_field("scale", scale, param, optional=True)
-    _check_field("element_mask", mask, param, optional=True)
-    if not _dtypes_compatible(param.dtype, values.dtype):
+    for name, tensor in zip(IndexedGrad._fields, grad, strict=True):
+        if name == "values" or (tensor is not None and name not in ("num_slots", "slot_size")):
+            _check_field(name, tensor, param)
+    if values.dtype != param.dtype and not _dtypes_compatible(param.dtype, values.dtype):
         requirement = f"the values for a {param.dtype} parameter must have a compatible dtype"
         raise InputError(message(requirement, values.dtype))
     num_slots, slot_size = _slot_shape(param, num_slots, slot_size)
@@ -434,13 +432,11 @@ def _without_indices(
     return IndexedGrad(None, values.resolve_neg().resolve_conj(), 1, param.numel())
 
 
-def _check_field(name: str, tensor: object, param: Tensor, *, optional: bool) -> None:
-    if tensor is None and optional:
-        return
+def _check_field(name: str, tensor: object, param: Tensor) -> None:
     requirement = f"the {name} of an IndexedGrad must be a strided tensor"
     if not isinstance(tensor, Tensor) or isinstance(tensor, MaskedTensor):
         raise InputError(message(requirement, type(tensor).__name__))
-    if classify(tensor) is not GradLayout.STRIDED:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise InputError(message(requirement, got))
     if tensor.device != param.device:
