@@ -7,6 +7,7 @@ from a connection to pytest's process: which function, with which arguments.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -15,6 +16,7 @@ import importlib
 import inspect
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -49,7 +51,7 @@ class Rank:
     index: int
     world: int
     folder: Path  # shared by the ranks of this test
-    monkeypatch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
+    monkeypatch: pytest.MonkeyPatch
 
     @property
     def is_last(self) -> bool:
@@ -84,9 +86,8 @@ def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> An
         @functools.wraps(test)
         def run(tmp_path: Path, world: int, **arguments: Any) -> None:
             if world == 1:
-                rank = Rank(0, 1, tmp_path)
-                with contextlib.closing(_Undo(rank.monkeypatch)):
-                    test(rank, **arguments)
+                with pytest.MonkeyPatch.context() as patch:
+                    test(Rank(0, 1, tmp_path, patch), **arguments)
                 return
             task = _Task(test.__module__, test.__qualname__, tmp_path, arguments)
             _pool(test.__module__, world, timeout).run(task, killed)
@@ -111,14 +112,6 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 
 @dataclass
-class _Undo:
-    monkeypatch: pytest.MonkeyPatch
-
-    def close(self) -> None:
-        self.monkeypatch.undo()
-
-
-@dataclass
 class _Task:
     module: str
     name: str
@@ -129,9 +122,8 @@ class _Task:
         function = getattr(importlib.import_module(self.module), self.name)
         if self.folder is None:
             return function(index, world, *self.arguments)
-        rank = Rank(index, world, self.folder)
-        with contextlib.closing(_Undo(rank.monkeypatch)):
-            function.__wrapped__(rank, **self.arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            function.__wrapped__(Rank(index, world, self.folder, patch), **self.arguments)
         return None
 
 
@@ -210,6 +202,13 @@ class _Pool:
                 time.sleep(0.01)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
 
 
 def _is_alive(pid: int) -> bool:
