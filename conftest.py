@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _nothing_said_before():
     """What is said once is said in every test that gives the reason."""
-    errors._said.clear()
+    errors._warned.clear()
 
 
 @pytest.fixture

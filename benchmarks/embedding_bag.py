@@ -97,7 +97,7 @@ class BagLimit:
         optimizer.move_to_huge_pages()
         [group] = optimizer.param_groups
         made = optimizer.rule_for(group)
-        self._options = made.numbers(optimizer.settings(0).hyper)
+        self._options = made.pack_hyperparams(optimizer.settings(0).hyperparams)
         self._rule = limit_module.rules().index(made.name)
         states = [optimizer.state[weight][spec.name] for spec in made.state]
         written = 1 + sum(not spec.per_row for spec in made.state)

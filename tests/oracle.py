@@ -61,7 +61,7 @@ def expected(
 ) -> Expected:
     """The rule applied in float64 to what is held and may move, and nothing else."""
     rule = cls.rule_for(group)
-    hyper = {name: number(group[name]) for name in rule.hyperparameters}
+    hyper = {name: number(group[name]) for name in rule.hyperparam_names}
     decay = 0.0 if "weight_decay" in cls.formula_options else number(group.get("weight_decay", 0.0))
     decoupled = cls.always_decoupled or group.get("decoupled_weight_decay", False)
     sign = -1.0 if group.get("maximize") else 1.0
@@ -78,7 +78,7 @@ def expected(
 
     def new(param: Tensor, grad: Tensor, *kept: Tensor) -> list[Tensor]:
         grad = torch.where(by_rows, sign * grad + l2 * param, 0.0)
-        return rule.new_values([param * shrink, *kept], grad, step, hyper)
+        return rule.apply([param * shrink, *kept], grad, step, hyper)
 
     exact = new(*inputs)
     roundings = ROUNDINGS.get(param.dtype, _USUAL_ROUNDINGS)

@@ -332,7 +332,7 @@ def _serve(start: _Start, rank: int) -> None:
 
 
 def _reply(task: _Task, rank: int, world: int) -> tuple[str, Any]:
-    errors._said.clear()
+    errors._warned.clear()
     torch.manual_seed(0)
     try:
         return "done", task.run(rank, world)

@@ -94,13 +94,13 @@ class Variant:
 
     @cached_property
     def has_twin(self) -> bool:
-        return self.rule.is_native
+        return self.rule.has_native_kernel
 
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
 
 # The optimizers that have dense semantics.
-WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.motion is not None]
+WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.idle_update is not None]
 
 # The function of each optimizer: sparse_adam_ for SparseAdam, adamw_ for AdamW.
 FUNCTIONS: dict[type[RuleOptimizer], Callable[..., None]] = {

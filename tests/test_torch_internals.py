@@ -26,10 +26,10 @@ def test_this_torch_has_all_of_them():
 
 def test_what_is_missing_is_replaced_or_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_internals, "missing", [])
-    assert torch_internals._find("torch._C._no_such_name", "do nothing", 7) == 7
+    assert torch_internals._private("torch._C._no_such_name", "do nothing", 7) == 7
     message = r"sparsestep needs torch\._C\._no_such_name to do nothing, and torch .* does not"
     with pytest.raises(ImportError, match=message):
-        torch_internals._find("torch._C._no_such_name", "do nothing")
+        torch_internals._private("torch._C._no_such_name", "do nothing")
     assert torch_internals.missing == 2 * ["torch._C._no_such_name"]
 
 

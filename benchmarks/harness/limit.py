@@ -112,7 +112,7 @@ class Limit(Contestant):
         self.params: list[Parameter] = workload.params()
         self._sets = workload.sets
         made = optimizer(self.params, lr=LEARNING_RATE, engine="native", **options)
-        self._options = rule.numbers(made.settings(0).hyper)
+        self._options = rule.pack_hyperparams(made.settings(0).hyperparams)
         self._states = _first_states(made, workload.sets[0]) if states is None else states
         rows = 1 + element_states(rule)
         self._plans = [

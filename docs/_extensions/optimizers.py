@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 import sparsestep
 from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.rule import State
+from sparsestep.rules.rule import StateSpec
 
 # Options that make an optimizer keep more, a value that does it, and how the table says so.
 ADDING_STATE = {
@@ -41,7 +41,7 @@ def default_group(cls: type[RuleOptimizer]) -> dict[str, Any]:
 def rows(cls: type[RuleOptimizer]) -> Iterator[tuple[str, ...]]:
     """The rows of the table."""
     group = default_group(cls)
-    counted = "always" if cls.rule_for(group).counts else "with `stochastic_rounding=True`"
+    counted = "always" if cls.rule_for(group).counts_steps else "with `stochastic_rounding=True`"
     yield "`step`", "scalar", "float32" if cls.step_is_tensor else "Python number", "0", counted
     for kept, when in all_state(cls, group):
         shape = "one per row" if kept.per_row else "one per element"
@@ -50,7 +50,7 @@ def rows(cls: type[RuleOptimizer]) -> Iterator[tuple[str, ...]]:
         yield f"`{kept.name}`", shape, dtype, start, when
 
 
-def all_state(cls: type[RuleOptimizer], group: dict[str, Any]) -> Iterator[tuple[State, str]]:
+def all_state(cls: type[RuleOptimizer], group: dict[str, Any]) -> Iterator[tuple[StateSpec, str]]:
     """Each tensor that it may keep, and when."""
     always = cls.rule_for(group).state
     yield from ((kept, "always") for kept in always)
@@ -83,7 +83,7 @@ def state_size() -> Iterator[tuple[str, ...]]:
         group = default_group(cls)
         always = cls.rule_for(group).state
         by_default.setdefault(_sizes(always), []).append(cls.__name__)
-        options: dict[str, list[State]] = {}
+        options: dict[str, list[StateSpec]] = {}
         for kept, when in all_state(cls, group):
             if when != "always":
                 options.setdefault(when, []).append(kept)

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from sparsestep._C import Core
 
 ext: Core | None = None
-why_missing: str = ""
+import_error: str = ""
 try:
     ext = cast("Core", import_module("sparsestep._C"))
 except ImportError as _error:  # installed without it (SPARSESTEP_PURE=1), or a broken build
-    why_missing = str(_error)
+    import_error = str(_error)
 
-__all__ = ["ext", "instruction_set", "instruction_sets", "use_instruction_set", "why_missing"]
+__all__ = ["ext", "import_error", "instruction_set", "instruction_sets", "use_instruction_set"]
 
 
 def instruction_sets() -> dict[str, bool]:
@@ -27,17 +27,17 @@ def instruction_sets() -> dict[str, bool]:
     return dict(ext.instruction_sets()) if ext else {}
 
 
-def _widest() -> str:
+def _widest_available() -> str:
     return [name for name, available in instruction_sets().items() if available][-1]
 
 
-class _InUse:
+class _InstructionSet:
     """The instruction set in use: the widest there is, or what SPARSESTEP_ISA says."""
 
     @cached_property
     def index(self) -> int:
         # At first use, not at import: `sparsestep info` must be able to report a bad value.
-        self.use(os.environ.get("SPARSESTEP_ISA") or _widest())
+        self.use(os.environ.get("SPARSESTEP_ISA") or _widest_available())
         return self.index
 
     def use(self, name: str) -> None:
@@ -48,7 +48,7 @@ class _InUse:
         self.index = list(instruction_sets()).index(name)
 
 
-isa: _InUse = _InUse()
+isa: _InstructionSet = _InstructionSet()
 
 
 def instruction_set() -> str | None:

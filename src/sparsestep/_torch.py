@@ -25,7 +25,7 @@ missing: list[str] = []
 _MISSING = object()
 
 
-def _find(path: str, use: str, fallback: Any = _MISSING) -> Any:
+def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
     """A private name of torch.
 
     Args:
@@ -48,36 +48,38 @@ def _find(path: str, use: str, fallback: Any = _MISSING) -> Any:
 
 # Optimizers
 
-profiler_enabled: Callable[[], bool] = _find(
+profiler_enabled: Callable[[], bool] = _private(
     "torch._C._autograd._profiler_enabled",
     "mark steps for a profiler, only where there is one",
     lambda: True,  # they are marked always, which costs as much as a small step
 )
 global_hooks: tuple[Mapping[int, Any], ...] = tuple(
-    _find(f"torch.optim.optimizer.{name}", "see whether hooks of all optimizers are to be called")
+    _private(
+        f"torch.optim.optimizer.{name}", "see whether hooks of all optimizers are to be called"
+    )
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
-scalar_dtype: Callable[..., torch.dtype] = _find(
+scalar_dtype: Callable[..., torch.dtype] = _private(
     "torch.optim.optimizer._get_scalar_dtype",
     "count steps in the dtype that torch counts in",
     lambda is_fused=None: torch.float32,
 )
-check_fused: Callable[[Tensor], None] = _find(
+check_fused: Callable[[Tensor], None] = _private(
     "torch.optim.optimizer._device_dtype_check_for_fused",
     "refuse in time what torch's fused kernels refuse",
 )
-capturable_devices: Callable[[], list[str]] = _find(
+capturable_devices: Callable[[], list[str]] = _private(
     "torch.optim.optimizer._get_capturable_supported_devices",
     "refuse in time what torch's capturable kernels refuse",
     lambda: ["cuda", "xpu", "hpu"],
 )
-disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _find(
+disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _private(
     "torch._compile._disable_dynamo",
     "keep a step outside of graphs without importing the compiler",
     torch.compiler.disable,
 )
 
-assert_async: Callable[[Tensor, str], None] = _find(
+assert_async: Callable[[Tensor, str], None] = _private(
     "torch._assert_async",
     "refuse indices on a GPU where the host is not to wait for it",
     lambda condition, message: None,  # the step still writes nothing, but nobody is told
@@ -85,28 +87,28 @@ assert_async: Callable[[Tensor, str], None] = _find(
 
 # Subclasses of tensors
 
-without_torch_function: Callable[[], Any] = _find(
+without_torch_function: Callable[[], Any] = _private(
     "torch._C.DisableTorchFunctionSubclass",
     "look at a tensor without asking its class",
 )
-plain_results: Any = _find(
+plain_results: Any = _private(
     "torch._C._disabled_torch_function_impl",
     "compute plain tensors from those of a subclass, as from a Parameter",
 )
-tree_map_only: Callable[..., Any] = _find(
+tree_map_only: Callable[..., Any] = _private(
     "torch.utils._pytree.tree_map_only",
     "find the tensors among the arguments of an operation",
 )
-rebuild_parameter: Callable[..., nn.Parameter] = _find(
+rebuild_parameter: Callable[..., nn.Parameter] = _private(
     "torch._utils._rebuild_parameter",
     "pickle a guarded parameter as an ordinary one",
 )
-_storage_use_count: Callable[[int], int] | None = _find(
+_storage_use_count: Callable[[int], int] | None = _private(
     "torch._C._storage_Use_Count",
     "see whether anybody else holds on to memory",
     None,  # then nobody can tell, and it is copied
 )
-graph_task_id: Callable[[], int] = _find(
+graph_task_id: Callable[[], int] = _private(
     "torch._C._current_graph_task_id",
     "see whether a backward is under way",
     lambda: -1,
@@ -114,21 +116,21 @@ graph_task_id: Callable[[], int] = _find(
 
 # Compilers and transforms
 
-is_transforming: Callable[[], bool] = _find(
+is_transforming: Callable[[], bool] = _private(
     "torch._C._are_functorch_transforms_active",
     "leave lookups under vmap and the like to torch",
     lambda: False,
 )
 
-is_tracing: Callable[[], bool] = _find(
+is_tracing: Callable[[], bool] = _private(
     "torch.jit.is_tracing", "leave lookups to torch where they are traced", lambda: False
 )
-dispatch_modes: Callable[[], int] = _find(
+dispatch_modes: Callable[[], int] = _private(
     "torch._C._len_torch_dispatch_stack",
     "leave lookups to torch where something watches its operations",
     lambda: 1,  # something may
 )
-_forward_ad = _find(
+_forward_ad = _private(
     "torch.autograd.forward_ad", "leave lookups to torch that carry derivatives forward"
 )
 
@@ -170,17 +172,17 @@ if TorchVersion(torch.__version__) >= "2.12":
 
 # Kernels
 
-foreach_norm: Callable[..., tuple[Tensor, ...]] = _find(
+foreach_norm: Callable[..., tuple[Tensor, ...]] = _private(
     "torch._foreach_norm",
     "clip many gradients at once",
     lambda tensors, order: tuple(torch.linalg.vector_norm(t, order) for t in tensors),
 )
-foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_", "scale many gradients at once")
-foreach_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _find(
+foreach_mul_: Callable[..., None] = _private("torch._foreach_mul_", "scale many gradients at once")
+foreach_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _private(
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "unscale compact gradients for a GradScaler",
 )
-embedding_bag: Callable[..., tuple[Tensor, ...]] = _find(
+embedding_bag: Callable[..., tuple[Tensor, ...]] = _private(
     "torch._embedding_bag_forward_only",
     "pool rows as torch's EmbeddingBag does",
 )
@@ -276,11 +278,11 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def labelled(name: str) -> AbstractContextManager[object]:
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """A name for what is done, in the trace of a profiler where there is one.
 
     Example:
-        >>> with torch.profiler.profile() as trace, labelled("sparsestep: plan"):
+        >>> with torch.profiler.profile() as trace, profiler_range("sparsestep: plan"):
         ...     pass
         >>> any(event.key == "sparsestep: plan" for event in trace.key_averages())
         True

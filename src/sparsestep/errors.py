@@ -62,7 +62,7 @@ def message(requirement: str, got: object, remedy: str = "") -> str:
         >>> message("lr must be at least 0", -1, "To maximize, pass maximize=True")
         'lr must be at least 0. Got -1. To maximize, pass maximize=True.'
     """
-    text = f"{requirement}. Got {_shortened(got)}."
+    text = f"{requirement}. Got {_shorten(got)}."
     return f"{text} {remedy}." if remedy else text
 
 
@@ -112,7 +112,7 @@ def memory_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryError(_shortened(error)) from None
+        raise MemoryError(_shorten(error)) from None
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def error_prefix(who: str) -> Iterator[None]:
         raise type(error)(f"{who}: {error}") from None
 
 
-def _shortened(got: object) -> str:
+def _shorten(got: object) -> str:
     """What it says, in one line: a tensor, or an error of torch's, may go on for pages."""
     try:
         text = " ".join(str(got).split())
@@ -170,11 +170,11 @@ def _shortened(got: object) -> str:
 
 
 # Whose lines are nobody's mistake: a warning points at the first line outside of these.
-_NOT_THE_USERS = (
+_SKIPPED_FRAMES = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 )
-_said: set[tuple[type[Warning], str]] = set()
+_warned: set[tuple[type[Warning], str]] = set()
 
 
 def warn_once(category: type[Warning], reason: str) -> None:
@@ -190,15 +190,15 @@ def warn_once(category: type[Warning], reason: str) -> None:
         >>> [str(warning.message) for warning in said]
         ['sparsestep: it rains', 'sparsestep: it snows']
     """
-    if (category, reason) in _said:
+    if (category, reason) in _warned:
         return
     warn(category, f"sparsestep: {reason}")
-    _said.add((category, reason))
+    _warned.add((category, reason))
 
 
 def warn(category: type[Warning], text: str) -> None:
     """Warn, at the user's line."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FRAMES):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)

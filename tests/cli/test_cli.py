@@ -180,14 +180,14 @@ def test_info_prints_a_line_per_key_and_json_the_same(capsys: Captured) -> None:
 
 def test_info_without_the_core_says_why(capsys: Captured, monkeypatch: Patch) -> None:
     monkeypatch.setattr(_native, "ext", None)
-    monkeypatch.setattr(_native, "why_missing", "GLIBC_2.99 not found")
+    monkeypatch.setattr(_native, "import_error", "GLIBC_2.99 not found")
     assert cli.main(["info"]) == 0
     said = "reference (the C++ core is missing: GLIBC_2.99 not found)"
     assert said in capsys.readouterr().out
 
 
 def test_info_reports_an_instruction_set_that_is_not_here(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(_native, "isa", _native._InUse())
+    monkeypatch.setattr(_native, "isa", _native._InstructionSet())
     monkeypatch.setenv("SPARSESTEP_ISA", "mmx")
     assert "Got 'mmx'" in info.format_lines(info.collect())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import sparsestep
-from sparsestep.engines.base import Settings
+from sparsestep.engines.base import GroupSettings
 from tests.table import Variant
 
 ADAM = Variant(sparsestep.AdamW, {"betas": (0.5, 0.9), "weight_decay": 0.1})
@@ -31,10 +31,10 @@ KINDS = [
     Variant(sparsestep.Ftrl, {"l1": 0.1, "l2": 0.1}),
 ]
 
-_settings: dict[tuple[str, float], Settings] = {}
+_settings: dict[tuple[str, float], GroupSettings] = {}
 
 
-def settings_of(variant: Variant, lr: float) -> Settings:
+def settings_of(variant: Variant, lr: float) -> GroupSettings:
     key = (str(variant), lr)
     if key not in _settings:
         opt = variant([torch.zeros(1, 1)], lr=lr, semantics="dense")

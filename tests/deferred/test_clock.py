@@ -59,7 +59,7 @@ def one_by_one(
     for number, lr in enumerate(lrs):
         if "weight_decay" in variant.options or variant.cls is sparsestep.AdamW:
             old[0] = old[0] * (1 - lr * (decay or 0.01))
-        old = rule.new_values(old, zero, 4 + number, {**hyper, "lr": lr})
+        old = rule.apply(old, zero, 4 + number, {**hyper, "lr": lr})
     return [new.reshape(t.shape) for new, t in zip(old, (param, *state), strict=True)]
 
 

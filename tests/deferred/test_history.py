@@ -11,15 +11,15 @@ from torch import Tensor
 import sparsestep
 from sparsestep.deferred import history as histories
 from sparsestep.deferred.rows import History
-from sparsestep.rules.idle import Quotient
+from sparsestep.rules.idle import AdamDrift
 from tests.deferred.idle_rows import ADAM, KINDS, rates, settings_of
 from tests.table import Variant
 
 
 def new_history(variant: Variant, base: int = 0) -> History:
     settings = settings_of(variant, 0.0)
-    assert settings.rule.motion is not None
-    return History(settings.rule.motion, settings.hyper, base)
+    assert settings.rule.idle_update is not None
+    return History(settings.rule.idle_update, settings.hyperparams, base)
 
 
 def tables(history: History) -> list[Tensor]:
@@ -43,7 +43,7 @@ def directly(history: History, taken: list[tuple[float, ...]], since: int, term:
     """The sum over all steps after ``since``, added up one by one."""
     motion = history.motion
     ratio = history.decays[motion.buffer]
-    if isinstance(motion, Quotient):
+    if isinstance(motion, AdamDrift):
         ratio /= motion.root_decay(history.decays) ** (term + 1)
     total, left = 0.0, 1.0
     for step in range(len(taken), since, -1):

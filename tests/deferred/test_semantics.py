@@ -9,7 +9,7 @@ import torch
 
 import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Still
+from sparsestep.rules.idle import NoDrift
 from tests.deferred.runs import (
     OF_TORCH,
     VARIANTS,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_every_optimizer_is_covered():
     assert {variant.cls for variant in VARIANTS} == set(WITH_DENSE)
-    assert all(variant.rule.motion is not None for variant in VARIANTS)
+    assert all(variant.rule.idle_update is not None for variant in VARIANTS)
 
 
 @on_each_engine(VARIANTS)
@@ -80,7 +80,7 @@ def test_it_is_the_run_of_torch(name: str, options: dict[str, Any], engine: str)
 
 @pytest.mark.parametrize(
     "variant",
-    [v for v in VARIANTS if not isinstance(v.rule.motion, Still)],
+    [v for v in VARIANTS if not isinstance(v.rule.idle_update, NoDrift)],
     ids=str,
 )
 @on_both_engines

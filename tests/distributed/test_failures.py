@@ -18,7 +18,7 @@ import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import collectives, grads, lookup
 from sparsestep.distributed.placement import ByRow
-from sparsestep.optim.step import Plan
+from sparsestep.optim.step import Step
 from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
 
@@ -39,8 +39,8 @@ STEP_FAULTS: dict[str, tuple[Any, str, int]] = {
     "pack": (grads, "split_by_rank", 1),
     "read": (grads, "_received_grads", 1),
     "assign": (grads, "_remove_placeholder", 1),
-    "plan": (Plan, "add_group", 1),
-    "prepare": (Plan, "prepare", 1),
+    "plan": (Step, "add_group", 1),
+    "prepare": (Step, "prepare", 1),
     # Where messages do not fit the buffers that are allocated in advance:
     "allocate large": (collectives, "pack_bytes", 1),
     "pack large": (grads, "split_by_rank", 1),
@@ -147,7 +147,7 @@ def test_an_interrupted_rank_keeps_the_others_from_stepping(rank: Rank):
     table, opt = model_of("rows")
     table(IDS).sum().backward()
     before = snapshot(table, opt)
-    assert_all_raise(rank, (Plan, "prepare", 1), opt.step, KeyboardInterrupt)
+    assert_all_raise(rank, (Step, "prepare", 1), opt.step, KeyboardInterrupt)
     assert same(before, snapshot(table, opt))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from sparsestep.rules.trace import Number, Program
+from sparsestep.rules.trace import ConstantRef, Program
 
 _LANES = 16  # a row is summed in so many
 _library = ctypes.CDLL(ctypes.util.find_library("m"))
@@ -104,8 +104,8 @@ def run(program: Program, values: Sequence[Tensor]) -> list[Any]:
                 found.append(given[place])
                 continue
             operands = [
-                numpy.full((1, 1), program.numbers[a.place], dtype=given[0].dtype)
-                if isinstance(a, Number)
+                numpy.full((1, 1), program.constants[a.place], dtype=given[0].dtype)
+                if isinstance(a, ConstantRef)
                 else found[a.place]
                 for a in arguments
             ]

@@ -59,15 +59,15 @@ def test_every_rule_has_its_native_twin():
         _, states, slot_states, options = twins[rule.name]
         assert [spec.per_row for spec in rule.state] == [False] * states + [True] * slot_states
         group = variant([torch.zeros(1)]).param_groups[0]
-        hyper = {name: group[name] for name in rule.hyperparameters}
-        assert rule.is_native
-        assert options == len(rule.numbers(hyper))
+        hyper = {name: group[name] for name in rule.hyperparam_names}
+        assert rule.has_native_kernel
+        assert options == len(rule.pack_hyperparams(hyper))
     assert twins.keys() == {variant.rule.name for variant in VARIANTS}
 
 
 def test_every_motion_has_its_native_twin():
     assert _native.ext is not None
-    motions = {variant.rule.motion.native for variant in VARIANTS if variant.rule.motion}
+    motions = {variant.rule.idle_update.native for variant in VARIANTS if variant.rule.idle_update}
     assert set(_native.ext.idle_updates()) == motions
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import engines
-from sparsestep.engines.base import ParamUpdate, Settings
-from sparsestep.engines.lowering import CODES, lowered
+from sparsestep.engines.base import GroupSettings, ParamUpdate
+from sparsestep.engines.lowering import OPCODES, lower
 from sparsestep.grads.indexed import IndexedGrad
-from sparsestep.rules.rule import Rule, State
-from sparsestep.rules.trace import RecordError, record
+from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.trace import TraceError, trace
 from tests.engines import emulator
 from tests.generate.cases import EXAMPLES
 from tests.rules.random_formulas import Formula, computed, formulas
@@ -36,13 +36,20 @@ def run(
 ) -> list[Tensor]:
     """The new parameter and state of a rule that the core runs; values as the rule takes them."""
     param, grad, *state = (value.clone() for value in values)
-    asked = {"sign": 1.0, "l2": 0.0, "shrink": 1.0, "seed": None, "stochastic": False, **settings}
-    said = Settings(rule, hyper or {}, state_dtype=None, who=str, **asked)
+    asked = {
+        "grad_sign": 1.0,
+        "coupled_decay": 0.0,
+        "decay_factor": 1.0,
+        "seed": None,
+        "stochastic_rounding": False,
+        **settings,
+    }
+    said = GroupSettings(rule, hyper or {}, state_dtype=None, describe_param=str, **asked)
     gradient = IndexedGrad(positions, grad, len(param), param.shape[1])
     update = ParamUpdate(said, {}, 0, param, param, grad, gradient, state=state)
-    update.written, update.step = [param, *state], step
-    engines.run([update], "native")
-    return update.written
+    update.targets, update.step = [param, *state], step
+    engines.run_updates([update], "native")
+    return update.targets
 
 
 def drawn(rows: int, columns: list[int], seed: int, dtype: torch.dtype) -> list[Tensor]:
@@ -74,10 +81,10 @@ def test_random_formulas_have_the_bits_of_each_operation_on_its_own(
         new = found[-1] + 0.0, found[-2] + 0.0
         return (*new, 0.5 * row + found[-1].amax(1, keepdim=True)) if per_row else new
 
-    kept = (State("state"), State("row", per_row=True))[: 1 + per_row]
-    rule = Rule("mine", update, kept, recorded=update)
+    kept = (StateSpec("state"), StateSpec("row", per_row=True))[: 1 + per_row]
+    rule = Rule("mine", update, kept, traceable_update=update)
     values = drawn(rows, [block, block, block, 1][: 3 + per_row], seed, dtype)
-    expected = emulator.run(record(rule, 1, {}), values)
+    expected = emulator.run(trace(rule, 1, {}), values)
     with running_on(isa):
         ours = run(rule, values)
     for new, right in zip(ours, expected, strict=True):
@@ -93,9 +100,10 @@ def test_a_recorded_rule_has_the_bits_of_its_native_twin(variant: Variant, isa: 
     """Python's formula and the struct in C++ are the same operations in the same order."""
     optimizer = variant([torch.nn.Parameter(torch.ones(3, 2))])
     says = optimizer.settings(0)
-    twin, hyper = says.rule, says.hyper
-    recorded = replace(twin, is_native=False, recorded=twin.update)
-    options = {"l2": says.l2, "shrink": says.shrink, "sign": says.sign}
+    twin, hyper = says.rule, says.hyperparams
+    recorded = replace(twin, has_native_kernel=False, traceable_update=twin.update)
+    names = ("coupled_decay", "decay_factor", "grad_sign")
+    options = {name: getattr(says, name) for name in names}
     positions = torch.tensor([4, 0, 4, 2, 4])
     with running_on(isa):
         for block, dtype in ((5, torch.float32), (64, torch.float32), (600, torch.float64)):
@@ -113,10 +121,10 @@ def test_not_a_number_goes_through():
         largest = torch.maximum(param, grad).clamp(max=1.0)
         return torch.where(grad == grad, largest, torch.sign(grad)) + grad.amax(1, keepdim=True)
 
-    rule = Rule("mine", update, recorded=update)
+    rule = Rule("mine", update, traceable_update=update)
     odd = torch.tensor([[float("nan"), 1.0, float("inf"), -0.0, 2.0]])
     for values in ([odd, odd.flip(1)], [odd.flip(1), odd], [torch.ones(1, 5), odd]):
-        (expected,) = emulator.run(record(rule, 1, {}), values)
+        (expected,) = emulator.run(trace(rule, 1, {}), values)
         assert same_bits(run(rule, values)[0], torch.from_numpy(expected.copy()))
 
 
@@ -124,7 +132,7 @@ def test_results_that_are_other_inputs():
     def update(param: Any, grad: Any, first: Any, second: Any) -> Any:
         return first, param, second * 0.0 + grad
 
-    rule = Rule("mine", update, (State("first"), State("second")), recorded=update)
+    rule = Rule("mine", update, (StateSpec("first"), StateSpec("second")), traceable_update=update)
     values = drawn(3, [70] * 4, 0, torch.float32)
     param, first, second = run(rule, values)
     assert same_bits(param, values[2])
@@ -136,17 +144,17 @@ def test_more_than_the_core_has_room_for():
     def many(*values: Any) -> Any:
         return (values[0] - values[1], *values[2:])
 
-    state = tuple(State(f"s{i}") for i in range(9))
-    with pytest.raises(RecordError, match="too much state"):
-        lowered(record(Rule("mine", many, state), 1, {}))
+    state = tuple(StateSpec(f"s{i}") for i in range(9))
+    with pytest.raises(TraceError, match="too much state"):
+        lower(trace(Rule("mine", many, state), 1, {}))
 
     def long(param: Any, grad: Any) -> Any:
         for number in range(70):
             param = param * grad + number
         return param
 
-    with pytest.raises(RecordError, match="too long"):
-        lowered(record(Rule("mine", long), 1, {}))
+    with pytest.raises(TraceError, match="too long"):
+        lower(trace(Rule("mine", long), 1, {}))
 
 
 def test_the_core_refuses_programs_that_it_could_not_run():
@@ -156,7 +164,7 @@ def test_the_core_refuses_programs_that_it_could_not_run():
     def made(code: str, to: int, *operands: int) -> bytes:
         import array
 
-        return array.array("H", [CODES[code], to, *operands]).tobytes()
+        return array.array("H", [OPCODES[code], to, *operands]).tobytes()
 
     good = made("mul", 0, 1, 1, 1, 1)
     core.Program(0, 0, 0, ((b"", good),), b"")

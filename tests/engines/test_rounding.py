@@ -84,7 +84,7 @@ def pushed_through(values: Tensor, dtype: torch.dtype, engine: str, seed: int = 
 def test_the_result_is_one_of_the_two_neighbours(dtype: torch.dtype):
     values = wide_values()
     bits = rounding.random_bits(7, 0, torch.arange(len(values)))
-    ours = rounding.rounded(values, dtype, bits)
+    ours = rounding.round_stochastic(values, dtype, bits)
     lower, upper = neighbours(values, dtype)
     finite = values.isfinite()
     hit = (bits_of(ours) == bits_of(lower)) | (bits_of(ours) == bits_of(upper))
@@ -97,7 +97,7 @@ def test_what_is_representable_stays_whatever_the_bits(dtype: torch.dtype):
     """All 65536 numbers of the dtype, subnormals, infinities and both zeros among them."""
     every = torch.arange(2**16).to(torch.int16).view(dtype)
     for bits in (0, 1, 0x1FFF, 0x7FFF, 0xFFFF, 0xFFFFFFFF):
-        ours = rounding.rounded(every.float(), dtype, torch.full((2**16,), bits))
+        ours = rounding.round_stochastic(every.float(), dtype, torch.full((2**16,), bits))
         assert same_numbers(ours, every)
 
 
@@ -106,11 +106,11 @@ def test_the_highest_random_number_rounds_up_and_the_lowest_down(dtype: torch.dt
     values = wide_values()
     values = values[values.abs() < 65536]  # from there on float16 has infinity alone
     lower, upper = neighbours(values, dtype)
-    down = rounding.rounded(values, dtype, torch.zeros(len(values), dtype=torch.int64))
+    down = rounding.round_stochastic(values, dtype, torch.zeros(len(values), dtype=torch.int64))
     assert same_numbers(down, lower)
     # A value that is nearer to the lower neighbour than the random bits can tell stays there.
     far = (values - lower.float()).abs() >= (upper.float() - lower.float()).abs() * 2**-13
-    up = rounding.rounded(values, dtype, torch.full((len(values),), 0xFFFFFFFF))
+    up = rounding.round_stochastic(values, dtype, torch.full((len(values),), 0xFFFFFFFF))
     finite = upper.isfinite() & lower.isfinite()
     assert same_numbers(up[far & finite], upper[far & finite])
 
@@ -125,7 +125,7 @@ def test_on_average_nothing_is_lost(dtype: torch.dtype, value: float, seed: int,
     """The mean of many roundings is the value, at any value and seed."""
     count = 20_000
     values = torch.full((count,), value)
-    ours = rounding.rounded(
+    ours = rounding.round_stochastic(
         values, dtype, rounding.random_bits(seed, tensor, torch.arange(count))
     ).double()
     lower, upper = (n.double()[0] for n in neighbours(values[:1], dtype))
@@ -142,7 +142,7 @@ def test_different_seeds_tensors_and_elements_get_unrelated_bits():
     count = 1 << 14
     elements = torch.arange(count)
     streams = [
-        rounding.random_bits(rounding.seed_for(seed, number, step), tensor, elements)
+        rounding.random_bits(rounding.step_seed(seed, number, step), tensor, elements)
         for seed in (0, 1)
         for number in (0, 1)
         for step in (1, 2)
@@ -171,9 +171,9 @@ def test_an_engine_rounds_as_the_function_says(dtype: torch.dtype, engine: str):
     """State: values of every magnitude. The buffer is the second tensor of the first param."""
     values = wide_values()
     ours = pushed_through(values, dtype, engine, seed=11)
-    seed = rounding.seed_for(11, 0, 1)
+    seed = rounding.step_seed(11, 0, 1)
     bits = rounding.random_bits(seed, 1, torch.arange(len(values)))
-    assert same_bits(ours, rounding.rounded(values + 0.0, dtype, bits))
+    assert same_bits(ours, rounding.round_stochastic(values + 0.0, dtype, bits))
 
 
 @each_engine
@@ -193,8 +193,8 @@ def test_params_are_rounded_as_the_function_says(dtype: torch.dtype, engine: str
     exact = start.float()
     exact[rows] -= 2**-9 * values.float()
     elements = torch.arange(start.numel()).view(start.shape)
-    bits = rounding.random_bits(rounding.seed_for(5, 0, 1), 0, elements)
-    assert same_bits(param.detach(), rounding.rounded(exact, dtype, bits))
+    bits = rounding.random_bits(rounding.step_seed(5, 0, 1), 0, elements)
+    assert same_bits(param.detach(), rounding.round_stochastic(exact, dtype, bits))
 
 
 @each_engine
@@ -215,9 +215,9 @@ def test_an_element_is_rounded_alike_in_every_layout(dtype: torch.dtype, engine:
         param.grad = grad.to_sparse(sparse_dims[layout]) if layout in sparse_dims else grad
         opt.step()
     bits = rounding.random_bits(
-        rounding.seed_for(5, 0, 1), 0, torch.arange(start.numel()).view(start.shape)
+        rounding.step_seed(5, 0, 1), 0, torch.arange(start.numel()).view(start.shape)
     )
-    expected = rounding.rounded(start.float() - 2**-9 * grad.float(), dtype, bits)
+    expected = rounding.round_stochastic(start.float() - 2**-9 * grad.float(), dtype, bits)
     assert same_bits(param.detach(), expected)
 
 

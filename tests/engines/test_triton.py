@@ -133,7 +133,9 @@ FEW = [
 
 
 # Rules with numbers per row take no masks of elements.
-GIVEN = [(v, x) for x in LAYOUTS for v in FEW if not (v.rule.by_row and x == "masked elements")]
+GIVEN = [
+    (v, x) for x in LAYOUTS for v in FEW if not (v.rule.needs_whole_rows and x == "masked elements")
+]
 
 
 @pytest.mark.parametrize(("variant", "layout"), GIVEN, ids=str)

@@ -119,8 +119,8 @@ def launches(
             made.append(Compiled(target, kernel.warmup(*given, grid=grid, **how)))
 
     triton.runtime.driver.set_active(NoDevice(target))
-    before = engine._call, engine._why_not
-    engine._call, engine._why_not = call, lambda update: None  # type: ignore[assignment]
+    before = engine._call, engine._obstacle
+    engine._call, engine._obstacle = call, lambda update: None  # type: ignore[assignment]
     try:
         param = torch.nn.Parameter(torch.zeros(100, COLUMNS, dtype=dtype))
         ids = torch.arange(80)[None] % 50  # more than one block of them
@@ -128,7 +128,7 @@ def launches(
         param.grad = torch.sparse_coo_tensor(ids, values, param.shape, check_invariants=True)
         variant([param], engine="triton", **options).step()
     finally:
-        engine._call, engine._why_not = before
+        engine._call, engine._obstacle = before
     return made
 
 

@@ -44,7 +44,7 @@ class Function:
     def state(self, param: Tensor) -> dict[str, Tensor]:
         """State as it is before the first step, by name."""
         group = self.optimizer([torch.zeros(1)]).param_groups[0]
-        made = states.new(self.rule, param, group, None)
+        made = states.new_state(self.rule, param, group, None)
         return {kept.name: tensor for kept, tensor in zip(self.rule.state, made, strict=True)}
 
     def __call__(self, param: Tensor, grad: Any, state: dict[str, Tensor], **more: Any) -> Any:

@@ -124,7 +124,7 @@ def test_a_tensor_as_step(function: Function, dtype: torch.dtype):
 def test_a_mask(function: Function, engine: str):
     rows = torch.tensor([True, False, True, True, False, False, True])
     masks = [rows]
-    if not function.rule.by_row:
+    if not function.rule.needs_whole_rows:
         masks.append(torch.rand(SHAPE, generator=torch.Generator().manual_seed(3)) < 0.5)
     for mask in masks:
         dense = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))]
@@ -139,7 +139,7 @@ def test_a_mask(function: Function, engine: str):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_seed_rounds_at_random(function: Function, engine: str, dtype: torch.dtype):
     def seed(step: int) -> dict[str, Any]:
-        return {"seed": rounding.seed_for(torch.initial_seed(), 0, step)}
+        return {"seed": rounding.step_seed(torch.initial_seed(), 0, step)}
 
     random = {"stochastic_rounding": True}
     ours, theirs = train_both(function, gradients(dtype), engine, dtype, seed, random)

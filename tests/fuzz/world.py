@@ -68,12 +68,12 @@ class World(Subject):
 
     def _has_twin(self) -> bool:
         made = self.cls([torch.zeros(1)], **self.options)
-        return self.cls.rule_for(made.param_groups[0]).is_native
+        return self.cls.rule_for(made.param_groups[0]).has_native_kernel
 
     def _mask_some(self, group: dict[str, Any]) -> None:
         if not self.chance.one_in(4):
             return
-        by_row = self.cls.rule_for(group).by_row
+        by_row = self.cls.rule_for(group).needs_whole_rows
         masks: list[Tensor | None] = []
         for param in group["params"]:
             allowed = param.dim() > 0 and not self.chance.one_in(3)

@@ -94,7 +94,7 @@ class Case:
     def subject(self, variant: Variant, engine: str, *, masked: bool = False) -> Subject:
         """A functional optimizer, or an optimizer with two groups of different rates."""
         params, options = self.params(), {**self.options, "engine": engine}
-        masks = [_of_rows(mask) if variant.rule.by_row else mask for mask in self.masks]
+        masks = [_of_rows(mask) if variant.rule.needs_whole_rows else mask for mask in self.masks]
         if self.by_hand:
             if not variant.has_twin and engine == "native":
                 options["engine"] = "auto"

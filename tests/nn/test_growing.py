@@ -39,7 +39,9 @@ def train(table: Any, optimizer: Any, ids: list[int]) -> None:
 @pytest.mark.parametrize("variant", EVERY, ids=str)
 def test_a_grown_table_goes_on_as_one_that_was_made_so_large(variant: Variant, semantics: str):
     """Bit for bit, state included: small and then grown, against large from the start."""
-    if semantics == "dense" and (variant.rule.motion is None or "weight_decay" in str(variant)):
+    if semantics == "dense" and (
+        variant.rule.idle_update is None or "weight_decay" in str(variant)
+    ):
         return
     whole = filled(torch.nn.Embedding(6, 3, sparse=True))
     table = torch.nn.Embedding(4, 3, sparse=True)

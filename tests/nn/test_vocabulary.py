@@ -112,7 +112,7 @@ def test_nobody_loses_a_row_in_the_call_that_uses_it():
 @pytest.mark.parametrize("variant", STATEFUL, ids=str)
 def test_a_row_that_changes_hands_begins_anew(variant: Variant, semantics: str):
     """Table and state are those of a row that was never used."""
-    if semantics == "dense" and variant.rule.motion is None:
+    if semantics == "dense" and variant.rule.idle_update is None:
         return
     loop, new = (Loop(4, variant, semantics, evict="lru") for _ in range(2))
     for numbers in ([1, 2, 3], [1, 2], [1, 3], [1]):

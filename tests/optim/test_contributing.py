@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.rule import Rule, StateSpec
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def block(language: str) -> str:
 
 @pytest.fixture(scope="module")
 def example() -> SimpleNamespace:
-    names = {"torch": torch, "Rule": Rule, "State": State, "RuleOptimizer": RuleOptimizer}
+    names = {"torch": torch, "Rule": Rule, "StateSpec": StateSpec, "RuleOptimizer": RuleOptimizer}
     exec(compile(block("python"), "CONTRIBUTING.md", "exec"), names)
     return SimpleNamespace(**names)
 

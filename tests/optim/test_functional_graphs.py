@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep import IndexedGrad, InputError, functional
 from sparsestep.optim import functional as graphs
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.rule import Rule, StateSpec
 from tests.table import FUNCTIONS, OPTIMIZERS, Variant
 
 ROWS, DIM = 30, 4
@@ -101,14 +101,14 @@ def test_numbers_and_options_reach_the_rule():
 
 def arguments(rule: Rule, *, dense: bool) -> tuple[Any, ...]:
     """What the operation is called with."""
-    hyper = {key: (0.5, 0.75) if key == "betas" else 0.25 for key in rule.hyperparameters}
+    hyper = {key: (0.5, 0.75) if key == "betas" else 0.25 for key in rule.hyperparam_names}
     param, positions = torch.randn(ROWS, DIM), torch.tensor([3, 1, 3])
     gradient = IndexedGrad(positions, torch.ones(3, DIM))
     if dense:
         gradient = IndexedGrad(None, torch.ones(ROWS, DIM))
     return (
         *("who", rule.key, param, state_of(rule), *gradient),
-        *(1, None, *graphs._flat(hyper), False, 0.0, False, None, "auto", None),
+        *(1, None, *graphs._flatten(hyper), False, 0.0, False, None, "auto", None),
     )
 
 
@@ -142,7 +142,7 @@ def test_rules_of_the_same_name_are_told_apart():
         def update(param: Tensor, grad: Tensor, sum: Tensor, *, lr: float) -> Any:
             return param + number * grad, sum + lr
 
-        return Rule("mine", update, (State("sum"),))
+        return Rule("mine", update, (StateSpec("sum"),))
 
     one, ten = rule_that_adds(1.0), rule_that_adds(10.0)
 

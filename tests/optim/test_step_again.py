@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep._native import ext
-from sparsestep.optim.step import Plan
+from sparsestep.optim.step import Step
 from tests.torch_versions import needs_tensors_that_the_core_reads
 
 pytestmark = [
@@ -47,14 +47,14 @@ class Pair:
         )
         for _ in range(3):
             self.step(coo(1, 3, 1), coo(0, 2))
-        assert self.fast._before is not None
+        assert self.fast._cached_plan is not None
 
     def step(self, *grads: Tensor | None) -> None:
         for optimizer, params in zip((self.fast, self.slow), self.params, strict=True):
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
             if optimizer is self.slow:
-                optimizer._before = None
+                optimizer._cached_plan = None
             optimizer.step()
         self.check()
 
@@ -173,7 +173,7 @@ def test_it_is_one_call(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     def no_plan(*_: Any) -> None:
         raise AssertionError("it is not planned")
 
-    monkeypatch.setattr(Plan, "__init__", no_plan)
+    monkeypatch.setattr(Step, "__init__", no_plan)
     for param in pair.params[0]:
         param.grad = coo(1)
     pair.fast.step()
@@ -192,10 +192,10 @@ def test_a_formula_that_cannot_be_recorded_any_more_is_called_from_then_on():
     param.grad = coo(1, 3)
     for _ in range(4):
         optimizer.step()
-    assert optimizer._before is not None
+    assert optimizer._cached_plan is not None
     with pytest.warns(sparsestep.SlowWarning, match="'turning'"):
         optimizer.step()
-    assert optimizer._before is None
+    assert optimizer._cached_plan is None
     assert float(optimizer.state[param]["step"]) == 5
     assert param[1].tolist() == [0.375, -0.25]
 

@@ -248,7 +248,7 @@ def test_memory_that_the_core_cannot_reach_is_said_once_with_what_to_do(kind: st
     made = sparsestep.rule(adagrad_formula, state={"sum": 0.0})
     param = torch.nn.Parameter(torch.zeros(4, 3, 2).permute(2, 1, 0))
     opt = made([param], lr=0.1)
-    errors._said.clear()
+    errors._warned.clear()
     param.grad = TURNED[kind]()
     with pytest.warns(SlowWarning, match=r"reference engine .* Make the parameter contiguous\.$"):
         opt.step()

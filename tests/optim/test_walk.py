@@ -56,7 +56,7 @@ def test_the_walk_of_a_coo_gradient():
     found = functions_called(warm(torch.nn.Embedding(10, 4, sparse=True)))
     assert len(found) <= 3, found
     assert found[0] == "optim/optimizer.py:step"
-    assert found[-1] == "engines/native.py:step_again"
+    assert found[-1] == "engines/native.py:replay_step"
 
 
 @needs_tensors_that_the_core_reads

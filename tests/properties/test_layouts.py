@@ -62,7 +62,9 @@ def test_the_layout_decides_nothing(variant: Variant, engine: str, case: Steps):
         warm.take(case.before.coo(dtype))
         wanted, before = warm.wanted([entries.drawn(None)]), Snapshot(warm)
         first = warm.copy().take(entries.coo(dtype))
-        for layout, (grad, mask) in entries.stored(dtype, by_row=variant.rule.by_row).items():
+        for layout, (grad, mask) in entries.stored(
+            dtype, by_row=variant.rule.needs_whole_rows
+        ).items():
             drawn = entries.drawn(grad)
             run = warm.copy().take(grad, mask)
             if run.optimizer.engine == "native":
@@ -86,7 +88,7 @@ def test_large_gradients_in_every_layout(variant: Variant):
     """Enough for several threads, buckets of positions and rows of several tiles."""
     for shape, unit in (((24, 1200), (4, 6)), ((600, 24), (2, 24))):
         entries = Entries.random(shape, unit, 0.4, seed=0)
-        stored = entries.stored(torch.float32, by_row=variant.rule.by_row)
+        stored = entries.stored(torch.float32, by_row=variant.rule.needs_whole_rows)
         torch.set_num_threads(1)
         first = by_hand(variant, "native", randn(shape)).take(*stored["coo"])
         torch.set_num_threads(2)
@@ -105,7 +107,9 @@ def test_random_rounding_in_every_layout(variant: Variant, engine: str):
     torch.manual_seed(5)
     with running_on(engine) as name:
         first = by_hand(variant, name, start, **options).take(entries.coo(dtype))
-        for layout, (grad, mask) in entries.stored(dtype, by_row=variant.rule.by_row).items():
+        for layout, (grad, mask) in entries.stored(
+            dtype, by_row=variant.rule.needs_whole_rows
+        ).items():
             run = by_hand(variant, name, start, **options).take(grad, mask)
             if name == "native":
                 assert run.same_as(first), layout
@@ -129,7 +133,7 @@ def test_complex_numbers_are_pairs_in_every_layout(variant: Variant, engine: str
     )
     with running_on(engine) as name:
         real = by_hand(variant, name, torch.view_as_real(start)).take(pairs).tensors
-        stored = same.stored(torch.complex64, by_row=variant.rule.by_row)
+        stored = same.stored(torch.complex64, by_row=variant.rule.needs_whole_rows)
         for layout, (grad, mask) in stored.items():
             run = by_hand(variant, name, start).take(grad, mask)
             ours = [torch.view_as_real(t) if t.is_complex() else t for t in run.tensors]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import sparsestep
 from sparsestep.optim import OPTIMIZERS
 from sparsestep.rules import int8
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.rule import Rule, StateSpec
 
 SIGNED, UNSIGNED = (
-    int8.stored_as_int8(Rule("one", lambda: None, (State("value", int8=code),))).state
+    int8.with_int8_state(Rule("one", lambda: None, (StateSpec("value", int8_format=code),))).state
     for code in ("signed", "unsigned")
 )
 each_code = pytest.mark.parametrize("state", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -25,12 +25,12 @@ rows = st.integers(1, 5).flatmap(
 )
 
 
-HALF = 1 << int8.LOST - 1
+HALF = 1 << int8.DROPPED_BITS - 1
 
 
 def stored(state, values, chance=HALF):
-    codes, scale = int8.encoded(state, [values])
-    return int8.rounded(state[0], codes, chance), scale
+    codes, scale = int8.encode(state, [values])
+    return int8.round_codes(state[0], codes, chance), scale
 
 
 @each_code
@@ -41,7 +41,7 @@ def test_what_comes_back_is_within_one_code(state, rows):
     if state is UNSIGNED:
         values = values.abs()
     codes, scale = stored(state, values)
-    (back,) = int8.decoded(state, [codes.float(), scale])
+    (back,) = int8.decode(state, [codes.float(), scale])
     # A code is an eighth of what it stands for and 2; half of that is lost at most.
     most = (values.abs() + 2 * scale) / 16
     if state is UNSIGNED:
@@ -52,27 +52,27 @@ def test_what_comes_back_is_within_one_code(state, rows):
 
 
 @each_code
-@given(rows, st.integers(0, (1 << int8.LOST) - 1))
+@given(rows, st.integers(0, (1 << int8.DROPPED_BITS) - 1))
 @settings(max_examples=100)
 def test_what_has_not_moved_keeps_its_code(state, rows, chance):
     values = torch.tensor(rows)
     codes, scale = stored(state, values.abs() if state is UNSIGNED else values)
-    (back,) = int8.decoded(state, [codes.float(), scale])
+    (back,) = int8.decode(state, [codes.float(), scale])
     again, same = stored(state, back, chance)
     # Where the largest value was rounded up, it may want the next scale.
     kept = (scale == same).expand_as(again)
     assert torch.equal(again[kept], codes[kept])
-    (twice,) = int8.decoded(state, [again.float(), same])
+    (twice,) = int8.decode(state, [again.float(), same])
     assert torch.equal(twice[kept], back[kept])
 
 
 @each_code
 def test_rounding_at_random_is_right_on_average(state):
     values = torch.tensor([[1.0, 0.3, 0.0123, 0.0004]])
-    chances = (torch.arange(4096) << int8.LOST - 12)[:, None]
-    codes, scale = int8.encoded(state, [values.expand(4096, 4)])
-    rounded = int8.rounded(state[0], codes, chances)
-    (back,) = int8.decoded(state, [rounded.float(), scale])
+    chances = (torch.arange(4096) << int8.DROPPED_BITS - 12)[:, None]
+    codes, scale = int8.encode(state, [values.expand(4096, 4)])
+    rounded = int8.round_codes(state[0], codes, chances)
+    (back,) = int8.decode(state, [rounded.float(), scale])
     torch.testing.assert_close(back.mean(0), values[0], atol=0, rtol=3e-3)
 
 
@@ -80,7 +80,7 @@ def test_the_last_code_is_never_passed():
     exact = 2.0 ** torch.arange(-20, 20)
     values = torch.cat([exact * k for k in (1, 1.5, 1.7499, 1.75, 1.9, 1.9999)])[:, None]
     for state, last in ((SIGNED, 127), (UNSIGNED, 255)):
-        codes, _ = stored(state, values, (1 << int8.LOST) - 1)
+        codes, _ = stored(state, values, (1 << int8.DROPPED_BITS) - 1)
         found = codes.int() & 0xFF
         assert found.max() <= last
         assert found.min() >= last - 9  # and little more than an octave is left unused
@@ -91,7 +91,7 @@ def test_the_last_code_is_never_passed():
 def test_one_number_that_is_none_makes_the_row_so_and_no_other(state, broken):
     values = torch.tensor([[1.0, broken, 2.0], [1.0, 0.25, 2.0]])
     codes, scale = stored(state, values)
-    (back,) = int8.decoded(state, [codes.float(), scale])
+    (back,) = int8.decode(state, [codes.float(), scale])
     assert back[0].isnan().all()
     assert back[1].isfinite().all()
 
@@ -99,14 +99,14 @@ def test_one_number_that_is_none_makes_the_row_so_and_no_other(state, broken):
 @each_code
 def test_rows_of_zeros_and_of_almost_nothing_are_zero(state):
     codes, scale = stored(state, torch.tensor([[0.0, 0.0], [1e-42, 0.0]]))
-    (back,) = int8.decoded(state, [codes.float(), scale])
+    (back,) = int8.decode(state, [codes.float(), scale])
     assert torch.equal(back[0], torch.zeros(2))
     assert back.isfinite().all()
     assert (back[1] >= 0).all()
 
 
 def test_zero_pages_are_zeros():
-    (back,) = int8.decoded(UNSIGNED, [torch.zeros(2, 3), torch.zeros(2, 1)])
+    (back,) = int8.decode(UNSIGNED, [torch.zeros(2, 3), torch.zeros(2, 1)])
     assert torch.equal(back, torch.zeros(2, 3))
 
 
@@ -127,13 +127,15 @@ def test_every_rule_says_whether_its_state_may_be_int8():
 def test_saved_codes_become_values_and_values_codes(rows):
     values = torch.tensor(rows).abs()
     kept = {"step": 3, "value": values}
-    coded = int8.recoded(Rule("one", lambda: None, UNSIGNED), kept)
+    coded = int8.convert_saved(Rule("one", lambda: None, UNSIGNED), kept)
     assert coded["value"].dtype is torch.int8
     assert coded["value_scale"].shape == values.shape[:1]
     assert kept["value"] is values
-    plain = int8.recoded(Rule("one", lambda: None, (State("value", int8="unsigned"),)), coded)
+    plain = int8.convert_saved(
+        Rule("one", lambda: None, (StateSpec("value", int8_format="unsigned"),)), coded
+    )
     assert plain.keys() == kept.keys()
-    again = int8.recoded(Rule("one", lambda: None, UNSIGNED), plain)
+    again = int8.convert_saved(Rule("one", lambda: None, UNSIGNED), plain)
     # Where the largest value was rounded to less, it may want a smaller scale.
     kept = again["value_scale"] == coded["value_scale"]
     assert torch.equal(again["value"][kept], coded["value"][kept])

@@ -25,14 +25,19 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
     }
-    for name in (*options.WHOLE, *optimizer.group_options):
+    for name in (*options.OPTIMIZER_OPTIONS, *optimizer.group_options):
         assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert arguments[name].default == {**options.WHOLE, **options.DEFAULTS}[name]
+        assert (
+            arguments[name].default == {**options.OPTIMIZER_OPTIONS, **options.GROUP_DEFAULTS}[name]
+        )
     kinds = get_type_hints(optimizer.__init__)
     assert get_args(kinds["engine"]) == ("auto", "native", "reference", "triton")
     assert get_args(kinds["semantics"]) == ("masked", "dense")
     # All of them given, with their defaults: no group has more keys for it.
-    given = {name: arguments[name].default for name in (*options.WHOLE, *optimizer.group_options)}
+    given = {
+        name: arguments[name].default
+        for name in (*options.OPTIMIZER_OPTIONS, *optimizer.group_options)
+    }
     assert optimizer([table()], **given).defaults == optimizer([table()]).defaults
     name = re.escape("__init__() got an unexpected keyword argument 'laerning_rate'")
     with pytest.raises(TypeError, match=name):
@@ -41,7 +46,7 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
 
 @each_optimizer
 def test_what_all_have_is_described_in_the_same_words(optimizer: type[RuleOptimizer]):
-    for name in (*options.WHOLE, *RuleOptimizer.group_options):
+    for name in (*options.OPTIMIZER_OPTIONS, *RuleOptimizer.group_options):
         line = rf"^ *{name}: .*$"
         ours, adams = (
             re.search(line, str(cls.__doc__), re.MULTILINE) for cls in (optimizer, sparsestep.Adam)
@@ -131,7 +136,7 @@ def test_notes_of_ones_own_are_kept(optimizer: type[RuleOptimizer]):
 @each_optimizer
 def test_what_belongs_to_the_whole_optimizer_is_no_key_of_a_group(optimizer, key: str):
     with pytest.raises(InputError, match=f"{key} is an option of the whole optimizer, .* Pass"):
-        optimizer([{"params": [table()], key: options.WHOLE[key]}])
+        optimizer([{"params": [table()], key: options.OPTIMIZER_OPTIONS[key]}])
 
 
 @each_optimizer
@@ -166,7 +171,7 @@ def may_be_dense(variant: Variant) -> bool:
     coupled = {"weight_decay"} <= variant.options.keys() and not variant.options.get(
         "decoupled_weight_decay", variant.cls.always_decoupled
     )
-    return variant.rule.motion is not None and not coupled
+    return variant.rule.idle_update is not None and not coupled
 
 
 @pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")

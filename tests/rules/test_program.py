@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsestep.rules.rule import Rule, State
-from sparsestep.rules.trace import RecordError, record
+from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.trace import TraceError, trace
 from tests.rules.random_formulas import Formula, computed, formulas
 from tests.table import EVERY, Variant
 
@@ -35,14 +35,14 @@ def test_every_rule_is_recorded(variant: Variant, step: int, dtype: torch.dtype)
     settings = optimizer.settings(0)
     rule: Rule = settings.rule
     if COUNTED_BY_ROW in str(variant):
-        with pytest.raises(RecordError, match="double"):
-            record(rule, step, settings.hyper)
-    program = record(rule, step, settings.hyper, may_widen=True)
+        with pytest.raises(TraceError, match="double"):
+            trace(rule, step, settings.hyperparams)
+    program = trace(rule, step, settings.hyperparams, allow_float64=True)
     draw = torch.Generator().manual_seed(step)
     columns = [4, 4, *(1 if spec.per_row else 4 for spec in rule.state)]
     values = [torch.rand(5, n, generator=draw, dtype=dtype) + 0.5 for n in columns]
     param, grad, *state = (value.clone() for value in values)
-    theirs = rule.new_values([param, *state], grad, step, settings.hyper)
+    theirs = rule.apply([param, *state], grad, step, settings.hyperparams)
     assert all(map(same, program.run(values), theirs))
 
 
@@ -52,11 +52,11 @@ def test_numbers_are_no_part_of_the_structure():
 
     rule = Rule("mine", update)
     first, second, third = (
-        record(rule, step, {"lr": lr}) for step, lr in ((1, 0.1), (2, 0.1), (3, 0.2))
+        trace(rule, step, {"lr": lr}) for step, lr in ((1, 0.1), (2, 0.1), (3, 0.2))
     )
     assert first.structure != second.structure
     assert second.structure == third.structure
-    assert second.numbers != third.numbers
+    assert second.constants != third.constants
 
 
 def test_what_is_done_in_place_is_done_to_the_value_alone():
@@ -66,7 +66,7 @@ def test_what_is_done_in_place_is_done_to_the_value_alone():
         grad -= before
         return param.addcdiv_(mean, grad, value=-2.0), mean
 
-    program = record(Rule("mine", update, (State("mean"),)), 1, {})
+    program = trace(Rule("mine", update, (StateSpec("mean"),)), 1, {})
     values = [torch.rand(3, 2) + 1, torch.rand(3, 2) + 3, torch.rand(3, 2)]
     ours = program.run(values)
     assert all(map(same, ours, update(*(value.clone() for value in values))))
@@ -88,8 +88,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_has_no_form_is_refused_with_the_reason(reason: str):
-    with pytest.raises(RecordError, match=reason):
-        record(Rule("mine", REFUSED[reason]), 1, {})
+    with pytest.raises(TraceError, match=reason):
+        trace(Rule("mine", REFUSED[reason]), 1, {})
 
 
 FUSED: dict[str, Callable[[Any, Any], Any]] = {
@@ -105,7 +105,7 @@ FUSED: dict[str, Callable[[Any, Any], Any]] = {
 def test_what_torch_does_in_one_operation_is_within_its_rounding(name: str):
     """Torch may leave out roundings in between; how often that is depends on the machine."""
     values = list(torch.randn(2, 40, 5, generator=torch.Generator().manual_seed(0)))
-    (ours,) = record(Rule("mine", FUSED[name]), 1, {}).run(values)
+    (ours,) = trace(Rule("mine", FUSED[name]), 1, {}).run(values)
     scale = values[0].abs() + values[1].abs() + values[0].mul(values[1]).abs()
     assert bool(
         ((ours - FUSED[name](*values)).abs() <= 2 * torch.finfo(torch.float32).eps * scale).all()
@@ -133,7 +133,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_however_it_is_written(way: str):
     values = list(torch.randn(2, 40, 5, generator=torch.Generator().manual_seed(1)))
-    (ours,) = record(Rule("mine", WAYS[way]), 1, {}).run(values)
+    (ours,) = trace(Rule("mine", WAYS[way]), 1, {}).run(values)
     theirs = WAYS[way](*(value.clone() for value in values))
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -145,7 +145,7 @@ def test_random_formulas_compute_what_they_say(formula: Formula, seed: int):
         return found[-1] + 0.0, found[-2] + 0.0
 
     values = list(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(seed)))
-    program = record(Rule("mine", update, (State("state"),)), 1, {})
+    program = trace(Rule("mine", update, (StateSpec("state"),)), 1, {})
     # Torch takes a norm in one go.
     alike = close if "by its row" in {name for name, _, _ in formula} else same
     assert all(map(alike, program.run(values), update(*values)))

@@ -18,7 +18,7 @@ from sparsestep.errors import InputError
 from sparsestep.optim import FUNCTIONAL, OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.options import WHOLE
+from sparsestep.rules.options import OPTIMIZER_OPTIONS
 from tests.generate.garbage import Wrapper
 from tests.rules.tables import rows, table, train
 from tests.table import FUNCTIONS, each_optimizer, same_bits, snapshot, unchanged
@@ -75,7 +75,7 @@ KINDS: dict[str, str] = {
     "dampening": "number",
     **dict.fromkeys(checks.SWITCHES, "switch"),
     **dict.fromkeys(("foreach", "fused"), "switch or None"),
-    **dict.fromkeys(WHOLE, "word"),
+    **dict.fromkeys(OPTIMIZER_OPTIONS, "word"),
     "betas": "pair",
     "bias_correction": "correction",
     "mask": "mask",
@@ -111,7 +111,7 @@ def test_the_constructor_names_the_option(optimizer: type[RuleOptimizer]):
             with pytest.raises((InputError, TypeError)) as error:
                 optimizer([table()], **{name: value})
             check_message(error, who, name)
-            if name in WHOLE or (name == "decoupled_weight_decay" and who == "AdamW"):
+            if name in OPTIMIZER_OPTIONS or (name == "decoupled_weight_decay" and who == "AdamW"):
                 continue
             with pytest.raises((InputError, TypeError)) as error:
                 optimizer([{"params": [table()]}, {"params": [table()], name: value}])
@@ -158,7 +158,7 @@ def test_a_value_set_later_is_refused_by_the_next_step(
     group, before = opt.param_groups[-1], snapshot(opt)
     who = f"{optimizer.__name__}: param group {len(opt.param_groups) - 1}"
     for name in options_of(optimizer):
-        if name in WHOLE or name == "mask":
+        if name in OPTIMIZER_OPTIONS or name == "mask":
             continue
         there, was = name in group, group.get(name)
         for value in WRONG[KINDS[name]]:
@@ -229,7 +229,7 @@ def test_a_checkpoint_with_such_a_value_is_refused(optimizer: type[RuleOptimizer
     saved, before = copy.deepcopy(opt.state_dict()), snapshot(opt)
     who = f"{optimizer.__name__}: group 1 of the checkpoint"
     for name in options_of(optimizer):
-        if name in WHOLE:
+        if name in OPTIMIZER_OPTIONS:
             continue
         for value in WRONG[KINDS[name]]:
             bad = copy.deepcopy(saved)

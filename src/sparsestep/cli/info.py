@@ -74,7 +74,7 @@ def engine() -> str:
     """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
     if _native.ext is not None:
         return "native"
-    return f"reference (the C++ core is missing: {_native.why_missing})"
+    return f"reference (the C++ core is missing: {_native.import_error})"
 
 
 def instruction_set() -> str | None:

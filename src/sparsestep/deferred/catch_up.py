@@ -82,7 +82,7 @@ def _work(history: History, rule: Rule, param: Tensor) -> Any:
     work.inverse_decay = history.inverse_decay
     work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
     if motion.recomputes:
-        work.options = rule.numbers(history.hyper)
+        work.options = rule.pack_hyperparams(history.hyper)
     return work
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.engines.finishing import finish
-from sparsestep.rules.idle import Motion, Quotient
+from sparsestep.rules.idle import AdamDrift, IdleUpdate
 
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18
@@ -34,7 +34,7 @@ _MOST_INVERSE_DECAY = 1e150
 _MUCH_INVERSE_DECAY = 1e50
 _LARGEST_RATIO = {torch.float64: 1e-4}
 _USUAL_LARGEST_RATIO = 0.02
-_TERMS = Quotient.terms
+_TERMS = AdamDrift.terms
 
 
 class History:
@@ -76,7 +76,7 @@ class History:
     converges: bool
     eps: float
 
-    def __init__(self, motion: Motion, hyper: Mapping[str, Any], base: int) -> None:
+    def __init__(self, motion: IdleUpdate, hyper: Mapping[str, Any], base: int) -> None:
         self.motion = motion
         self.hyper = hyper
         self.base = base

@@ -82,7 +82,7 @@ class MissedSteps:
         self._since = since
         self._had_gradient = had_gradient
         self._device = param.device
-        self.hyper: Mapping[str, Any] = history.hyper
+        self.hyperparams: Mapping[str, Any] = history.hyper
         self.decays: Mapping[str, float] = history.decays
         self.eps: float = history.eps
         self.converges: bool = history.converges

@@ -21,7 +21,7 @@ from sparsestep.deferred import catch_up as kernel
 from sparsestep.deferred import history as histories
 from sparsestep.deferred import reference
 from sparsestep.deferred.history import History
-from sparsestep.engines.base import ParamUpdate, Settings
+from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
 from sparsestep.grads import masks
@@ -29,7 +29,7 @@ from sparsestep.grads.indexed import check_indices
 from sparsestep.memory import lazy as pages
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.tensors import memory_of
-from sparsestep.rules._derive_idle import motion_of
+from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
 
 
@@ -143,15 +143,15 @@ class RowClock:
         read_by: what has read all rows since the latest step, as far as is known.
     """
 
-    def __init__(self, settings: Settings, rows: int, done: int, *, new: bool) -> None:
+    def __init__(self, settings: GroupSettings, rows: int, done: int, *, new: bool) -> None:
         check_count(done)
         rule = settings.rule
-        motion = rule.motion or motion_of(rule, done + 1, settings.hyper)
+        motion = rule.idle_update or derive_idle_update(rule, done + 1, settings.hyperparams)
         self.rule: Rule = rule
         self.rows: int = rows
         self.constants: tuple[Any, ...] = constants(settings)
-        self._latest: Settings | None = settings
-        self.history: History = History(motion, {**settings.hyper, "lr": 0.0}, done)
+        self._latest: GroupSettings | None = settings
+        self.history: History = History(motion, {**settings.hyperparams, "lr": 0.0}, done)
         self.among: Tensor | None = None
         self.owner: Tensor | None = None
         self._movable: tuple[Tensor, Tensor] | None = None
@@ -181,16 +181,16 @@ class RowClock:
         last = self.last
         return int((torch.where(last < 0, ~last, last) < self.history.now).sum())
 
-    def advance(self, settings: Settings, param: Tensor | None = None) -> None:
+    def advance(self, settings: GroupSettings, param: Tensor | None = None) -> None:
         """Take note of a step that was just done, with these settings, on this parameter.
 
         Without the parameter, what others write to it until the next catch-up goes unnoticed. If
         memory runs out, nothing has changed and it can be called again.
         """
         mark = None if param is None else _mark_of(param)
-        hyper, motion, step = settings.hyper, self.history.motion, self.history.now + 1
+        hyper, motion, step = settings.hyperparams, self.history.motion, self.history.now + 1
         size, root = motion.size(step, hyper)
-        shrink = settings.shrink * (motion.shrink(step, hyper) if motion.shrink else 1.0)
+        shrink = settings.decay_factor * (motion.shrink(step, hyper) if motion.shrink else 1.0)
         self.history.advance(size, root, shrink)
         if hyper.get("lr"):  # FTRL rests where the latest rate put it
             self.history.hyper = hyper
@@ -198,14 +198,14 @@ class RowClock:
         self.busy = self.announced = False
         self.read_by = None
 
-    def is_under(self, settings: Settings) -> bool:
+    def is_under(self, settings: GroupSettings) -> bool:
         """Whether rows that are behind may go on under these settings."""
         if settings is not self._latest:
             self._latest = settings if self.constants == constants(settings) else None
         if self._latest is None:
             return False
         fits = self.history.motion.fits
-        return fits is None or fits(self.history.now + 1, settings.hyper)
+        return fits is None or fits(self.history.now + 1, settings.hyperparams)
 
     def state_in(self, record: Mapping[str, Any] | None) -> list[Tensor] | None:
         """The state of the rule under which rows are behind.
@@ -447,12 +447,12 @@ def check_count(steps: int) -> None:
         raise InputError(message(requirement, f"{steps} steps", "Reset the state's 'step'"))
 
 
-def constants(settings: Settings) -> tuple[Any, ...]:
+def constants(settings: GroupSettings) -> tuple[Any, ...]:
     """The options that must not change while rows are behind; lr and decay may."""
-    if settings.rule.motion is None:
+    if settings.rule.idle_update is None:
         return (settings.rule,)  # what is derived of a rule is looked at in every step
     varying = {"lr", "lr_decay"}
-    hyper = {k: v for k, v in settings.hyper.items() if k not in varying}
+    hyper = {k: v for k, v in settings.hyperparams.items() if k not in varying}
     return settings.rule.name, tuple(sorted(hyper.items(), key=lambda item: item[0]))
 
 
@@ -495,7 +495,7 @@ class PendingCatchUps:
         stale = 0
         for pending in self._pending:
             stale += pending.prepare(self._clocks, self._engine)
-            key, clock = id(pending.update.owner), pending.clock
+            key, clock = id(pending.update.key), pending.clock
             if clock is not None and self._clocks.get(key) is not clock:
                 self.new.append((key, clock))
             self.calls += pending.calls
@@ -526,7 +526,7 @@ class PendingCatchUp:
         self.update = update
         self._selection = selection
         # As they are now: a mask makes the gradient smaller, and a first step makes state.
-        self._positions, self._state = update.touched.indices, update.state
+        self._positions, self._state = update.indexed.indices, update.state
         self.clock: RowClock | None = None
         self.calls: tuple[Callable[[], object], ...] = ()
         self._stale = 0
@@ -538,13 +538,13 @@ class PendingCatchUp:
         try:
             self.clock = clock = self._known(clocks, engine) or self._anew()
         except InputError as error:
-            raise self.update.refuse(error) from None
+            raise self.update.error(error) from None
         rows = None if self._positions is None else self._positions.reshape(-1)
         rows = clock.among if rows is None else clock.that_may_move(rows)
         try:
             stamp = clock.prepare_stamp(rows)
         except InputError as error:
-            raise self.update.refuse(error) from None
+            raise self.update.error(error) from None
         self.calls = (stamp, partial(clock.advance, self.update.settings, self.update.param))
         if rows is None or self._positions is None or (self._state is None and clock.rule.state):
             clock.busy = True
@@ -572,11 +572,11 @@ class PendingCatchUp:
 
     def _known(self, clocks: Clocks, engine: str) -> RowClock | None:
         """What is known of its rows; ``None`` where the parameter is new, or begins anew."""
-        clock = clocks.get(id(self.update.owner))
-        if clock is None or clock.owner is not self.update.owner or clock.rows != self.rows:
+        clock = clocks.get(id(self.update.key))
+        if clock is None or clock.owner is not self.update.key or clock.rows != self.rows:
             return None  # the parameter was replaced
         # What was missed is made up for by the rule that was missed, with its own state.
-        missed, among = clock.state_in(self.update.record), self._among
+        missed, among = clock.state_in(self.update.param_state), self._among
         if missed is None:
             return None
         other = not clock.is_under(self.update.settings)
@@ -588,18 +588,18 @@ class PendingCatchUp:
             now, fresh = clock.history.now, clock.fresh
             clock = RowClock(self.update.settings, clock.rows, now, new=False)
             clock.stamp_all(now, fresh=fresh)
-            clock.owner = self.update.owner
+            clock.owner = self.update.key
         clock.among = among
         return clock
 
     def _anew(self) -> RowClock:
-        record, done = self.update.record, 0
+        record, done = self.update.param_state, 0
         if record and "step" in record:
             done = self.update.steps_taken()
         # State that was made in advance has seen no gradient either.
-        new = record is None or (self.update.settings.rule.counts and not done)
+        new = record is None or (self.update.settings.rule.counts_steps and not done)
         clock = RowClock(self.update.settings, self.rows, done, new=new)
-        clock.owner = self.update.owner
+        clock.owner = self.update.key
         clock.among = self._among
         return clock
 

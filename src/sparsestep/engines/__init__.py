@@ -18,9 +18,9 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.finishing import reserve
-from sparsestep.engines.native import Native
-from sparsestep.engines.reference import Reference
-from sparsestep.engines.triton import Triton, check_available
+from sparsestep.engines.native import NativeEngine
+from sparsestep.engines.reference import ReferenceEngine
+from sparsestep.engines.triton import TritonEngine, check_available
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 
 ENGINES = ("auto", "native", "reference", "triton")
@@ -42,12 +42,12 @@ def check_engine(engine: str) -> None:
         check_available()
 
 
-def native_engine(engine: str) -> Native | None:
+def new_native_engine(engine: str) -> NativeEngine | None:
     """The native engine for a step, where there is one that may be used."""
-    return Native() if engine in ("auto", "native") and _native.ext is not None else None
+    return NativeEngine() if engine in ("auto", "native") and _native.ext is not None else None
 
 
-class SparseEngines:
+class EngineDispatcher:
     """The engines for all that torch's kernels do not do, of one step.
 
     Args:
@@ -57,12 +57,12 @@ class SparseEngines:
     """
 
     def __init__(
-        self, engine: str, native: Native | None, params: Callable[[], Iterable[Tensor]]
+        self, engine: str, native: NativeEngine | None, params: Callable[[], Iterable[Tensor]]
     ) -> None:
         self._engine = engine
         self._native = native
-        self._triton = Triton() if engine == "triton" else None
-        self._reference = Reference(params)
+        self._triton = TritonEngine() if engine == "triton" else None
+        self._reference = ReferenceEngine(params)
         self._slow: list[str] = []  # why updates are not done by the fast engine
 
     def claim(self, update: ParamUpdate) -> None:
@@ -74,23 +74,23 @@ class SparseEngines:
             update.engine = "triton"
             return
         if self._engine == "native":
-            raise update.refuse(_why_not_native(update, self._native, ", or use engine='auto'"))
+            raise update.error(_native_obstacle(update, self._native, ", or use engine='auto'"))
         if self._engine == "auto":
-            self._slow += _why_slow(update, self._native)
+            self._slow += _slow_reasons(update, self._native)
         self._reference.claim(update)
-        update.engine, update.reason = "reference", self._why_reference(update)
+        update.engine, update.fallback_reason = "reference", self._why_reference(update)
 
     def _why_reference(self, update: ParamUpdate) -> str:
         if self._engine == "reference":
             return "you set engine='reference'."
         if _native.ext is None:
             return _NO_CORE
-        return _why_not_native(update, self._native)
+        return _native_obstacle(update, self._native)
 
     @property
     def is_native(self) -> bool:
         """Whether the core runs all of it."""
-        return self._reference.is_idle and self._triton is None
+        return self._reference.is_empty and self._triton is None
 
     def check(self) -> None:
         """The part of the preparations that does not depend on the values: positions, memory."""
@@ -116,13 +116,13 @@ class SparseEngines:
         self._reference.commit()
 
 
-def run(updates: Sequence[ParamUpdate], engine: str) -> None:
+def run_updates(updates: Sequence[ParamUpdate], engine: str) -> None:
     """Apply all updates, or raise and apply none."""
     if torch.compiler.is_compiling():  # for gradients that are in no graph, but this function is
         _uncompiled_run(updates, engine)
         return
-    params = [update.owner for update in updates]
-    work = SparseEngines(engine, native_engine(engine), lambda: params)
+    params = [update.key for update in updates]
+    work = EngineDispatcher(engine, new_native_engine(engine), lambda: params)
     for update in updates:
         work.claim(update)
     work.check()
@@ -133,7 +133,7 @@ def run(updates: Sequence[ParamUpdate], engine: str) -> None:
         uninterrupted(work.commit)
 
 
-_uncompiled_run = disable_compiler(run)
+_uncompiled_run = disable_compiler(run_updates)
 
 _NO_CORE = (
     "sparsestep was installed without its C++ core (SPARSESTEP_PURE). Install a wheel, or build it "
@@ -141,13 +141,13 @@ _NO_CORE = (
 )
 
 
-def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "") -> str:
-    param, rule = update.written[0], update.settings.rule
-    why = native.why_not(update.settings) if native is not None else None
+def _native_obstacle(update: ParamUpdate, native: NativeEngine | None, instead: str = "") -> str:
+    param, rule = update.targets[0], update.settings.rule
+    why = native.trace_error(update.settings) if native is not None else None
     if why is not None:
         requirement = "the native engine needs a formula of element-wise and row-wise operations"
-        return message(requirement, f"rule {rule.name!r}, where {why}", _remedy(why))
-    if not rule.is_native and rule.recorded is None:
+        return message(requirement, f"rule {rule.name!r}, where {why}", _suggest(why))
+    if not rule.has_native_kernel and rule.traceable_update is None:
         requirement = "the native engine needs a rule that it can record"
         return message(requirement, f"rule {rule.name!r} with compile", "Leave out compile")
     return message(
@@ -157,20 +157,20 @@ def _why_not_native(update: ParamUpdate, native: Native | None, instead: str = "
     )
 
 
-def _remedy(why: str) -> str:
+def _suggest(why: str) -> str:
     if "branches on" in why:
         return "Use torch.where instead of if"
     page = "https://sparsestep.readthedocs.io/write-your-own-rule.html"
     return f"engine='reference' runs any formula; {page} lists the operations"
 
 
-def _why_slow(update: ParamUpdate, native: Native | None) -> list[str]:
+def _slow_reasons(update: ParamUpdate, native: NativeEngine | None) -> list[str]:
     """Why it is the reference engine that does it, where one would expect another."""
     rule = update.settings.rule
-    if not rule.is_native and rule.recorded is None:
+    if not rule.has_native_kernel and rule.traceable_update is None:
         return []  # compiled by torch: it was never to run elsewhere
     if _native.ext is None:
         return [_NO_CORE]
-    if update.param.is_cpu and (not rule.is_native or update.touched.indices is not None):
-        return [_why_not_native(update, native)]
+    if update.param.is_cpu and (not rule.has_native_kernel or update.indexed.indices is not None):
+        return [_native_obstacle(update, native)]
     return []  # torch's own kernels are the fast way for this device or a dense gradient

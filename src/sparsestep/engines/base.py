@@ -1,20 +1,20 @@
-"""What an engine is and what it is given: updates are claimed, prepared, committed.
+"""What engines are given: updates, which they claim, prepare and commit.
 
-An engine *claims* the updates that it can do. It *prepares* them: whatever may raise does so here,
-for all engines, and nothing is written yet. Then it *commits*, and nothing may raise. So a step
-that raises has changed nothing: that is the shape of the code and no special care of anybody.
+An engine *claims* the updates that it can run. It *prepares* them: everything that can raise,
+raises here, for all engines, before anything is written. Then it *commits*. Atomicity follows from
+the phases: only commit writes, and commit cannot raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsestep.engines.rounding import Dealt
+from sparsestep.engines.rounding import RowStride
 from sparsestep.errors import InputError, message, usable
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient
@@ -22,102 +22,86 @@ from sparsestep.rules.rule import Rule
 
 
 @dataclass(slots=True)
-class Settings:
-    """What a param group says about its updates, in this step.
+class GroupSettings:
+    """The options of a param group in this step.
 
     Attributes:
-        rule: the formula.
-        hyper: the formula's keyword arguments but for the step.
-        sign: -1.0 to maximize, else 1.0.
-        l2: coupled weight decay.
-        shrink: what decoupled weight decay leaves of a parameter; 1.0 without.
-        state_dtype: the dtype of new state; ``None`` for that of the parameter, at least float32.
-        seed: of random rounding; ``None`` to round to nearest.
-        stochastic: whether half precision is rounded at random; int8 always is.
-        who: names a parameter of the group, by its number, in messages.
-        uses_torch: whether torch's own kernel does what is asked for, where gradients are dense.
-        core: what the native engine keeps beside it.
+        rule: the rule.
+        hyperparams: the rule's keyword arguments except ``step``.
+        grad_sign: -1.0 to maximize, else 1.0.
+        coupled_decay: weight decay that is added to the gradient.
+        decay_factor: factor of the parameter under decoupled weight decay; 1.0 without.
+        state_dtype: dtype of new state; ``None`` for the parameter's, at least float32.
+        seed: seed of stochastic rounding; ``None`` to round to nearest.
+        stochastic_rounding: whether half precision is rounded stochastically; int8 always is.
+        describe_param: names a parameter of the group, by its index, in messages.
+        uses_torch_kernel: whether torch's own kernel supports the options, for dense gradients.
+        core: what the native engine caches for the group.
     """
 
     rule: Rule
-    hyper: dict[str, Any]
-    sign: float
-    l2: float
-    shrink: float
+    hyperparams: dict[str, Any]
+    grad_sign: float
+    coupled_decay: float
+    decay_factor: float
     state_dtype: torch.dtype | None
     seed: int | None
-    stochastic: bool
-    who: Callable[[int], str]
-    uses_torch: bool = False
+    stochastic_rounding: bool
+    describe_param: Callable[[int], str]
+    uses_torch_kernel: bool = False
     core: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ParamUpdate:
-    """One parameter's update in this step, everything checked but the positions.
+    """One parameter's update in this step, checked except for the indices.
 
     Attributes:
-        settings: those of its param group.
-        group: the param group, as the user may change it.
-        index: the parameter's number in its group.
-        owner: the parameter as the optimizer has it.
-        param: its memory.
-        grad: its gradient as it was given.
-        touched: the same in the one form that engines know.
-        record: what the optimizer keeps for it; ``None`` before the first step.
-        state: the rule's state tensors; ``None`` before there are any.
-        written: the parameter and its state as real numbers, which engines write in place.
+        settings: the options of its param group.
+        group: the param group itself.
+        index: the parameter's index in its group.
+        key: the tensor that indexes ``optimizer.state``.
+        param: the tensor that holds its values; another one for a DTensor.
+        grad: its gradient as given.
+        indexed: its gradient in canonical form.
+        param_state: its entry in ``optimizer.state``; ``None`` before the first step.
+        state: the rule's state tensors; ``None`` before they exist.
+        targets: the parameter and its state as real tensors, which engines write in place.
         step: the number of this update, counted from 1.
-        seed: of this update's stochastic rounding.
-        engine: the name of the one that has claimed it.
-        reason: why that is not the native one.
-        dealt: which rows of a whole these are, for their random bits, where others have the rest.
+        seed: seed of this update's stochastic rounding.
+        engine: the name of the engine that has claimed it.
+        fallback_reason: why that is not the native engine.
+        row_stride: its rows within a sharded table, for their random bits.
     """
 
-    settings: Settings
+    settings: GroupSettings
     group: dict[str, Any]
     index: int
-    owner: Tensor
+    key: Tensor
     param: Tensor
     grad: Gradient
-    touched: IndexedGrad
-    record: dict[str, Any] | None = None
+    indexed: IndexedGrad
+    param_state: dict[str, Any] | None = None
     state: list[Tensor] | None = None
-    written: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
     step: int = 1
     seed: int | None = None
     engine: str = ""
-    reason: str = ""
-    dealt: Dealt | None = None
+    fallback_reason: str = ""
+    row_stride: RowStride | None = None
 
     def steps_taken(self) -> int:
-        """How many steps its record says were taken; 1 where a record does not count them."""
-        if self.record is None:
+        """Return the number of steps taken; 1 if the state does not count them."""
+        if self.param_state is None:
             return 0
         requirement = "the state's 'step' must be the number of steps taken"
         with usable(requirement):
-            taken = int(self.record.get("step", 1))
+            taken = int(self.param_state.get("step", 1))
         if taken < 0:
             raise InputError(message(requirement, taken))
         return taken
 
-    def refuse(self, why: object) -> InputError:
-        """The error that names the parameter."""
+    def error(self, why: object) -> InputError:
+        """Return an error that names the parameter."""
         error = type(why) if isinstance(why, InputError) else InputError
-        return error(f"{self.settings.who(self.index)}: {why}")
-
-
-class Engine(Protocol):
-    """Runs rules over the touched parts of parameters."""
-
-    def claim(self, update: ParamUpdate) -> bool:
-        """Take an update; false, and nothing taken, where this engine has no way to do it."""
-        ...
-
-    def prepare(self) -> None:
-        """Do all that may raise, and write nothing."""
-        ...
-
-    def commit(self) -> None:
-        """Write; nothing can fail."""
-        ...
+        return error(f"{self.settings.describe_param(self.index)}: {why}")

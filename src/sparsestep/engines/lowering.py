@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from sparsestep.rules.trace import (
-    OF_ROWS,
+    ROW_REDUCTIONS,
     Argument,
-    Number,
+    ConstantRef,
     Operation,
     Program,
-    RecordError,
-    Value,
+    TraceError,
+    ValueRef,
 )
 
 
@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
     operands: tuple[int, ...]
 
 
-class Given(NamedTuple):
+class PhaseInputs(NamedTuple):
     """What a phase of a program begins with.
 
     Attributes:
@@ -51,10 +51,10 @@ class Given(NamedTuple):
 
 
 # An operation: its name, the place of its value, what it takes.
-Step: TypeAlias = tuple[str, int, tuple[Argument, ...]]
+FusedOp: TypeAlias = tuple[str, int, tuple[Argument, ...]]
 
 
-class TileCode:
+class PhaseLowering:
     """The instructions of one phase on tiles.
 
     Args:
@@ -65,7 +65,7 @@ class TileCode:
     """
 
     def __init__(
-        self, given: Given, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
+        self, given: PhaseInputs, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
     ) -> None:
         self._given = given
         self._wanted = wanted
@@ -80,7 +80,7 @@ class TileCode:
         self._last: dict[int, int] = {}
         for step, (_, _, arguments) in enumerate(self._steps):
             for argument in arguments:
-                if not isinstance(argument, Number):
+                if not isinstance(argument, ConstantRef):
                     self._last[argument.place] = step
 
     def run(self) -> list[Instruction]:
@@ -90,7 +90,7 @@ class TileCode:
         for step, (name, place, arguments) in enumerate(self._steps):
             operands = tuple(self.register_of(argument) for argument in arguments)
             for argument in arguments:
-                if not isinstance(argument, Number):
+                if not isinstance(argument, ConstantRef):
                     self._release(argument.place, step)
             home = self._home_for(place, step, at_home)
             if home is None:
@@ -100,7 +100,7 @@ class TileCode:
                 at_home.add(home)
             made.append(Instruction(name, self._registers[place], operands))
         for place, home in zip(self._results, self._homes, strict=True):
-            register = moved[place] if place in moved else self.register_of(Value(place))
+            register = moved[place] if place in moved else self.register_of(ValueRef(place))
             if home not in at_home and register != home:
                 made.append(Instruction("copy", home, (register,)))
         return made
@@ -142,25 +142,25 @@ class TileCode:
         if register >= self._given.first_temporary and register not in self._free:
             self._free.append(register)
 
-    def _fused(self) -> list[Step]:
+    def _fused(self) -> list[FusedOp]:
         """The operations, some of them two or three in one."""
         operations = self._given.operations
         uses: dict[int, int] = {}
         for place in self._made:
             for argument in operations[place].arguments:
-                if not isinstance(argument, Number):
+                if not isinstance(argument, ConstantRef):
                     uses[argument.place] = uses.get(argument.place, 0) + 1
-        steps: dict[int, Step] = {}
+        steps: dict[int, FusedOp] = {}
 
-        def used_once(argument: Argument) -> Step | None:
+        def used_once(argument: Argument) -> FusedOp | None:
             """What makes a value that nobody else uses."""
-            if isinstance(argument, Number) or argument.place in self._wanted:
+            if isinstance(argument, ConstantRef) or argument.place in self._wanted:
                 return None
             return steps.get(argument.place) if uses[argument.place] == 1 else None
 
         for place in self._made:
             name, arguments, _ = operations[place]
-            made = _in_one(name, arguments, [used_once(argument) for argument in arguments])
+            made = _fuse(name, arguments, [used_once(argument) for argument in arguments])
             name, arguments, absorbed = made
             for each in absorbed:
                 del steps[each]
@@ -168,8 +168,8 @@ class TileCode:
         return list(steps.values())
 
 
-def _in_one(
-    name: str, arguments: tuple[Argument, ...], makers: list[Step | None]
+def _fuse(
+    name: str, arguments: tuple[Argument, ...], makers: list[FusedOp | None]
 ) -> tuple[str, tuple[Argument, ...], list[int]]:
     """An operation together with those that make its arguments, where there is one for them all.
 
@@ -187,8 +187,8 @@ def _in_one(
     if name == "add" and left and right and left[0] == right[0] == "mul" and left != right:
         return "mul_mul_add", (*left[2], *right[2]), [left[1], right[1]]
     for maker, other, fused in (
-        (right, first, _WITH_SECOND.get((name, right[0] if right else ""))),
-        (left, second, _WITH_FIRST.get((name, left[0] if left else ""))),
+        (right, first, _FUSE_RIGHT.get((name, right[0] if right else ""))),
+        (left, second, _FUSE_LEFT.get((name, left[0] if left else ""))),
     ):
         if maker and fused:
             return fused, (*maker[2], other), [maker[1]]
@@ -197,7 +197,7 @@ def _in_one(
 
 # What an operation and the maker of its second, or first, argument are in one. The arguments of the
 # maker come first, then the other one.
-_WITH_SECOND = {
+_FUSE_RIGHT = {
     ("add", "mul"): "mul_add",
     ("add", "sqrt"): "sqrt_add",
     ("add", "sqrt_div"): "sqrt_div_add",
@@ -205,7 +205,7 @@ _WITH_SECOND = {
     ("sub", "div"): "sub_div",
     ("sub", "mul_div"): "sub_mul_div",
 }
-_WITH_FIRST = {
+_FUSE_LEFT = {
     ("add", "mul"): "mul_add",
     ("add", "sqrt"): "sqrt_add",
     ("add", "sqrt_div"): "sqrt_div_add",
@@ -221,10 +221,10 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _OF_ONE = ("neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "exp", "log", "copy", "spread")
 _FUSED = ("mul_add", "mul_sub", "sub_mul", "mul_mul_add", "mul_div", "sub_div", "sub_mul_div")
 _ROOTS = ("sqrt_add", "sqrt_div", "sqrt_div_add")
-CODES = {
+OPCODES = {
     name: code
     for code, name in enumerate(
-        (*_OF_TWO, *_COMPARISONS, *_OF_ONE, "where", *_FUSED, *_ROOTS, *OF_ROWS)
+        (*_OF_TWO, *_COMPARISONS, *_OF_ONE, "where", *_FUSED, *_ROOTS, *ROW_REDUCTIONS)
     )
 }
 
@@ -241,7 +241,7 @@ class Phase(NamedTuple):
     tile: list[Instruction]
 
 
-class TileProgram(NamedTuple):
+class LoweredProgram(NamedTuple):
     """What the core is given.
 
     Attributes:
@@ -254,27 +254,27 @@ class TileProgram(NamedTuple):
 
     states: int
     row_states: int
-    numbers: int
+    constants: int
     phases: list[Phase]
     row_results: list[int]
 
     @property
     def encoded(self) -> tuple[int, int, int, tuple[tuple[bytes, bytes], ...], bytes]:
         """In the form that ``core.Program`` takes."""
-        phases = tuple((_encoded(phase.row), _encoded(phase.tile)) for phase in self.phases)
+        phases = tuple((_encode(phase.row), _encode(phase.tile)) for phase in self.phases)
         results = array("H", self.row_results).tobytes()
-        return self.states, self.row_states, self.numbers, phases, results
+        return self.states, self.row_states, self.constants, phases, results
 
 
-def _encoded(instructions: Iterable[Instruction]) -> bytes:
-    numbers = array("H")
+def _encode(instructions: Iterable[Instruction]) -> bytes:
+    constants = array("H")
     for code, to, operands in instructions:
         given = (*operands, *operands[:1] * (4 - len(operands)))
-        numbers.extend((CODES[code], to, *given))
-    return numbers.tobytes()
+        constants.extend((OPCODES[code], to, *given))
+    return constants.tobytes()
 
 
-def lowered(program: Program) -> TileProgram:
+def lower(program: Program) -> LoweredProgram:
     """The program for the core.
 
     Raises:
@@ -282,9 +282,9 @@ def lowered(program: Program) -> TileProgram:
 
     Example:
         >>> from sparsestep.rules.rule import Rule
-        >>> from sparsestep.rules.trace import record
+        >>> from sparsestep.rules.trace import trace
         >>> mine = Rule("mine", lambda param, grad, *, lr: param - lr * grad / (grad.abs() + 1))
-        >>> for instruction in lowered(record(mine, 1, {"lr": 0.5})).phases[0].tile:
+        >>> for instruction in lower(trace(mine, 1, {"lr": 0.5})).phases[0].tile:
         ...     print(instruction.code, instruction.operands, "to", instruction.to)
         abs (1,) to 4
         add (4, 3) to 4
@@ -304,27 +304,27 @@ class _Lowering:
         self._row_results = program.results[self._inputs - 1 :]
         self._levels = self._find_levels()
         self._live = self._needed(program.results, through_rows=True)
-        first = self._row_states + len(program.numbers)
+        first = self._row_states + len(program.constants)
         self._row_registers = {self._inputs + s: s for s in range(self._row_states)}
         self._next_row_register = first
         self._spread: dict[int, int] = {}  # registers of tiles, for values of the row
-        self._next_register = self._inputs + len(program.numbers)
+        self._next_register = self._inputs + len(program.constants)
 
-    def run(self) -> TileProgram:
+    def run(self) -> LoweredProgram:
         levels = [self._levels[place] for place in self._live]
         phases = [self._phase(level) for level in range(max(levels, default=0) + 1)]
         results = [self._row_registers[place] for place in self._row_results]
-        numbers = len(self._program.numbers)
-        made = TileProgram(self._inputs - 2, self._row_states, numbers, phases, results)
+        constants = len(self._program.constants)
+        made = LoweredProgram(self._inputs - 2, self._row_states, constants, phases, results)
         self._check_size(made)
         return made
 
-    def _check_size(self, made: TileProgram) -> None:
+    def _check_size(self, made: LoweredProgram) -> None:
         most = max(
-            (i.to for phase in made.phases for i in phase.tile if i.code not in OF_ROWS),
+            (i.to for phase in made.phases for i in phase.tile if i.code not in ROW_REDUCTIONS),
             default=0,
         )
-        reductions = (sum(i.code in OF_ROWS for i in phase.tile) for phase in made.phases)
+        reductions = (sum(i.code in ROW_REDUCTIONS for i in phase.tile) for phase in made.phases)
         if (
             made.states > MAX_STATES
             or made.row_states > MAX_ROW_STATES
@@ -332,7 +332,7 @@ class _Lowering:
             or self._next_row_register > MAX_ROW_REGISTERS
             or max(reductions) > MAX_REDUCTIONS
         ):
-            raise RecordError("it is too long, or has too much state, for the core")
+            raise TraceError("it is too long, or has too much state, for the core")
 
     # What depends on what
 
@@ -340,8 +340,8 @@ class _Lowering:
         """For each value, how often elements have to become a number of the row before it."""
         levels: list[int] = []
         for name, arguments, _ in self._operations:
-            known = [levels[a.place] for a in arguments if not isinstance(a, Number)]
-            levels.append(max(known, default=0) + (name in OF_ROWS))
+            known = [levels[a.place] for a in arguments if not isinstance(a, ConstantRef)]
+            levels.append(max(known, default=0) + (name in ROW_REDUCTIONS))
         return levels
 
     def _needed(self, places: Iterable[int], *, through_rows: bool) -> list[int]:
@@ -360,7 +360,7 @@ class _Lowering:
             found.add(place)
             operation = self._operations[place]
             if through_rows or not operation.per_row:
-                waiting += (a.place for a in operation.arguments if not isinstance(a, Number))
+                waiting += (a.place for a in operation.arguments if not isinstance(a, ConstantRef))
         return sorted(found)
 
     # One phase
@@ -374,7 +374,7 @@ class _Lowering:
         reductions = [
             place
             for place in self._live
-            if self._levels[place] == level + 1 and self._operations[place].name in OF_ROWS
+            if self._levels[place] == level + 1 and self._operations[place].name in ROW_REDUCTIONS
         ]
         wanted: Sequence[int]
         if reductions:
@@ -383,8 +383,8 @@ class _Lowering:
             wanted = self._results
         needed = self._needed(wanted, through_rows=False)
         row += self._spread_out(place for place in needed if self._operations[place].per_row)
-        given = Given(self._operations, self._inputs, self._next_register, self._given)
-        tiles = TileCode(given, needed, wanted, writes=not reductions)
+        given = PhaseInputs(self._operations, self._inputs, self._next_register, self._given)
+        tiles = PhaseLowering(given, needed, wanted, writes=not reductions)
         tile = tiles.run()
         for place in reductions:
             argument = self._operations[place].arguments[0]
@@ -396,12 +396,14 @@ class _Lowering:
 
     def _is_made_of_rows(self, place: int) -> bool:
         name, _, per_row = self._operations[place]
-        return per_row and name != "input" and name not in OF_ROWS
+        return per_row and name != "input" and name not in ROW_REDUCTIONS
 
     def _row_operation(self, place: int) -> Instruction:
         name, arguments, _ = self._operations[place]
         operands = tuple(
-            self._row_states + a.place if isinstance(a, Number) else self._row_registers[a.place]
+            self._row_states + a.place
+            if isinstance(a, ConstantRef)
+            else self._row_registers[a.place]
             for a in arguments
         )
         return Instruction(name, self._new_row_register(place), operands)
@@ -424,7 +426,7 @@ class _Lowering:
 
     def _given(self, argument: Argument) -> int | None:
         """The register that has an argument from the start; none has what a phase computes."""
-        if isinstance(argument, Number):
+        if isinstance(argument, ConstantRef):
             return self._inputs + argument.place
         if argument.place < self._inputs:
             return argument.place

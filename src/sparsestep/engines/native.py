@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext, isa
-from sparsestep.engines.base import ParamUpdate, Settings
-from sparsestep.engines.lowering import lowered
+from sparsestep.engines.base import GroupSettings, ParamUpdate
+from sparsestep.engines.lowering import lower
 from sparsestep.errors import RangeError
 from sparsestep.grads.indexed import index_error
 from sparsestep.grads.layouts import Gradient
 from sparsestep.rules import int8
-from sparsestep.rules.trace import Program, RecordError, record
+from sparsestep.rules.trace import Program, TraceError, trace
 
 if TYPE_CHECKING:
     from sparsestep._C import _NativeGroup as NativeGroup
-    from sparsestep._C import _Program as CoreProgram
+    from sparsestep._C import _Program as NativeProgram
 
 # By structure. A program is small, and there are as many as there are formulas; one whose
 # structure changes with every step is not to fill the memory.
-_known: dict[tuple[Any, ...], CoreProgram] = {}
-_MOST_KNOWN = 256
+_lowered: dict[tuple[Any, ...], NativeProgram] = {}
+_MAX_LOWERED = 256
 
 
-class Recorded(NamedTuple):
+class TracedGroup(NamedTuple):
     """A param group as the core is told of it, for one step.
 
     Attributes:
@@ -42,10 +42,10 @@ class Recorded(NamedTuple):
         asks_for_float32: whether the formula does, so that it cannot have float64.
     """
 
-    settings: Settings
+    settings: GroupSettings
     step: int
     group: NativeGroup
-    asks_for_float32: bool
+    casts_to_float32: bool
 
     @property
     def key(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class Recorded(NamedTuple):
         return id(self.settings), self.step
 
 
-class Programs:
+class StepTraces:
     """The programs of one step.
 
     Attributes:
@@ -61,14 +61,16 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[tuple[int, int], Recorded] = {}  # by id of the settings, and step
-        self.refused: dict[int, str] = {}
+        self._recorded: dict[tuple[int, int], TracedGroup] = {}  # by id of the settings, and step
+        self.errors: dict[int, str] = {}
 
-    def reuse(self, recorded: Iterable[Recorded]) -> None:
+    def adopt(self, traced: Iterable[TracedGroup]) -> None:
         """Take what was recorded for this very step already: a formula is called once in each."""
-        self._recorded.update({each.key: each for each in recorded})
+        self._recorded.update({each.key: each for each in traced})
 
-    def group_of(self, settings: Settings, step: int, *, in_double: bool) -> NativeGroup | None:
+    def native_group(
+        self, settings: GroupSettings, step: int, *, in_double: bool
+    ) -> NativeGroup | None:
         """What the core is told of a param group; ``None`` where its rule cannot be recorded.
 
         Args:
@@ -79,14 +81,14 @@ class Programs:
         found = self._find(settings, step)
         if found is None:
             return None
-        if in_double and found.asks_for_float32:
-            self.refused[id(settings)] = "it converts float64 values to float32"
+        if in_double and found.casts_to_float32:
+            self.errors[id(settings)] = "it converts float64 values to float32"
             return None
         return found.group
 
-    def usual_group(
+    def standard_group(
         self,
-        settings: Settings,
+        settings: GroupSettings,
         params: Sequence[Tensor],
         state: Mapping[Tensor, Any],
         grads: Sequence[Any] | None,
@@ -99,31 +101,31 @@ class Programs:
             state: of the optimizer.
             grads: the gradients, where they are not those that the parameters have.
         """
-        if settings.rule.recorded is None:
+        if settings.rule.traceable_update is None:
             return None
-        step = next_step(params, state, grads)
+        step = next_step_number(params, state, grads)
         found = self._find(settings, step) if step else None
-        return None if found is None or found.asks_for_float32 else found.group
+        return None if found is None or found.casts_to_float32 else found.group
 
-    def _find(self, settings: Settings, step: int) -> Recorded | None:
+    def _find(self, settings: GroupSettings, step: int) -> TracedGroup | None:
         key = (id(settings), step)
         found = self._recorded.get(key)
         if found is not None:
             return found
-        if ext is None or settings.rule.recorded is None or id(settings) in self.refused:
+        if ext is None or settings.rule.traceable_update is None or id(settings) in self.errors:
             return None
         try:
-            found = self._recorded[key] = _recorded(settings, step)
-        except RecordError as error:
-            self.refused[id(settings)] = str(error)
+            found = self._recorded[key] = _trace_group(settings, step)
+        except TraceError as error:
+            self.errors[id(settings)] = str(error)
         except MemoryError:
             raise
         except Exception as error:  # whatever a formula does with what is no tensor
-            self.refused[id(settings)] = f"{type(error).__name__}: {error}"
+            self.errors[id(settings)] = f"{type(error).__name__}: {error}"
         return found
 
 
-def next_step(
+def next_step_number(
     params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None = None
 ) -> int | None:
     """The number of the next update of the first parameter that has a gradient.
@@ -142,9 +144,12 @@ def next_step(
     return None
 
 
-def recorded_again(
-    values: tuple[Any, ...], settings: Settings, group: dict[str, Any], state: Mapping[Tensor, Any]
-) -> Recorded | None:
+def retrace(
+    values: tuple[Any, ...],
+    settings: GroupSettings,
+    group: dict[str, Any],
+    state: Mapping[Tensor, Any],
+) -> TracedGroup | None:
     """What ``step_again`` is told of a param group, recorded anew.
 
     Args:
@@ -159,39 +164,39 @@ def recorded_again(
     """
     if len(values) != len(group) or not all(map(is_, group.values(), values)):
         return None
-    step = next_step(group["params"], state)
+    step = next_step_number(group["params"], state)
     try:
-        return _recorded(settings, step) if step else None
+        return _trace_group(settings, step) if step else None
     except Exception:  # is said by whoever plans the step
         return None
 
 
-def _recorded(settings: Settings, step: int) -> Recorded:
+def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
     assert ext is not None
     rule = settings.rule
-    program = record(rule, step, settings.hyper)
+    program = trace(rule, step, settings.hyperparams)
     group = ext.NativeGroup(
-        _for_core(program),
+        _lower_cached(program),
         rule.state_names,
         step,
-        settings.sign,
-        settings.l2,
-        settings.shrink,
-        tuple(program.numbers),
-        settings.stochastic,
+        settings.grad_sign,
+        settings.coupled_decay,
+        settings.decay_factor,
+        tuple(program.constants),
+        settings.stochastic_rounding,
     )
-    return Recorded(settings, step, group, program.asks_for_float32)
+    return TracedGroup(settings, step, group, program.casts_to_float32)
 
 
-def _for_core(program: Program) -> CoreProgram:
+def _lower_cached(program: Program) -> NativeProgram:
     assert ext is not None
     structure = program.structure
-    known = _known.get(structure)
+    known = _lowered.get(structure)
     if known is None:
-        known = ext.Program(*lowered(program).encoded)
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[structure] = known
+        known = ext.Program(*lower(program).encoded)
+        if len(_lowered) >= _MAX_LOWERED:
+            _lowered.clear()
+        _lowered[structure] = known
     return known
 
 
@@ -200,24 +205,24 @@ if TYPE_CHECKING:
     from sparsestep.grads.masks import CachedMask
 
     # Of a group as it was read: its values, what the core was told, its masks, if it has any.
-    GroupBefore = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
+    CachedGroup = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 
 
-class Native:
+class NativeEngine:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
         assert ext is not None
         self._jobs = ext.NativeStep(isa.index)
-        self.programs: Programs = Programs()
+        self.traces: StepTraces = StepTraces()
         # Applies the updates, and counts those that were claimed in groups: one call of the core.
         self.commit: Callable[[], None] = self._jobs.commit
 
-    def try_claim(
+    def claim_standard(
         self,
-        settings: Settings,
+        settings: GroupSettings,
         params: list[Tensor],
         state: dict[Tensor, Any],
         known: dict[int, tuple[Any, ...]],
@@ -247,9 +252,9 @@ class Native:
         """
         group = None
         if settings.seed is None:
-            group = group_of(settings)
+            group = native_group(settings)
             if group is None:
-                group = self.programs.usual_group(settings, params, state, grads)
+                group = self.traces.standard_group(settings, params, state, grads)
         if group is None:
             return range(first, first + len(params))
         return self._jobs.try_claim(
@@ -259,25 +264,25 @@ class Native:
     def claim(self, update: ParamUpdate) -> bool:
         """Take an update; false where the core has no way to run it."""
         settings = update.settings
-        group = group_of(settings)
+        group = native_group(settings)
         if group is None and update.param.is_cpu:
-            tensors = (*update.written, update.touched.values)
+            tensors = (*update.targets, update.indexed.values)
             in_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-            group = self.programs.group_of(settings, update.step, in_double=in_double)
+            group = self.traces.native_group(settings, update.step, in_double=in_double)
         if group is None:
             return False
-        touched = update.touched
+        touched = update.indexed
         if not touched.values.is_contiguous():
             touched = touched.with_value_rows()
-        param, *state = update.written
+        param, *state = update.targets
         return self._jobs.add(
-            *(group, update.step, touched, param, state, update.seed, update.dealt),
+            *(group, update.step, touched, param, state, update.seed, update.row_stride),
             *(settings, update.index),
         )
 
-    def why_not(self, settings: Settings) -> str | None:
+    def trace_error(self, settings: GroupSettings) -> str | None:
         """Why a rule's formula could not be recorded, where that is so."""
-        return self.programs.refused.get(id(settings))
+        return self.traces.errors.get(id(settings))
 
     def prepare(self) -> None:
         """Do all that may fail; raises if any position is no slot."""
@@ -285,32 +290,34 @@ class Native:
         if bad is not None:
             settings, index, slots, position = bad
             why = index_error(position, slots)
-            raise RangeError(f"{settings.who(index)}: {why}")
+            raise RangeError(f"{settings.describe_param(index)}: {why}")
 
 
-def group_of(settings: Settings) -> NativeGroup | None:
+def native_group(settings: GroupSettings) -> NativeGroup | None:
     """What the core is told of a param group; ``None`` where it does not know the rule."""
     rule = settings.rule
     twin = _RULES.get(rule.name)
-    if ext is None or twin is None or not rule.is_native:
+    if ext is None or twin is None or not rule.has_native_kernel:
         return None
     found: NativeGroup | None = settings.core.get("group")
     if found is None:
         found = settings.core["group"] = ext.NativeGroup(
             twin[0],
             rule.state_names,
-            rule.counts,
-            settings.sign,
-            settings.l2,
-            settings.shrink,
-            rule.numbers(settings.hyper),
-            settings.stochastic,
-            tuple(spec.int8 == "signed" for spec in rule.state[: int8.count(rule.state)]),
+            rule.counts_steps,
+            settings.grad_sign,
+            settings.coupled_decay,
+            settings.decay_factor,
+            rule.pack_hyperparams(settings.hyperparams),
+            settings.stochastic_rounding,
+            tuple(
+                spec.int8_format == "signed" for spec in rule.state[: int8.num_encoded(rule.state)]
+            ),
         )
     return found
 
 
-class Before(NamedTuple):
+class CachedPlan(NamedTuple):
     """The param groups of an optimizer in a step that can be done again.
 
     Attributes:
@@ -320,14 +327,14 @@ class Before(NamedTuple):
         made: what was recorded for a step that could not be done again after all.
     """
 
-    told: list[GroupBefore]
-    recorded: list[tuple[int, Settings]]
-    made: list[Recorded]
+    cached_groups: list[CachedGroup]
+    traced: list[tuple[int, GroupSettings]]
+    unused_traces: list[TracedGroup]
 
 
-def step_again(
+def replay_step(
     groups: list[dict[str, Any]],
-    before: Before,
+    cached: CachedPlan,
     state: dict[Tensor, Any],
     known: dict[int, tuple[Any, ...]],
 ) -> bool:
@@ -335,7 +342,7 @@ def step_again(
 
     Args:
         groups: the param groups.
-        before: what the core was told of them.
+        cached: what the core knows about them.
         state: of the optimizer.
         known: where the memory of each parameter and its state was when it was looked at.
 
@@ -344,20 +351,20 @@ def step_again(
         not in the usual form.
     """
     assert ext is not None
-    told, recorded, made = before
-    if recorded and len(groups) != len(told):
+    cached_groups, traced, unused_traces = cached
+    if traced and len(groups) != len(cached_groups):
         return False
-    for index, settings in recorded:
-        values, _, masked = told[index]
-        found = recorded_again(values, settings, groups[index], state)
+    for index, settings in traced:
+        values, _, masked = cached_groups[index]
+        found = retrace(values, settings, groups[index], state)
         if found is None:
             return False
-        made.append(found)
-        if found.asks_for_float32:
+        unused_traces.append(found)
+        if found.casts_to_float32:
             return False
-        told[index] = (values, found.group, masked)
+        cached_groups[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
-    is_done = ext.replay_step(isa.index, groups, told, state, known, threads)
-    if is_done and recorded:
-        made.clear()
+    is_done = ext.replay_step(isa.index, groups, cached_groups, state, known, threads)
+    if is_done and traced:
+        unused_traces.clear()
     return is_done

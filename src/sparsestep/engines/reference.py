@@ -24,7 +24,7 @@ from sparsestep.rules import int8
 
 
 @dataclass(slots=True)
-class Result:
+class ReferenceResult:
     """New values for the touched part of a parameter and its state, not written yet."""
 
     update: ParamUpdate
@@ -34,35 +34,35 @@ class Result:
     @torch.no_grad()
     def writes(self) -> Iterator[Callable[[], object]]:
         """Calls that store the new values, rounded to each tensor's own dtype."""
-        for place, (tensor, new) in enumerate(zip(self.update.written, self.new, strict=False)):
+        for place, (tensor, new) in enumerate(zip(self.update.targets, self.new, strict=False)):
             yield _scatter(tensor.detach(), self.slots, self._rounded(place, new, tensor.dtype))
 
     def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed, settings = self.update.seed, self.update.settings
         is_code = dtype is torch.int8
-        if seed is None or not (is_code or (settings.stochastic and dtype in HALF_DTYPES)):
+        if seed is None or not (is_code or (settings.stochastic_rounding and dtype in HALF_DTYPES)):
             return new.to(dtype)
         slots = self.slots
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
-        dealt = self.update.dealt
+        dealt = self.update.row_stride
         if is_code:
             rows = slots if dealt is None else dealt.rows(slots)
-            chance = rounding.chances(seed, place, rows, new.shape[1])
-            return int8.rounded(settings.rule.state[place - 1], new, chance)
+            chance = rounding.int8_random_bits(seed, place, rows, new.shape[1])
+            return int8.round_codes(settings.rule.state[place - 1], new, chance)
         columns = torch.arange(new[0].numel(), device=new.device)
         elements = slots[:, None] * len(columns) + columns
         if dealt is not None:
             length = 1 if self._is_per_row(place) else dealt.length
             elements = dealt._replace(length=length).elements(elements)
         bits = rounding.random_bits(seed, place, elements.view(new.shape))
-        return rounding.rounded(new, dtype, bits)
+        return rounding.round_stochastic(new, dtype, bits)
 
     def _is_per_row(self, place: int) -> bool:
         return place > 0 and self.update.settings.rule.state[place - 1].per_row
 
 
-class Reference:
+class ReferenceEngine:
     """Computes all new values before it writes any.
 
     Args:
@@ -81,7 +81,7 @@ class Reference:
         return True
 
     @property
-    def is_idle(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not self._updates
 
@@ -94,8 +94,8 @@ class Reference:
             try:
                 result = compute(update)
             except InputError as error:
-                raise update.refuse(error) from None
-            if id(update.owner) in shared:
+                raise update.error(error) from None
+            if id(update.key) in shared:
                 # Another view of the same memory may be written meanwhile. That the rule can be run
                 # was seen now that it was run in vain.
                 self._late.append(update)
@@ -117,17 +117,17 @@ def _append_writes(update: ParamUpdate, writes: list[Callable[[], object]]) -> N
 
 
 @torch.no_grad()
-def compute(update: ParamUpdate) -> Result:
+def compute(update: ParamUpdate) -> ReferenceResult:
     """Evaluate the rule on the touched part; raises if a position is no slot; writes nothing."""
-    settings, touched = update.settings, update.touched
+    settings, touched = update.settings, update.indexed
     slots, grad = sum_duplicates(touched)
     if grad.numel() == 0:
-        return Result(update, slots, [])
-    tensors = update.written
+        return ReferenceResult(update, slots, [])
+    tensors = update.targets
     in_double = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
     dtype = torch.float64 if in_double else torch.float32
     grad = grad.to(dtype)
-    if settings.sign < 0:
+    if settings.grad_sign < 0:
         grad = -grad
     blocks = [
         touched.slot_size,
@@ -137,24 +137,24 @@ def compute(update: ParamUpdate) -> Result:
         _gather(tensor, slots, touched.num_slots, block, dtype)
         for tensor, block in zip(tensors, blocks, strict=True)
     ]
-    old = [old[0], *int8.decoded(settings.rule.state, old[1:])]
+    old = [old[0], *int8.decode(settings.rule.state, old[1:])]
     param, *state = old
     held = touched.element_mask
     if held is not None and touched.value_index is not None:
         held = held[touched.value_index]
-    if settings.l2:
-        decay = settings.l2 * param
+    if settings.coupled_decay:
+        decay = settings.coupled_decay * param
         grad = grad + (decay if held is None else torch.where(held, decay, 0.0))
-    if settings.shrink != 1.0:
-        param = param * settings.shrink
-    new = settings.rule.new_values([param, *state], grad, update.step, settings.hyper)
+    if settings.decay_factor != 1.0:
+        param = param * settings.decay_factor
+    new = settings.rule.apply([param, *state], grad, update.step, settings.hyperparams)
     if held is not None:
         # Only what is held moves; what is kept per row moves anyway. Positions are in order here.
         new = [
             torch.where(held, value, before) if value.shape == held.shape else value
             for value, before in zip(new, old, strict=True)
         ]
-    return Result(update, slots, [new[0], *int8.encoded(settings.rule.state, new[1:])])
+    return ReferenceResult(update, slots, [new[0], *int8.encode(settings.rule.state, new[1:])])
 
 
 def _gather(
@@ -163,21 +163,21 @@ def _gather(
     """A copy in any case: a formula may work in place, or return what it was given."""
     if slots is None:
         return tensor.reshape(count, block).to(dtype, copy=True)
-    return tensor[_index(tensor, slots, block)].reshape(len(slots), block).to(dtype)
+    return tensor[_slot_index(tensor, slots, block)].reshape(len(slots), block).to(dtype)
 
 
 def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> Callable[[], object]:
     """A call that writes new values, and allocates nothing of their size."""
     if slots is None:
         return partial(tensor.copy_, new.reshape(tensor.shape))
-    index = _index(tensor, slots, new.shape[1])
+    index = _slot_index(tensor, slots, new.shape[1])
     if not index:  # the one slot is the whole tensor
         return partial(tensor.copy_, new.reshape(tensor.shape))
     shape = (*index[0].shape, *tensor.shape[len(index) :])
     return partial(tensor.index_put_, index, new.reshape(shape))
 
 
-def _index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
+def _slot_index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
     """Slots as indices of the leading dims, so that any strides can be read and written.
 
     A slot that is no whole number of dims, like a run of columns, is indexed by its elements.

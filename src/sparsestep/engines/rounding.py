@@ -18,7 +18,7 @@ _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
-class Dealt(NamedTuple):
+class RowStride(NamedTuple):
     """Rows of which other processes have the others: row ``i`` here is row ``i * step + first``.
 
     Attributes:
@@ -35,7 +35,7 @@ class Dealt(NamedTuple):
         """The numbers that elements have in the whole.
 
         Example:
-            >>> Dealt(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
+            >>> RowStride(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
             [2, 3, 8, 9]
         """
         rows = self.rows(here.div(self.length, rounding_mode="floor"))
@@ -45,31 +45,31 @@ class Dealt(NamedTuple):
         """The numbers that rows have in the whole.
 
         Example:
-            >>> Dealt(length=2, step=3, first=1).rows(torch.arange(3)).tolist()
+            >>> RowStride(length=2, step=3, first=1).rows(torch.arange(3)).tolist()
             [1, 4, 7]
         """
         return here * self.step + self.first
 
 
-def _mixed(key: int) -> int:
+def _splitmix64(key: int) -> int:
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & _LONG
     key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _LONG
     return key ^ (key >> 31)
 
 
-def seed_for(seed: int, param_index: int, step: int) -> int:
+def step_seed(seed: int, param_index: int, step: int) -> int:
     """The seed of one parameter's one step.
 
     Example:
-        >>> seed_for(0, 0, 1) != seed_for(0, 1, 1) != seed_for(0, 1, 2)
+        >>> step_seed(0, 0, 1) != step_seed(0, 1, 1) != step_seed(0, 1, 2)
         True
     """
-    return _mixed(_mixed(_mixed(seed & _LONG) + param_index & _LONG) + step & _LONG)
+    return _splitmix64(_splitmix64(_splitmix64(seed & _LONG) + param_index & _LONG) + step & _LONG)
 
 
 def random_bits(seed: int, tensor: int, elements: Tensor) -> Tensor:
     """Thirty-two random bits, in int64, for each element of a tensor."""
-    key = _mixed(seed + (tensor + 1) * 0x9E3779B97F4A7C15 & _LONG)
+    key = _splitmix64(seed + (tensor + 1) * 0x9E3779B97F4A7C15 & _LONG)
     first, second = key & _WORD, key >> 32
     bits = ((elements & _WORD) ^ first) * 0x9E3779B1 & _WORD
     bits = bits ^ (bits >> 15)
@@ -82,11 +82,11 @@ def random_bits(seed: int, tensor: int, elements: Tensor) -> Tensor:
 _STARTS, _APART, _TILE = 64, 16, 512
 
 
-def chances(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
+def int8_random_bits(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
     """Twenty random bits, in int64, for each element of rows, from fewer: see ``int8.h``.
 
     Example:
-        >>> found = chances(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**20
+        >>> found = int8_random_bits(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**20
         >>> round(found.mean().item(), 1), round(found.std().item(), 1)
         (0.5, 0.3)
     """
@@ -97,13 +97,13 @@ def chances(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
     return table[own % _STARTS * _APART + columns % _TILE] ^ (own >> 12)
 
 
-def rounded(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+def round_stochastic(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """Values in half precision, rounded by the random bits.
 
     Example:
         >>> third = torch.full((3000,), 1 + 2**-7 / 3)
         >>> bits = random_bits(seed=1, tensor=0, elements=torch.arange(3000))
-        >>> up = rounded(third, torch.bfloat16, bits) > 1
+        >>> up = round_stochastic(third, torch.bfloat16, bits) > 1
         >>> round(up.float().mean().item(), 2)
         0.33
     """
@@ -113,12 +113,12 @@ def rounded(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         half = (word + (bits & 0xFFFF)) >> 16
         half = torch.where(values.isnan(), 0x7FC0, half)
     else:
-        half = _float16(word, bits & 0x1FFF)
+        half = _round_float16(word, bits & 0x1FFF)
     # From the unsigned number to the int16 that has its bits.
     return (half - ((half & 0x8000) << 1)).to(torch.int16).view(dtype)
 
 
-def _float16(word: Tensor, chance: Tensor) -> Tensor:
+def _round_float16(word: Tensor, chance: Tensor) -> Tensor:
     sign, magnitude = (word >> 16) & 0x8000, word & 0x7FFFFFFF
     subnormal = magnitude < (113 << 23)
     few = torch.where(subnormal, magnitude, 0).to(torch.int32).view(torch.float32)

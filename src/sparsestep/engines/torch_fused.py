@@ -34,16 +34,16 @@ from sparsestep.engines.replay import (
 )
 from sparsestep.errors import InputError, is_out_of_memory, message
 from sparsestep.memory import tensors as parameters
-from sparsestep.rules.options import NUMBERS, SWITCHES, pair, to_number
+from sparsestep.rules.options import NUMBERS, SWITCHES, as_float, as_pair
 
-Record = dict[str, Any]
+ParamState = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Up to so many parameters of so many elements together, copies are cheaper than a recording.
 _FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
 
 
 @dataclass(slots=True)
-class Batch:
+class DenseBatch:
     """Dense gradients of one param group, as lists: what torch's kernels take.
 
     Attributes:
@@ -69,7 +69,7 @@ class Batch:
         return any(param.is_complex() for param in self.params)
 
 
-class TorchKernels:
+class TorchFusedEngine:
     """Dense gradients, by param group.
 
     Attributes:
@@ -84,31 +84,31 @@ class TorchKernels:
 
     def __init__(
         self,
-        kernel: Callable[[Batch], None],
-        new_record: Callable[[ParamUpdate], Record],
+        kernel: Callable[[DenseBatch], None],
+        new_param_state: Callable[[ParamUpdate], ParamState],
         state_dtype: Callable[[Tensor, torch.dtype | None], torch.dtype],
     ) -> None:
         self._kernel = kernel
-        self._new_record = new_record
+        self._new_param_state = new_param_state
         self._state_dtype = state_dtype
         self.claimed: list[ParamUpdate] = []
-        self.firsts: list[ParamUpdate] = []
+        self.first_updates: list[ParamUpdate] = []
         self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
         self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
         self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
         self._counts: list[Callable[[], object]] = []
-        self._small: list[Batch] = []
+        self._small: list[DenseBatch] = []
         self._written: list[Tensor] = []  # by the kernels for small ones
         self._copies: list[Tensor] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
-        if not update.settings.uses_torch or not self._fits(update):
+        if not update.settings.uses_torch_kernel or not self._fits(update):
             return False
-        group, param, counts = update.group, update.param, update.settings.rule.counts
-        is_first = update.record is None and not counts
+        group, param, counts = update.group, update.param, update.settings.rule.counts_steps
+        is_first = update.param_state is None and not counts
         if param.is_cpu and type(param) in _PLAIN and not group.get("differentiable"):
-            count = update.record["step"] if update.record and counts else None
+            count = update.param_state["step"] if update.param_state and counts else None
             step = None if count is None else (count.item(), count.dtype)
             kind = id(group), is_first, param.dtype, param.dim() > 0, step
             self._replayed.setdefault(kind, []).append(update)
@@ -117,8 +117,8 @@ class TorchKernels:
             # round the buffers of half precision differently where one is missing.
             self._direct.setdefault((id(group), is_first and group.get("fused")), []).append(update)
         self.claimed.append(update)
-        if update.record is None:
-            self.firsts.append(update)
+        if update.param_state is None:
+            self.first_updates.append(update)
         return True
 
     def prepare(self) -> None:
@@ -126,10 +126,10 @@ class TorchKernels:
         with torch.no_grad():
             for kind, updates in self._replayed.items():
                 for update in updates:
-                    if update.record is None:
-                        update.record = self._new_record(update)
+                    if update.param_state is None:
+                        update.param_state = self._new_param_state(update)
                 try:
-                    if updates[0].settings.rule.counts and _are_few(updates):
+                    if updates[0].settings.rule.counts_steps and _are_few(updates):
                         self._prepare_copies(updates)
                     else:
                         self._prepare_replay(updates, is_first=kind[1])
@@ -137,9 +137,9 @@ class TorchKernels:
                     self._direct[kind] = updates
         for updates in self._direct.values():
             for update in updates:
-                if update.record is None:  # torch takes a missing tensor for a first step
-                    counts = update.settings.rule.counts
-                    update.record = self._new_record(update) if counts else {}
+                if update.param_state is None:  # torch takes a missing tensor for a first step
+                    counts = update.settings.rule.counts_steps
+                    update.param_state = self._new_param_state(update) if counts else {}
 
     def begin(self) -> None:
         """Start writing; raises and has changed nothing, or succeeds. Without autograd."""
@@ -178,47 +178,47 @@ class TorchKernels:
         settings, param = updates[0].settings, updates[0].param
         rule = settings.rule
         names = [spec.name for spec in rule.state]
-        records = [update.record or {} for update in updates]
-        steps = [records[0]["step"].clone()] if rule.counts else []
+        param_states = [update.param_state or {} for update in updates]
+        steps = [param_states[0]["step"].clone()] if rule.counts_steps else []
         key = Replay, is_first, param.dtype, param.dim() > 0
         replay: Replay | None = settings.core.get(key)
         if replay is None:
             first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
             inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
             state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
-            options = _for_torch(updates[0].group)
+            options = _coerce_options(updates[0].group)
             with Recording(inputs) as recording:
-                self._kernel(Batch(options, inputs[:1], inputs[1:2], state, steps, is_first))
+                self._kernel(DenseBatch(options, inputs[:1], inputs[1:2], state, steps, is_first))
             replay = Replay(recording)
-            if not rule.counts:  # then it is the same in every step
+            if not rule.counts_steps:  # then it is the same in every step
                 settings.core[key] = replay
         most = PIECE * torch.get_num_threads()
         replay.reserve(max(largest_piece(update.param, most) for update in updates))
         environments: list[list[Any]] = []
-        for update, record in zip(updates, records, strict=True):
-            tensors = [parameters.memory_of(record[name]) for name in names]
-            parts = pieces([update.param, update.touched.values, *tensors], most)
+        for update, param_state in zip(updates, param_states, strict=True):
+            tensors = [parameters.memory_of(param_state[name]) for name in names]
+            parts = pieces([update.param, update.indexed.values, *tensors], most)
             environments += map(replay.environment, parts)
         self._prepared.append((replay, environments))
-        if rule.counts:
-            counts = [record["step"] for record in records]
+        if rule.counts_steps:
+            counts = [param_state["step"] for param_state in param_states]
             self._counts.append(partial(_set_counts, counts, *steps))
 
-    def _batch(self, updates: list[ParamUpdate]) -> Batch:
+    def _batch(self, updates: list[ParamUpdate]) -> DenseBatch:
         """The arguments of torch's kernel itself."""
         rule = updates[0].settings.rule
         names = [spec.name for spec in rule.state]
-        records = [update.record or {} for update in updates]
+        param_states = [update.param_state or {} for update in updates]
         memory = [
             {name: parameters.memory_of(r[name]) for name in names if r.get(name) is not None}
-            for r in records
+            for r in param_states
         ]
-        return Batch(
-            _for_torch(updates[0].group),
+        return DenseBatch(
+            _coerce_options(updates[0].group),
             [update.param for update in updates],
-            [update.touched.values for update in updates],
+            [update.indexed.values for update in updates],
             {name: [state.get(name) for state in memory] for name in names},
-            [record["step"] for record in records] if rule.counts else [],
+            [param_state["step"] for param_state in param_states] if rule.counts_steps else [],
         )
 
     def _run(self, updates: list[ParamUpdate]) -> None:
@@ -230,8 +230,8 @@ class TorchKernels:
         for name, tensors in batch.state.items():
             for update, old, made in zip(updates, before[name], tensors, strict=True):
                 if made is not old:  # the kernel has made it
-                    assert update.record is not None
-                    update.record[name] = parameters.laid_out_like(update.owner, made)
+                    assert update.param_state is not None
+                    update.param_state[name] = parameters.laid_out_like(update.key, made)
 
     def _fits(self, update: ParamUpdate) -> bool:
         """Whether the kernel can take it: all of one dtype, where it runs at all."""
@@ -246,15 +246,15 @@ class TorchKernels:
             dtypes = {self._state_dtype(param, update.settings.state_dtype)}
         if dtypes != {param.dtype} or grad.dtype != param.dtype:
             return False
-        counts, record = update.settings.rule.counts, update.record
-        if counts and record:  # its kernels count in tensors, and not in any dtype
-            step = record["step"]
+        counts, param_state = update.settings.rule.counts_steps, update.param_state
+        if counts and param_state:  # its kernels count in tensors, and not in any dtype
+            step = param_state["step"]
             if not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64):
                 return False
         if group.get("fused"):
             # Torch's fused kernels take for granted that all elements lie in the same order,
             # without gaps.
-            tensors = (param, update.touched.values, *(update.state or ()))
+            tensors = (param, update.indexed.values, *(update.state or ()))
             if not parameters.lie_alike(tensors):
                 return False
             try:
@@ -263,7 +263,7 @@ class TorchKernels:
                 if is_out_of_memory(error):
                     raise
                 raise InputError(str(error)) from None
-        _check(group, param)
+        _check_supported(group, param)
         return True
 
 
@@ -277,7 +277,7 @@ def _are_few(updates: list[ParamUpdate]) -> bool:
     return len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
 
 
-def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:
+def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in the types that torch's kernels take, which run when it is too late.
 
     Numbers are Python numbers or tensors without dims, switches are bools.
@@ -287,20 +287,20 @@ def _for_torch(group: Mapping[str, Any]) -> dict[str, Any]:
     def number(value: Any) -> Any:
         if isinstance(value, Tensor):
             return (value if keeps_graph else value.detach()).reshape(())
-        return int(value) if isinstance(value, bool) else to_number(value)
+        return int(value) if isinstance(value, bool) else as_float(value)
 
     found = dict(group)
     for name in SWITCHES & group.keys():
         found[name] = bool(group[name])
     for name in NUMBERS & group.keys():
         found[name] = number(group[name])
-    two = pair(group.get("betas"))
+    two = as_pair(group.get("betas"))
     if two is not None:
         found["betas"] = tuple(map(number, two))
     return found
 
 
-def _check(group: Mapping[str, Any], param: Tensor) -> None:
+def _check_supported(group: Mapping[str, Any], param: Tensor) -> None:
     """Refuse what torch's kernel would refuse, before anything is written."""
     if group.get("differentiable") and param.is_leaf and param.requires_grad:
         requirement = "differentiable=True needs parameters that are not leaves"

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Still
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import NoDrift
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 
 def _step_size(step: int, lr: float, lr_decay: float) -> float:
@@ -30,8 +30,8 @@ def update(
     return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
 
 
-_SUM = State("sum", "initial_accumulator_value", int8="unsigned")
-RULE = Rule("adagrad", update, (_SUM,), is_native=True, motion=Still())
+_SUM = StateSpec("sum", "initial_accumulator_value", int8_format="unsigned")
+RULE = Rule("adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
 class Adagrad(RuleOptimizer, Optimizer):
@@ -102,7 +102,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -124,12 +124,14 @@ class Adagrad(RuleOptimizer, Optimizer):
             params,
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
         self.materialize_state()
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
         torch_adagrad(
@@ -161,7 +163,7 @@ def adagrad_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Adagrad`.
@@ -189,9 +191,9 @@ def adagrad_(
         >>> weight[:, 0].tolist(), total[:, 0].tolist()
         ([0.0, -0.5], [0.0, 1.0])
     """
-    hyper = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
+    hyperparams = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
     apply_(
-        *("adagrad_", RULE, param, grad, [sum], step, hyper),
+        *("adagrad_", RULE, param, grad, [sum], step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -229,6 +231,6 @@ class FunctionalAdagrad(FunctionalOptimizer):
         "coalesce_grad": True,
     }
 
-    @takes(Adagrad)
+    @signature_from(Adagrad)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

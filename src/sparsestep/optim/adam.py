@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Quotient
-from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import AdamDrift
+from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Pair = tuple[float, float]
 
 
-def _averaged(
+def _update_moments(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Pair
 ) -> tuple[Tensor, Tensor]:
     beta1, beta2 = betas
@@ -36,13 +36,13 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.Correction,
+    correction: bias.BiasCorrection,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of Adam; eps is added after bias correction."""
     size, root = correction
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    exp_avg, exp_avg_sq = _update_moments(grad, exp_avg, exp_avg_sq, betas)
     return param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps), exp_avg, exp_avg_sq
 
 
@@ -53,35 +53,42 @@ def amsgrad(
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor,
     *,
-    correction: bias.Correction,
+    correction: bias.BiasCorrection,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of AMSGrad: the second moment that divides never shrinks."""
     size, root = correction
-    exp_avg, exp_avg_sq = _averaged(grad, exp_avg, exp_avg_sq, betas)
+    exp_avg, exp_avg_sq = _update_moments(grad, exp_avg, exp_avg_sq, betas)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
     param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
-_MAX = (*_STATE, State("max_exp_avg_sq", int8="unsigned"))
+_STATE = (
+    StateSpec("exp_avg", int8_format="signed"),
+    StateSpec("exp_avg_sq", int8_format="unsigned"),
+)
+_MAX = (*_STATE, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
 
 
-_MOTION = Quotient(
+_IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
-    size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
+    decays=lambda hyperparams: dict(
+        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
+    ),
+    size=lambda step, hyperparams: bias.global_correction(
+        step, hyperparams["lr"], hyperparams["betas"]
+    ),
 )
 # The largest second moment does not decay.
-_AMSGRAD_MOTION = replace(_MOTION, square="max_exp_avg_sq")
+_AMSGRAD_MOTION = replace(_IDLE, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES: dict[bool, dict[bool, Rule]] = {
-    False: bias.rules("adam", update, _STATE, _MOTION),
-    True: bias.rules("amsgrad", amsgrad, _MAX, _AMSGRAD_MOTION),
+    False: bias.rules_with_bias_correction("adam", update, _STATE, _IDLE),
+    True: bias.rules_with_bias_correction("amsgrad", amsgrad, _MAX, _AMSGRAD_MOTION),
 }
 
 _KERNEL_OPTIONS = (
@@ -90,7 +97,7 @@ _KERNEL_OPTIONS = (
 )
 
 
-class Family(RuleOptimizer):
+class _AdamBase(RuleOptimizer):
     """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
 
     has_torch_kernel = True
@@ -112,8 +119,8 @@ class Family(RuleOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        bias_correction: BiasCorrection = "global",
-        engine: Engine = "auto",
+        bias_correction: BiasCorrectionMode = "global",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -137,11 +144,13 @@ class Family(RuleOptimizer):
             params,
             defaults,
             bias_correction=bias_correction,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         group = batch.group
         beta1, beta2 = group["betas"]
@@ -161,10 +170,10 @@ class Family(RuleOptimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bool(group["amsgrad"])][bias.is_per_row(group)]
+        return RULES[bool(group["amsgrad"])][bias.uses_per_row(group)]
 
 
-class Adam(Family, Optimizer):
+class Adam(_AdamBase, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
     For every entry of the gradient, with :math:`g` the sum of its duplicates:
@@ -236,7 +245,7 @@ def adam_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Adam`, or of AMSGrad if you pass ``max_exp_avg_sq``.
@@ -266,11 +275,11 @@ def adam_(
         >>> weight.round(decimals=3).tolist()
         [[-0.5, 0.0], [0.0, -0.5]]
     """
-    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
     apply_(
-        *("adam_", rule, param, grad, state, step, hyper),
+        *("adam_", rule, param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -301,6 +310,6 @@ class FunctionalAdam(FunctionalOptimizer):
         *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
     )
 
-    @takes(Adam)
+    @signature_from(Adam)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

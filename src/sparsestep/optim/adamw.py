@@ -10,14 +10,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.adam import RULES, Family, FunctionalAdam
-from sparsestep.optim.functional import apply_, takes
+from sparsestep.optim.adam import RULES, FunctionalAdam, _AdamBase
+from sparsestep.optim.functional import apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
+from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
 
 
-class AdamW(Family, Optimizer):
+class AdamW(_AdamBase, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
     For every entry of the gradient, with :math:`g` the sum of its duplicates:
@@ -85,8 +85,8 @@ class AdamW(Family, Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
-        bias_correction: BiasCorrection = "global",
-        engine: Engine = "auto",
+        bias_correction: BiasCorrectionMode = "global",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -95,7 +95,9 @@ class AdamW(Family, Optimizer):
     ) -> None:
         if decoupled_weight_decay is not True:
             requirement = "AdamW: decoupled_weight_decay must be True"
-            raise InputError(message(requirement, checks.shown(decoupled_weight_decay), "Use Adam"))
+            raise InputError(
+                message(requirement, checks.format_value(decoupled_weight_decay), "Use Adam")
+            )
         super().__init__(
             params,
             lr,
@@ -110,7 +112,9 @@ class AdamW(Family, Optimizer):
             fused=fused,
             decoupled_weight_decay=True,
             bias_correction=bias_correction,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ def adamw_(
     weight_decay: float = 1e-2,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.AdamW`: Adam with decoupled weight decay.
@@ -162,11 +166,11 @@ def adamw_(
         >>> weight[:, 0]
         tensor([1.0000, 0.4950])
     """
-    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
     apply_(
-        *("adamw_", rule, param, grad, state, step, hyper),
+        *("adamw_", rule, param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=True,
         maximize=maximize,
@@ -194,6 +198,6 @@ class FunctionalAdamW(FunctionalAdam):
 
     optimizer_class: ClassVar[type[RuleOptimizer]] = AdamW
 
-    @takes(AdamW)
+    @signature_from(AdamW)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

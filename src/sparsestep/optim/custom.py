@@ -12,13 +12,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.errors import InputError, message
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.options import DEFAULTS, Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.options import GROUP_DEFAULTS, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Formula = Callable[..., Any]
 
 
-class UserOptimizer(RuleOptimizer):
+class CustomOptimizer(RuleOptimizer):
     """What :func:`rule` returns: an optimizer class with the options of a formula.
 
     Args:
@@ -36,14 +36,14 @@ class UserOptimizer(RuleOptimizer):
     """
 
     _rule: ClassVar[Rule]
-    _options: ClassVar[Mapping[str, Any]]  # the formula's, with their defaults
+    _formula_options: ClassVar[Mapping[str, Any]]  # the formula's, with their defaults
     _required: ClassVar[tuple[str, ...]]  # those of them that have none
 
     def __init__(
         self,
         params: ParamsT,
         *,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -53,10 +53,15 @@ class UserOptimizer(RuleOptimizer):
     ) -> None:
         defaults = {
             name: options.pop(name, value)
-            for name, value in {**self._options, **_shared(self._options)}.items()
+            for name, value in {
+                **self._formula_options,
+                **_standard_options(self._formula_options),
+            }.items()
             if name in options or name not in self._required
         }
-        extras = common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed)
+        extras = shared_options(
+            engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+        )
         super().__init__(params, defaults, **extras, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,7 +73,7 @@ class UserOptimizer(RuleOptimizer):
         missing = [name for name in self._required if name not in known]
         if missing:
             requirement = f"{self._rule.name} needs {', '.join(missing)}"
-            got = ", ".join(name for name in self._options if name in known) or "no options"
+            got = ", ".join(name for name in self._formula_options if name in known) or "no options"
             remedy = "Pass it by name, or give every param group its own"
             raise InputError(message(requirement, got, remedy))
         return super().add_param_group(param_group)
@@ -86,7 +91,7 @@ def rule(
     state: Mapping[str, float] | None = ...,
     row_state: Mapping[str, float] | None = ...,
     compile: bool | Mapping[str, Any] = ...,
-) -> type[UserOptimizer]: ...
+) -> type[CustomOptimizer]: ...
 @overload
 def rule(
     function: None = None,
@@ -94,14 +99,14 @@ def rule(
     state: Mapping[str, float] | None = ...,
     row_state: Mapping[str, float] | None = ...,
     compile: bool | Mapping[str, Any] = ...,
-) -> Callable[[Formula], type[UserOptimizer]]: ...
+) -> Callable[[Formula], type[CustomOptimizer]]: ...
 def rule(
     function: Formula | None = None,
     *,
     state: Mapping[str, float] | None = None,
     row_state: Mapping[str, float] | None = None,
     compile: bool | Mapping[str, Any] = False,
-) -> type[UserOptimizer] | Callable[[Formula], type[UserOptimizer]]:
+) -> type[CustomOptimizer] | Callable[[Formula], type[CustomOptimizer]]:
     """Turn an update formula into an optimizer class that runs on every layout.
 
     The function gets the touched values of the parameter, their gradient (duplicates summed) and
@@ -137,12 +142,12 @@ def rule(
     """
     if function is None:
         return lambda function: rule(function, state=state, row_state=row_state, compile=compile)
-    specs = (*_specs("state", state), *_specs("row_state", row_state, per_row=True))
-    signature = _checked_signature(function, specs)
-    guarded = _guarded(function, signature, compile)
-    recorded = function if compile is False else None
-    made = Rule(function.__name__, guarded, specs, recorded=recorded)
-    return _optimizer_class(function, made, signature)
+    specs = (*_state_specs("state", state), *_state_specs("row_state", row_state, per_row=True))
+    signature = _check_signature(function, specs)
+    guarded = _wrap_formula(function, signature, compile)
+    traceable_update = function if compile is False else None
+    made = Rule(function.__name__, guarded, specs, traceable_update=traceable_update)
+    return _make_class(function, made, signature)
 
 
 # What is checked when a function is decorated
@@ -150,14 +155,14 @@ def rule(
 # Names that mean something to every optimizer, as keys of a param group or of the state.
 _RESERVED = frozenset(
     {
-        *DEFAULTS,
+        *GROUP_DEFAULTS,
         *("params", "param_names", "engine", "rounding_seed", "semantics"),
         *("capturable", "differentiable", "fused"),
     }
 )
 
 
-def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
+def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[StateSpec]:
     requirement = f"{argument} must map names to initial values, as in {argument}={{'sum': 0.0}}"
     if not isinstance(given, Mapping | None):
         raise InputError(message(requirement, repr(given)))
@@ -169,11 +174,11 @@ def _specs(argument: str, given: Any, per_row: bool = False) -> list[State]:
             requirement = f"{argument} must not use the name of the step count"
             remedy = "To get the count, take step as a keyword-only argument"
             raise InputError(message(requirement, repr(name), remedy))
-        specs.append(State(name, float(first), per_row=per_row))
+        specs.append(StateSpec(name, float(first), per_row=per_row))
     return specs
 
 
-def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.Signature:
+def _check_signature(function: Formula, specs: tuple[StateSpec, ...]) -> inspect.Signature:
     """The function must take what it will be called with."""
     if not callable(function) or not hasattr(function, "__name__"):
         remedy = "Name its state in state= or row_state="
@@ -192,14 +197,14 @@ def _checked_signature(function: Formula, specs: tuple[State, ...]) -> inspect.S
         remedy = "Its state is named in state= or row_state=; its options come after a *"
         requirement = f"rule {name!r} must take ({', '.join(wanted)}, *, options...)"
         raise InputError(message(requirement, signature, remedy))
-    taken = sorted(_RESERVED & _options(signature).keys())
+    taken = sorted(_RESERVED & _formula_options(signature).keys())
     if taken:
         requirement = f"rule {name!r} must not redefine what every optimizer has"
         raise InputError(message(requirement, ", ".join(taken), "Rename it"))
     return signature
 
 
-def _options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+def _formula_options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
     """The keyword-only arguments that a param group provides."""
     return {
         name: argument
@@ -211,7 +216,7 @@ def _options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
 # What is done around every call of the function
 
 
-def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
+def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
     """The function on copies of its arguments, and its results in a form that can be written."""
     name = function.__name__
 
@@ -235,13 +240,13 @@ def _guarded(function: Formula, signature: inspect.Signature, compile: Any) -> F
             requirement = f"rule {name!r} must return a tensor or a tuple of tensors"
             raise InputError(message(requirement, type(new).__name__))
         results = [new] if isinstance(new, Tensor) else new
-        return [_writable(name, result, values[0]) for result in results]
+        return [_check_result(name, result, values[0]) for result in results]
 
     update.__signature__ = signature  # type: ignore[attr-defined]
     return update
 
 
-def _writable(name: str, value: Any, like: Tensor) -> Any:
+def _check_result(name: str, value: Any, like: Tensor) -> Any:
     """A result in the dtype of the arithmetic; whether it is a tensor at all is not looked at."""
     if not isinstance(value, Tensor):
         return value
@@ -255,43 +260,45 @@ def _writable(name: str, value: Any, like: Tensor) -> Any:
 # The optimizer class
 
 # What every optimizer has, unless the formula has an option of that name itself.
-_COMMON: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
+_STANDARD_OPTIONS: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
 
 
-def _shared(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in _COMMON.items() if name not in options}
+def _standard_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _STANDARD_OPTIONS.items() if name not in options}
 
 
-def _optimizer_class(
+def _make_class(
     function: Formula, made: Rule, signature: inspect.Signature
-) -> type[UserOptimizer]:
-    options = _options(signature)
+) -> type[CustomOptimizer]:
+    options = _formula_options(signature)
     missing = inspect.Parameter.empty
     required = tuple(name for name, option in options.items() if option.default is missing)
     # Decoupled decay is by lr * weight_decay.
     decays = ["decoupled_weight_decay"] if "weight_decay" not in options and "lr" in options else []
 
-    class Made(UserOptimizer, Optimizer):
+    class Made(CustomOptimizer, Optimizer):
         __doc__ = function.__doc__
         group_options = (*RuleOptimizer.group_options, *decays, *required)
         formula_options = frozenset(options)
         _rule = made
-        _options: ClassVar[Mapping[str, Any]] = {n: each.default for n, each in options.items()}
+        _formula_options: ClassVar[Mapping[str, Any]] = {
+            n: each.default for n, each in options.items()
+        }
         _required = required
 
     Made.__name__ = function.__name__
     Made.__qualname__ = function.__qualname__  # under which a pickle looks for it
     Made.__module__ = function.__module__
-    Made.__signature__ = _class_signature(options, decays)  # type: ignore[attr-defined]
+    Made.__signature__ = _make_signature(options, decays)  # type: ignore[attr-defined]
     return Made
 
 
-def _class_signature(
+def _make_signature(
     options: Mapping[str, inspect.Parameter], decays: Sequence[str]
 ) -> inspect.Signature:
     """What ``help`` shows."""
-    params, *extras = inspect.signature(UserOptimizer, eval_str=True).parameters.values()
-    further = {**_shared(options), **{name: DEFAULTS[name] for name in decays}}
+    params, *extras = inspect.signature(CustomOptimizer, eval_str=True).parameters.values()
+    further = {**_standard_options(options), **{name: GROUP_DEFAULTS[name] for name in decays}}
     return inspect.Signature(
         [
             params,

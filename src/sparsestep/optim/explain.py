@@ -54,7 +54,7 @@ class Explanation:
 
     def __str__(self) -> str:
         heads = ("parameter", "shape", "engine", "state", "rows behind")
-        lines = [heads, *map(_cells, self.params)]
+        lines = [heads, *map(_format_row, self.params)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -64,27 +64,27 @@ class Explanation:
         for each in self.params:
             if each.reason:
                 names.setdefault(each.reason, []).append(each.name)
-        return "\n".join([*table, *(f"{_listed(who)}: {why}" for why, who in names.items())])
+        return "\n".join([*table, *(f"{_list_names(who)}: {why}" for why, who in names.items())])
 
     __repr__ = __str__
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     """Return names as a list; the table above has all of them."""
-    shown = ", ".join(names[:_MOST_NAMES])
-    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
-def _cells(param: ParamExplanation) -> tuple[str, ...]:
+def _format_row(param: ParamExplanation) -> tuple[str, ...]:
     shape = " x ".join(f"{size:,}" for size in param.shape) or "one number"
     engine = param.engine or "no step yet"
-    return (param.name, shape, engine, _size(param.state_bytes), f"{param.rows_behind:,}")
+    return (param.name, shape, engine, _format_bytes(param.state_bytes), f"{param.rows_behind:,}")
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -95,7 +95,7 @@ def _size(count: float) -> str:
 def explain_param(
     name: str,
     param: Tensor,
-    record: Mapping[str, Any] | None,
+    param_state: Mapping[str, Any] | None,
     used: tuple[Tensor, str, str] | None,
     rows_behind: int,
 ) -> ParamExplanation:
@@ -104,14 +104,14 @@ def explain_param(
     Args:
         name: the parameter's name.
         param: the parameter.
-        record: its state.
+        param_state: its state.
         used: the parameter, the engine of its latest update, and why not another.
         rows_behind: the number of rows that wait for a catch-up.
     """
     owner, engine, reason = used or (None, None, "")
     if owner is not param:
         engine, reason = None, ""
-    tensors = (v for k, v in (record or {}).items() if k != "step" and isinstance(v, Tensor))
+    tensors = (v for k, v in (param_state or {}).items() if k != "step" and isinstance(v, Tensor))
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     # A lazy parameter refuses to tell its shape; so far its memory has no elements.
     shape = memory_of(param).shape if is_lazy(param) else param.shape

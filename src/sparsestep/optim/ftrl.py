@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Recompute
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import RecomputeFromState
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 
 def update(
@@ -43,20 +43,20 @@ def solve(linear: Tensor, root: Tensor, rate: float, beta: float, l1: float, l2:
     return torch.where(linear.abs() <= l1, 0.0, solution)
 
 
-_STATE = (State("linear"), State("sum", "initial_accumulator_value"))
+_STATE = (StateSpec("linear"), StateSpec("sum", "initial_accumulator_value"))
 # Without a gradient, it is only the learning rate that moves the parameter.
-_MOTION = Recompute(
+_IDLE = RecomputeFromState(
     native="ftrl",
-    formula=lambda state, hyper: solve(
+    formula=lambda state, hyperparams: solve(
         state["linear"],
         state["sum"].sqrt(),
-        1 / hyper["lr"] if hyper["lr"] else 0.0,
-        hyper["beta"],
-        hyper["l1"],
-        hyper["l2"],
+        1 / hyperparams["lr"] if hyperparams["lr"] else 0.0,
+        hyperparams["beta"],
+        hyperparams["l1"],
+        hyperparams["l2"],
     ),
 )
-RULE = Rule("ftrl", update, _STATE, is_native=True, motion=_MOTION)
+RULE = Rule("ftrl", update, _STATE, has_native_kernel=True, idle_update=_IDLE)
 
 
 class Ftrl(RuleOptimizer, Optimizer):
@@ -120,7 +120,7 @@ class Ftrl(RuleOptimizer, Optimizer):
         initial_accumulator_value: float = 0.0,
         *,
         maximize: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -138,7 +138,9 @@ class Ftrl(RuleOptimizer, Optimizer):
         super().__init__(
             params,
             defaults,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @classmethod
@@ -160,7 +162,7 @@ def ftrl_(
     l2: float = 0.0,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     r"""One step of :class:`sparsestep.Ftrl`.
@@ -188,10 +190,10 @@ def ftrl_(
         >>> weight[:, 0].tolist()
         [0.0, -0.125]
     """
-    hyper = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
+    hyperparams = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
     state = [linear, sum]
     apply_(
-        *("ftrl_", RULE, param, grad, state, step, hyper),
+        *("ftrl_", RULE, param, grad, state, step, hyperparams),
         maximize=maximize,
         mask=mask,
         engine=engine,
@@ -218,6 +220,6 @@ class FunctionalFtrl(FunctionalOptimizer):
     optimizer_class: ClassVar[type[RuleOptimizer]] = Ftrl
     positional: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2")
 
-    @takes(Ftrl)
+    @signature_from(Ftrl)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

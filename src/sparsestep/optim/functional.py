@@ -22,7 +22,7 @@ from torch.optim.optimizer import StateDict
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import disable_compiler
-from sparsestep.engines.base import ParamUpdate, Settings
+from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
@@ -32,7 +32,7 @@ from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import check_writable
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.optim.step import Plan, announce_checked, for_engines, local
+from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
 from sparsestep.rules import options
 from sparsestep.rules import options as checks
 from sparsestep.rules.rule import Rule, rules_by_key
@@ -47,7 +47,7 @@ _SCHEMA = (
 )
 
 # The keywords of ``apply_``, in the order of the operation.
-KEYWORDS: tuple[str, ...] = (
+_OP_KEYWORDS: tuple[str, ...] = (
     "maximize",
     "weight_decay",
     "decoupled_weight_decay",
@@ -57,47 +57,47 @@ KEYWORDS: tuple[str, ...] = (
 )
 
 
-def can_be_in_graph(grad: Gradient) -> bool:
+def is_graph_safe(grad: Gradient) -> bool:
     """Whether a graph can hold a gradient; no graph holds a sparse tensor."""
     if isinstance(grad, IndexedGrad):
         return True
     return type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
 
 
-def apply_in_graph(
+def call_op(
     who: str,
     rule: Rule,
     param: Tensor,
     grad: Gradient,
     state: Sequence[Tensor | None],
     step: int | Tensor,
-    hyper: dict[str, Any],
+    hyperparams: dict[str, Any],
     **keywords: Any,
 ) -> None:
     """``apply_`` as the operation that a graph has; the arguments are the same."""
     gradient = grad if isinstance(grad, IndexedGrad) else IndexedGrad(None, grad)
     is_tensor = isinstance(step, Tensor)
-    names, numbers, tensors = _flat(hyper)
+    names, numbers, tensors = _flatten(hyperparams)
     torch.ops.sparsestep.apply_(
         *(who, rule.key, param, [tensor for tensor in state if tensor is not None]),
         *gradient,
         *((0, step) if is_tensor else (step, None)),
         *(names, numbers, tensors),
-        *[keywords[name] for name in KEYWORDS],
+        *[keywords[name] for name in _OP_KEYWORDS],
     )
 
 
-def _flat(hyper: dict[str, Any]) -> tuple[str, list[float], list[Tensor]]:
+def _flatten(hyperparams: dict[str, Any]) -> tuple[str, list[float], list[Tensor]]:
     """Options as a graph can have them: names, numbers, and what is a tensor in place of a number.
 
     Example:
-        >>> _flat({"lr": torch.tensor(0.5), "betas": (0.75, 0.5), "nesterov": True})
+        >>> _flatten({"lr": torch.tensor(0.5), "betas": (0.75, 0.5), "nesterov": True})
         ('lr=tensor betas=2 nesterov=1', [0.75, 0.5, 1.0], [tensor(0.5000)])
     """
     names: list[str] = []
     numbers: list[float] = []
     tensors: list[Tensor] = []
-    for name, value in hyper.items():
+    for name, value in hyperparams.items():
         if isinstance(value, Tensor):
             names.append(f"{name}=tensor")
             tensors.append(value)
@@ -110,36 +110,36 @@ def _flat(hyper: dict[str, Any]) -> tuple[str, list[float], list[Tensor]]:
     return " ".join(names), numbers, tensors
 
 
-def _whole(names: str, numbers: Sequence[float], tensors: Sequence[Tensor]) -> dict[str, Any]:
+def _unflatten(names: str, numbers: Sequence[float], tensors: Sequence[Tensor]) -> dict[str, Any]:
     """The options again.
 
     Example:
-        >>> _whole("lr=tensor betas=2 nesterov=1", [0.75, 0.5, 1.0], [torch.tensor(0.5)])
+        >>> _unflatten("lr=tensor betas=2 nesterov=1", [0.75, 0.5, 1.0], [torch.tensor(0.5)])
         {'lr': tensor(0.5000), 'betas': (0.75, 0.5), 'nesterov': 1.0}
     """
     left, others = list(numbers), list(tensors)
-    hyper: dict[str, Any] = {}
+    hyperparams: dict[str, Any] = {}
     for each in names.split():
         name, kind = each.split("=")
         if kind == "tensor":
-            hyper[name] = others.pop(0)
+            hyperparams[name] = others.pop(0)
         elif kind == "1":
-            hyper[name] = left.pop(0)
+            hyperparams[name] = left.pop(0)
         else:
-            hyper[name] = tuple(left.pop(0) for _ in range(int(kind)))
-    return hyper
+            hyperparams[name] = tuple(left.pop(0) for _ in range(int(kind)))
+    return hyperparams
 
 
-def register(apply: Callable[..., None]) -> None:
+def _register_op(apply: Callable[..., None]) -> None:
     """Make the operation; a function that has the arguments of ``apply_`` does its work."""
 
     def run(who: str, rule: str, param: Tensor, state: list[Tensor], *rest: Any) -> None:
         gradient, rest = IndexedGrad(*rest[:7]), rest[7:]
         step, step_tensor, names, numbers, tensors = rest[:5]
-        kept = dict(zip(KEYWORDS, rest[5:], strict=True))
-        hyper = _whole(names, numbers, tensors)
+        kept = dict(zip(_OP_KEYWORDS, rest[5:], strict=True))
+        hyperparams = _unflatten(names, numbers, tensors)
         step = step if step_tensor is None else step_tensor
-        apply(who, rules_by_key[rule], param, gradient, state, step, hyper, **kept)
+        apply(who, rules_by_key[rule], param, gradient, state, step, hyperparams, **kept)
 
     operation = torch.library.custom_op(
         "sparsestep::apply_", run, mutates_args=("param", "state"), schema=_SCHEMA
@@ -154,13 +154,13 @@ def apply_(
     grad: Gradient,
     state: Sequence[Tensor | None],
     step: int | Tensor,
-    hyper: dict[str, Any],
+    hyperparams: dict[str, Any],
     *,
     maximize: bool = False,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
     mask: Tensor | None = None,
-    engine: options.Engine = "auto",
+    engine: options.EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """Run any rule once over one parameter; the other functions of this module call it.
@@ -172,7 +172,7 @@ def apply_(
         grad: its gradient, in any layout.
         state: the state tensors, in the rule's order.
         step: the number of this update, counted from 1.
-        hyper: the options of the rule's formula.
+        hyperparams: the options of the rule's formula.
         maximize: maximize the objective instead of minimizing it.
         weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
@@ -184,41 +184,43 @@ def apply_(
         InputError: an argument is invalid; nothing has changed.
     """
     if torch.compiler.is_compiling():
-        run = apply_in_graph if can_be_in_graph(grad) else _uncompiled
+        run = call_op if is_graph_safe(grad) else _uncompiled
         kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)
-        keywords: dict[str, Any] = dict(zip(KEYWORDS, kept, strict=True))
-        run(who, rule, param, grad, state, step, hyper, **keywords)
+        keywords: dict[str, Any] = dict(zip(_OP_KEYWORDS, kept, strict=True))
+        run(who, rule, param, grad, state, step, hyperparams, **keywords)
         return
     try:
         engines.check_engine(engine)
-        checked_step = _checked_step(step)
+        checked_step = _read_step(step)
         switches = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
-        checks.check({**hyper, "weight_decay": weight_decay, **switches})
-        hyper = {name: options.to_numbers(value) for name, value in hyper.items()}
-        decay = float(options.to_number(weight_decay))
-        shrink = 1 - hyper.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
+        checks.check_options({**hyperparams, "weight_decay": weight_decay, **switches})
+        hyperparams = {name: options.as_floats(value) for name, value in hyperparams.items()}
+        decay = float(options.as_float(weight_decay))
+        shrink = 1 - hyperparams.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
         sign = -1.0 if maximize else 1.0
-        seed = None if seed is None else _checked_seed(seed)
+        seed = None if seed is None else _read_seed(seed)
         _check_param(param)
         owner = param
-        param, grad = local(param, grad, by_row=rule.by_row)
+        param, grad = to_local(param, grad, by_row=rule.needs_whole_rows)
         check_writable("a parameter", param)
-        gradient = indexed_grad(param, grad, row_slots=rule.by_row)
-        tensors = _checked_state(rule, param, state)
+        gradient = indexed_grad(param, grad, row_slots=rule.needs_whole_rows)
+        tensors = _check_state(rule, param, state)
         if mask is not None:
-            masks.check_masks([mask], [param], by_row=rule.by_row)
+            masks.check_masks([mask], [param], by_row=rule.needs_whole_rows)
             selection = masks.MaskSelection(mask, param.shape).refresh()
             gradient = masks.apply_mask(gradient, selection, param.numel())
     except InputError as error:
         raise type(error)(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay
-    settings = Settings(rule, hyper, sign, l2, shrink, None, seed, seed is not None, lambda _: who)
+    settings = GroupSettings(
+        rule, hyperparams, sign, l2, shrink, None, seed, seed is not None, lambda _: who
+    )
     if mapped_files:
-        announce_checked(param, tensors, gradient)
-    written, gradient = for_engines(param.detach(), tensors, gradient)
+        reserve_checked(param, tensors, gradient)
+    written, gradient = engine_views(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
-    update.written, update.step, update.seed = written, checked_step, seed
-    engines.run([update], engine)
+    update.targets, update.step, update.seed = written, checked_step, seed
+    engines.run_updates([update], engine)
     tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:
         increment_version(tensors)  # they are the caller's own, who may have autograd watch them
@@ -226,22 +228,24 @@ def apply_(
         note_written([owner])
 
 
-def _checked_step(step: int | Tensor) -> int:
+def _read_step(step: int | Tensor) -> int:
     requirement = "step must be the number of this update, counted from 1"
     if isinstance(step, Tensor) and step.numel() != 1:
         raise InputError(message(requirement, f"a tensor of shape {tuple(step.shape)}"))
-    checks.number("step", step)
-    value = options.to_number(step)
+    checks.as_number("step", step)
+    value = options.as_float(step)
     if not 1 <= value < _TOO_MANY or value % 1:
         raise InputError(message(requirement, value))
     return int(value)
 
 
-def _checked_seed(seed: Any) -> int:
+def _read_seed(seed: Any) -> int:
     try:
         return index(seed) & 0xFFFFFFFFFFFFFFFF  # both engines look at 64 bits
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(message("seed must be an integer or None", checks.shown(seed))) from None
+        raise InputError(
+            message("seed must be an integer or None", checks.format_value(seed))
+        ) from None
 
 
 _TOO_MANY = 1 << 63  # steps for the core to count
@@ -256,26 +260,26 @@ def _check_param(param: Tensor) -> None:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
 
 
-def _checked_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
+def _check_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
     names = [spec.name for spec in rule.state]
     if len(state) != len(names):
         requirement = f"these options need the state {', '.join(names)}"
         raise InputError(message(requirement, f"{len(state)} tensors"))
-    tensors = states.checked(rule, param, dict(zip(names, state, strict=True)))
+    tensors = states.check_state(rule, param, dict(zip(names, state, strict=True)))
     for spec, tensor in zip(rule.state, tensors, strict=True):
         check_writable(f"the state {spec.name!r}", tensor)
     return tensors
 
 
 _uncompiled = disable_compiler(apply_)
-register(apply_)
+_register_op(apply_)
 
 
 P = ParamSpec("P")
 Constructor = Callable[..., None]
 
 
-def takes(
+def signature_from(
     optimizer: Callable[P, RuleOptimizer],
 ) -> Callable[[Constructor], Callable[Concatenate[Any, P], None]]:
     """Let type checkers see a constructor with the arguments of an optimizer class."""
@@ -367,11 +371,11 @@ class FunctionalOptimizer:
             )
         targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
         with self._alone_with(targets):
-            step = Plan(self.optimizer)
+            step = Step(self.optimizer)
             step.add_group(0, self.param_group, grads=gradients)
             step.run()
             self.optimizer.updates += 1
-            for _, index in step.repeats:  # a parameter that was given more than once
+            for _, index in step.duplicates:  # a parameter that was given more than once
                 self._update(index, gradients[index])
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
@@ -413,7 +417,7 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():  # it may look here without having looked at step_param
             _uncompiled_update(self, index, grad)
             return
-        step = Plan(self.optimizer)
+        step = Step(self.optimizer)
         step.add_group(0, self.param_group, only=index, grads=[grad])
         step.run()
         self.optimizer.updates += 1

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
 from sparsestep.rules.idle import SignDrift
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Pair = tuple[float, float]
 
@@ -29,12 +29,18 @@ def update(
     return param, exp_avg + (1 - beta2) * (grad - exp_avg)
 
 
-_MOTION = SignDrift(
+_IDLE = SignDrift(
     buffer="exp_avg",
-    decays=lambda hyper: {"exp_avg": hyper["betas"][1]},
-    size=lambda step, hyper: (hyper["lr"] if hyper["betas"][0] > 0 else 0.0, 1.0),
+    decays=lambda hyperparams: {"exp_avg": hyperparams["betas"][1]},
+    size=lambda step, hyperparams: (hyperparams["lr"] if hyperparams["betas"][0] > 0 else 0.0, 1.0),
 )
-RULE = Rule("lion", update, (State("exp_avg", int8="signed"),), is_native=True, motion=_MOTION)
+RULE = Rule(
+    "lion",
+    update,
+    (StateSpec("exp_avg", int8_format="signed"),),
+    has_native_kernel=True,
+    idle_update=_IDLE,
+)
 
 
 class Lion(RuleOptimizer, Optimizer):
@@ -76,7 +82,7 @@ class Lion(RuleOptimizer, Optimizer):
 
     always_decoupled = True
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **options.NEUTRAL,
+        **options.NO_OP_VALUES,
         "decoupled_weight_decay": (True,),
     }
 
@@ -88,7 +94,7 @@ class Lion(RuleOptimizer, Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -99,7 +105,9 @@ class Lion(RuleOptimizer, Optimizer):
         super().__init__(
             params,
             defaults,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @classmethod
@@ -119,7 +127,7 @@ def lion_(
     weight_decay: float = 0.0,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Lion`. Weight decay is decoupled.
@@ -145,9 +153,9 @@ def lion_(
         >>> weight[:, 0].tolist()
         [0.0, -0.5]
     """
-    hyper = {"lr": lr, "betas": betas}
+    hyperparams = {"lr": lr, "betas": betas}
     apply_(
-        *("lion_", RULE, param, grad, [exp_avg], step, hyper),
+        *("lion_", RULE, param, grad, [exp_avg], step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=True,
         maximize=maximize,
@@ -176,6 +184,6 @@ class FunctionalLion(FunctionalOptimizer):
     optimizer_class: ClassVar[type[RuleOptimizer]] = Lion
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
 
-    @takes(Lion)
+    @signature_from(Lion)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

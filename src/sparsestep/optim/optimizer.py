@@ -20,12 +20,12 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock, uninterrupted
-from sparsestep._torch import disable_compiler, global_hooks, labelled, profiler_enabled
+from sparsestep._torch import disable_compiler, global_hooks, profiler_enabled, profiler_range
 from sparsestep.deferred.rows import RowClock, rows_of
 from sparsestep.deferred.tracking import Tracking, warn_of_another
-from sparsestep.engines.base import Settings
-from sparsestep.engines.native import Before, step_again
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.base import GroupSettings
+from sparsestep.engines.native import CachedPlan, replay_step
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradExchange, GradSource, grad_sources, sources_of
@@ -34,12 +34,12 @@ from sparsestep.memory.mapped_state import settle
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import Explanation, explain_param
-from sparsestep.optim.param_groups import Group, Groups, options_for_ranks, param_name
-from sparsestep.optim.state_dict import Checkpoint, read_state_dict, saved_by_rows
-from sparsestep.optim.step import Plan, StepInBackward, announce_unmasked
+from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
+from sparsestep.optim.state_dict import LoadedState, read_state_dict, saved_by_rows
+from sparsestep.optim.step import Step, StepInBackward, reserve_unmasked
 from sparsestep.rules import options
-from sparsestep.rules._derive_idle import motion_of
-from sparsestep.rules.int8 import stored_as_int8
+from sparsestep.rules._derive_idle import derive_idle_update
+from sparsestep.rules.int8 import with_int8_state
 from sparsestep.rules.rule import Rule
 
 # At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of
@@ -79,7 +79,7 @@ class RuleOptimizer(_Base):
         "rounding_seed",
     )
     """Optional param-group keys; absent unless set, so checkpoints have exactly torch's keys."""
-    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NEUTRAL
+    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NO_OP_VALUES
     """Options of other optimizers, with the values that have no effect."""
     formula_options: ClassVar[frozenset[str]] = frozenset()
     """Options the formula handles itself, such as a custom rule's own ``weight_decay``."""
@@ -122,7 +122,7 @@ class RuleOptimizer(_Base):
                 requirement = "semantics must be one of masked, dense"
                 raise InputError(message(requirement, repr(semantics)))
             self.check_values({**defaults, **extras})
-        defaults = {**defaults, **options.given(extras)}
+        defaults = {**defaults, **options.non_default(extras)}
         self.option_names = tuple(defaults)
         # type(optimizer)(params, **optimizer.defaults) recreates the optimizer.
         super().__init__(params, {**defaults, **self._optimizer_options()})
@@ -130,20 +130,24 @@ class RuleOptimizer(_Base):
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
-        whole = {name: getattr(self, name) for name in options.WHOLE}
-        return {name: value for name, value in whole.items() if value != options.WHOLE[name]}
+        whole = {name: getattr(self, name) for name in options.OPTIMIZER_OPTIONS}
+        return {
+            name: value for name, value in whole.items() if value != options.OPTIMIZER_OPTIONS[name]
+        }
 
     def _init_members(self) -> None:
         """Create what is neither pickled nor copied."""
-        self._loading: Checkpoint | None = None
+        self._loading: LoadedState | None = None
         self.iterations: int = 0  # how often step() or zero_grad() was called
         self.updates: int = 0  # how often parameters were updated without step()
-        self.groups: Groups = Groups()
+        self.groups: ParamGroups = ParamGroups()
         self.deferred: dict[int, RowClock] = {}
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
         self.dense_embeddings: dict[int, tuple[Tensor, bool]] = {}
         self.store: states.StateStore = states.StateStore()
-        self._before: Before | None = None  # what groups said, where a step may be done again
+        self._cached_plan: CachedPlan | None = (
+            None  # what groups said, where a step may be done again
+        )
         self._lock = fork_safe_lock()  # one step at a time
 
     # Param groups
@@ -156,22 +160,24 @@ class RuleOptimizer(_Base):
                 if "params" not in param_group:
                     requirement = "a param group must have the key 'params'"
                     raise InputError(message(requirement, ", ".join(map(str, param_group)) or "{}"))
-                options.check_keys(
+                options.check_group_keys(
                     param_group, [*self.option_names, *self.group_options], self.no_op_values
                 )
-                options.check(param_group, self.formula_options)
-                options.seed_of(param_group)
+                options.check_options(param_group, self.formula_options)
+                options.ensure_seed(param_group)
             super().add_param_group(param_group)
-            for name in options.WHOLE:  # torch has put all defaults into the group
+            for name in options.OPTIMIZER_OPTIONS:  # torch has put all defaults into the group
                 param_group.pop(name, None)
             try:
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
-                by_row = self.stored_rule_for(param_group).by_row or self.semantics == "dense"
+                by_row = (
+                    self.stored_rule_for(param_group).needs_whole_rows or self.semantics == "dense"
+                )
                 if self.semantics == "dense":  # what has no such form is refused
                     settings = self.groups.read(self, group_index, param_group)
-                    if settings.rule.motion is None:
-                        motion_of(settings.rule, 1, settings.hyper)
+                    if settings.rule.idle_update is None:
+                        derive_idle_update(settings.rule, 1, settings.hyperparams)
                 masks.check_masks(param_group.get("mask"), param_group["params"], by_row=by_row)
                 if self.semantics == "masked":
                     warn_of_another(type(self).__name__, param_group["params"])
@@ -179,7 +185,7 @@ class RuleOptimizer(_Base):
                 self.param_groups.pop()
                 raise
 
-    def check_params(self, group_index: int, group: Group) -> None:
+    def check_params(self, group_index: int, group: ParamGroup) -> None:
         """Refuse parameters that the optimizer cannot work with."""
         name, params = type(self).__name__, group["params"]
         sparse = [
@@ -213,13 +219,15 @@ class RuleOptimizer(_Base):
         got = states.describe_other(param)
         raise InputError(message(requirement, got))
 
-    def settings(self, group_index: int) -> Settings:
+    def settings(self, group_index: int) -> GroupSettings:
         """Return the validated options of a param group, as engines see them."""
-        return self.groups.settings_of(self, group_index, self.param_groups[group_index])
+        return self.groups.settings(self, group_index, self.param_groups[group_index])
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
-        options.check_keys(group, [*self.option_names, *self.group_options], self.no_op_values)
+        options.check_group_keys(
+            group, [*self.option_names, *self.group_options], self.no_op_values
+        )
         missing = set(self.option_names) - set(self.group_options) - group.keys()
         if missing:
             got = f"no {', '.join(sorted(missing))}"
@@ -229,9 +237,9 @@ class RuleOptimizer(_Base):
     @classmethod
     def check_values(cls, group: dict[str, Any]) -> None:
         """Refuse options of the wrong kind, out of range, or in a wrong combination."""
-        options.check(group, cls.formula_options)
+        options.check_options(group, cls.formula_options)
         if cls.has_torch_kernel:
-            options.torch_kernel(group, takes_tensors=cls.foreach_supports_tensor_lr)
+            options.check_torch_kernel_options(group, takes_tensors=cls.foreach_supports_tensor_lr)
         cls.check_options(group)
 
     @classmethod
@@ -247,24 +255,28 @@ class RuleOptimizer(_Base):
     def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
         """Return ``rule_for(group)`` with its state as stored, for example in int8."""
         rule = cls.rule_for(group)
-        return stored_as_int8(rule) if options.read(group, "state_dtype") is torch.int8 else rule
+        return (
+            with_int8_state(rule)
+            if options.get_option(group, "state_dtype") is torch.int8
+            else rule
+        )
 
     @classmethod
     def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel supports the group's options."""
         return (
             cls.has_torch_kernel
-            and not options.read(group, "stochastic_rounding")
-            and options.read(group, "state_dtype") is not torch.int8
-            and options.read(group, "bias_correction") == "global"
+            and not options.get_option(group, "stochastic_rounding")
+            and options.get_option(group, "state_dtype") is not torch.int8
+            and options.get_option(group, "bias_correction") == "global"
             and (
                 "decoupled_weight_decay" not in cls.group_options
-                or not options.read(group, "decoupled_weight_decay")
+                or not options.get_option(group, "decoupled_weight_decay")
             )
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Run torch's own kernel on dense gradients."""
         raise NotImplementedError
 
@@ -317,14 +329,16 @@ class RuleOptimizer(_Base):
                 loss = closure()
         with self._lock:
             sources = sources_of(self.params()) if grad_sources else ()
-            before = self._before if self.engine in ("auto", "native") else None
-            if before is not None and mapped_files and not sources:
-                before = before if announce_unmasked(self.state, self.param_groups) else None
+            cached_plan = self._cached_plan if self.engine in ("auto", "native") else None
+            if cached_plan is not None and mapped_files and not sources:
+                cached_plan = (
+                    cached_plan if reserve_unmasked(self.state, self.param_groups) else None
+                )
             if sources:
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
-            elif before is None or not step_again(
-                self.param_groups, before, self.state, self.store.addresses
+            elif cached_plan is None or not replay_step(
+                self.param_groups, cached_plan, self.state, self.store.addresses
             ):
                 self._plan_step()
             if mapped_files:
@@ -336,7 +350,7 @@ class RuleOptimizer(_Base):
     def _step_together(self, sources: Sequence[GradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
         exchange = GradExchange(sources, lambda source: options_for_ranks(self, source))
-        plan: Plan | None = None
+        plan: Step | None = None
         error = exchange.error
         if error is None:
             try:
@@ -352,26 +366,26 @@ class RuleOptimizer(_Base):
             raise
         assert plan is not None
         plan.commit()
-        plan.run_repeats()
+        plan.run_duplicates()
 
-    def _planned(self) -> Plan:
-        before, self._before = self._before, None
-        plan = Plan(self, before.made if before is not None else ())
-        with labelled("sparsestep: plan"):
+    def _planned(self) -> Step:
+        cached_plan, self._cached_plan = self._cached_plan, None
+        plan = Step(self, cached_plan.unused_traces if cached_plan is not None else ())
+        with profiler_range("sparsestep: plan"):
             for group_index, group in enumerate(self.param_groups):
                 plan.add_group(group_index, group)
         return plan
 
     def _plan_step(self) -> None:
         plan = self._planned()
-        if plan.repeats:
-            uninterrupted(plan.run_with_repeats)
+        if plan.duplicates:
+            uninterrupted(plan.run_with_duplicates)
             return
-        before = None
-        if plan.is_all_claimed and self.semantics == "masked":
-            before = self.groups.as_they_were(len(self.param_groups))
+        cached_plan = None
+        if plan.is_native_only and self.semantics == "masked":
+            cached_plan = self.groups.cached_plan(len(self.param_groups))
         plan.run()
-        self._before = before
+        self._cached_plan = cached_plan
 
     # Torch's wrapper runs the hooks and marks the step for a profiler. It costs as much as a small
     # step, so it is used only if hooks or a profiler are active.
@@ -545,12 +559,12 @@ class RuleOptimizer(_Base):
                 ):
                     continue
                 memory = memory_of(param)
-                made = states.new(rule, memory, group, group.get("state_dtype"))
-                record = states.new_record(
+                made = states.new_state(rule, memory, group, group.get("state_dtype"))
+                param_state = states.new_param_state(
                     group, rule, param, made, step_is_tensor=self.step_is_tensor
                 )
-                if record:
-                    self.state[param] = record
+                if param_state:
+                    self.state[param] = param_state
 
     def _complete_on_demand(self) -> None:
         """See to it that state exists when it is asked for."""
@@ -598,8 +612,8 @@ class RuleOptimizer(_Base):
                 ):
                     requirement = "share_memory: with dampening, the state must already exist"
                     raise InputError(message(requirement, "no state yet", "Call step() first"))
-        for record in self.state.values():
-            for value in record.values():
+        for param_state in self.state.values():
+            for value in param_state.values():
                 if isinstance(value, Tensor) and file_of(value) is None:  # files are shared anyway
                     value.share_memory_()
 
@@ -658,13 +672,13 @@ class RuleOptimizer(_Base):
             requirement = "forget does not support parameters that are sharded across processes"
             raise InputError(message(requirement, "a DTensor"))
         rows = states.check_rows("rows to forget", rows, memory)
-        record, rule = self.state.get(param), self.stored_rule_for(group)
+        param_state, rule = self.state.get(param), self.stored_rule_for(group)
         tensors: list[Tensor] = []
         # A missing tensor means a first step.
-        if record and all(record.get(spec.name) is not None for spec in rule.state):
-            tensors = states.checked(rule, memory, record)
+        if param_state and all(param_state.get(spec.name) is not None for spec in rule.state):
+            tensors = states.check_state(rule, memory, param_state)
             self.store.check_writable(param, memory, tensors)
-        values = [states.initial(spec, group) for spec in rule.state[: len(tensors)]]
+        values = [states.initial_value(spec, group) for spec in rule.state[: len(tensors)]]
         if not is_overwritten:
             self.catch_up_rows(param, rows)
         if not rows.numel():
@@ -700,32 +714,32 @@ class RuleOptimizer(_Base):
                 )
                 remedy = "Remove it from the param group, and set a larger one afterwards"
                 raise InputError(message(requirement, "a mask", remedy))
-        record, rule = self.state.get(param), self.stored_rule_for(group)
-        if record and all(record.get(spec.name) is not None for spec in rule.state):
-            states.checked(rule, memory_of(param), record)
+        param_state, rule = self.state.get(param), self.stored_rule_for(group)
+        if param_state and all(param_state.get(spec.name) is not None for spec in rule.state):
+            states.check_state(rule, memory_of(param), param_state)
         self.catch_up_rows(param, None)
-        initial = {spec.name: states.initial(spec, group) for spec in rule.state}
+        initial = {spec.name: states.initial_value(spec, group) for spec in rule.state}
         new = {
-            name: states.grown(name, value, keep, rows, initial.get(name, 0.0))
-            for name, value in (record or {}).items()
+            name: states.grow_tensor(name, value, keep, rows, initial.get(name, 0.0))
+            for name, value in (param_state or {}).items()
             if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
         }
         clock, grow_clock = self.deferred.get(id(param)), None
-        if clock is not None and clock.owner is param and clock.state_in(record) is not None:
+        if clock is not None and clock.owner is param and clock.state_in(param_state) is not None:
             grow_clock = clock.prepare_to_grow(rows)
-        return partial(self._commit_growth, param, record, new, grow_clock)
+        return partial(self._commit_growth, param, param_state, new, grow_clock)
 
     def _commit_growth(
         self,
         param: Tensor,
-        record: dict[str, Any] | None,
+        param_state: dict[str, Any] | None,
         new: dict[str, Tensor],
         grow_clock: Callable[[], None] | None,
     ) -> None:
-        if record:
-            record.update(new)
+        if param_state:
+            param_state.update(new)
         self.store.drop(param)
-        self._before = None
+        self._cached_plan = None
         if grow_clock is not None:
             grow_clock()
             self.deferred[id(param)].written(memory_of(param))
@@ -771,10 +785,12 @@ class RuleOptimizer(_Base):
         """
         self.catch_up()
         found = super().state_dict()
-        by_row = {id(record): kept for record, kept in saved_by_rows(self)}
+        by_row = {id(param_state): kept for param_state, kept in saved_by_rows(self)}
         if by_row:
             state = found["state"].items()
-            found["state"] = {key: by_row.get(id(record), record) for key, record in state}
+            found["state"] = {
+                key: by_row.get(id(param_state), param_state) for key, param_state in state
+            }
         return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -819,7 +835,7 @@ class RuleOptimizer(_Base):
         super().__setstate__(state)
         self._complete_on_demand()
 
-    def _restore(self, loading: Checkpoint, state: dict[str, Any]) -> None:
+    def _restore(self, loading: LoadedState, state: dict[str, Any]) -> None:
         """Replace the state that torch has read from a checkpoint by our own reading."""
         for param in self.params():
             # A state_dict has no parameters, so catch up deferred rows first, unless the parameter
@@ -832,8 +848,8 @@ class RuleOptimizer(_Base):
             for name, value in missing.items():
                 group.setdefault(name, value)
         if mapped_files:
-            for _, record in loading.state:
-                settle(record)
+            for _, param_state in loading.state:
+                settle(param_state)
         state["state"].update(loading.state)
 
 

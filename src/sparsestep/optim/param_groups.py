@@ -15,32 +15,32 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsestep.engines.base import Settings
-from sparsestep.engines.native import Before
+from sparsestep.engines.base import GroupSettings
+from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradSource
 from sparsestep.rules import options
-from sparsestep.rules._derive_idle import refusal
+from sparsestep.rules._derive_idle import unsupported_message
 from sparsestep.rules.rule import Rule
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 Selections = list[masks.MaskSelection | None]
 
-_CONSTANT = (float, int, str, torch.dtype, type(None), Real)
+_IMMUTABLE = (float, int, str, torch.dtype, type(None), Real)
 
 
-def _is_constant(value: Any) -> bool:
+def _is_immutable(value: Any) -> bool:
     """Whether it cannot change without being replaced."""
     if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return isinstance(value, _CONSTANT)
+        return all(map(_is_immutable, value))
+    return isinstance(value, _IMMUTABLE)
 
 
 class Declares(Protocol):
     """What reading a param group needs of ``RuleOptimizer``, which imports this module."""
 
-    param_groups: list[Group]
+    param_groups: list[ParamGroup]
     semantics: str
     option_names: tuple[str, ...]
     group_options: ClassVar[tuple[str, ...]]
@@ -48,29 +48,29 @@ class Declares(Protocol):
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]]
     always_decoupled: ClassVar[bool]
 
-    def check_group(self, group: Group) -> None:
+    def check_group(self, group: ParamGroup) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
         ...
 
-    def stored_rule_for(self, group: Group) -> Rule:
+    def stored_rule_for(self, group: ParamGroup) -> Rule:
         """Return the rule that a group selects, with its state as stored."""
         ...
 
-    def uses_torch_kernel(self, group: Group) -> bool:
+    def uses_torch_kernel(self, group: ParamGroup) -> bool:
         """Whether torch's kernel supports the group's options."""
         ...
 
 
-class Groups:
+class ParamGroups:
     """An optimizer's param groups, as its steps see them.
 
     Holds no reference to the optimizer, to avoid a reference cycle.
     """
 
     def __init__(self) -> None:
-        self._settings: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+        self._settings: dict[int, tuple[tuple[Any, ...], GroupSettings]] = {}
 
-    def settings_of(self, optimizer: Declares, group_index: int, group: Group) -> Settings:
+    def settings(self, optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
         """What a param group says about its updates, now."""
         values = tuple(group.values())
         known = self._settings.get(group_index)
@@ -78,17 +78,17 @@ class Groups:
             return known[1]
         settings = self.read(optimizer, group_index, group)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
-        if all(map(_is_constant, changeable)):
+        if all(map(_is_immutable, changeable)):
             self._settings[group_index] = (values, settings)
         return settings
 
-    def as_they_were(self, count: int) -> Before | None:
+    def cached_plan(self, count: int) -> CachedPlan | None:
         """What ``step_again`` is told; ``None`` if it cannot be.
 
         Args:
             count: how many groups there are.
         """
-        before = Before([], [], [])
+        before = CachedPlan([], [], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
@@ -97,8 +97,8 @@ class Groups:
             # Random bits are looked after in every step.
             if settings.seed is not None:
                 return None
-            if settings.rule.recorded is not None:
-                before.recorded.append((group_index, settings))
+            if settings.rule.traceable_update is not None:
+                before.traced.append((group_index, settings))
             elif group is None:
                 return None
             masked = None
@@ -107,21 +107,23 @@ class Groups:
                 masked = masks.cached_masks(params, selections)
                 if masked is None:
                     return None
-            before.told.append((values, group, masked))
+            before.cached_groups.append((values, group, masked))
         return before
 
     @staticmethod
-    def read(optimizer: Declares, group_index: int, group: Group) -> Settings:
+    def read(optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
         """Read it, whatever is known already.
 
         Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
         gradients are being applied, it is too late to.
         """
         optimizer.check_group(group)
-        return _settings(optimizer, group_index, group)
+        return _read_settings(optimizer, group_index, group)
 
     @staticmethod
-    def selections_of(optimizer: Declares, group: Group, settings: Settings) -> Selections | None:
+    def selections(
+        optimizer: Declares, group: ParamGroup, settings: GroupSettings
+    ) -> Selections | None:
         """What the masks of a group select, looked at anew only when something has changed."""
         given = group.get("mask")
         if given is None:
@@ -132,11 +134,11 @@ class Groups:
         # A list may have other masks now, and the group other parameters.
         same = isinstance(given, Tensor) and len(params) == len(made_for)
         if not same or not all(map(is_, params, made_for)):
-            by_row = settings.rule.by_row or optimizer.semantics == "dense"
+            by_row = settings.rule.needs_whole_rows or optimizer.semantics == "dense"
             masks.check_masks(given, params, by_row=by_row)
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
-                None if mask is None else _selection(before.get(id(param)), param, mask)
+                None if mask is None else _reuse_selection(before.get(id(param)), param, mask)
                 for param, mask in zip(params, masks.per_param(given, params), strict=True)
             ]
             settings.core["selections"] = (tuple(params), known)
@@ -146,42 +148,42 @@ class Groups:
         return known
 
 
-def _settings(optimizer: Declares, group_index: int, group: Group) -> Settings:
+def _read_settings(optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
     rule = optimizer.stored_rule_for(group)
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer.formula_options
-    hyper = {
-        name: group[name] if name in own else options.to_numbers(group[name])
-        for name in rule.hyperparameters
+    hyperparams = {
+        name: group[name] if name in own else options.as_floats(group[name])
+        for name in rule.hyperparam_names
     }
     lr = group.get("lr", 0.0)
-    if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyper:
-        lr = hyper["lr"] = lr.item()
+    if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyperparams:
+        lr = hyperparams["lr"] = lr.item()
     decay = 0.0
     if "weight_decay" not in own:
-        decay = float(options.to_number(group.get("weight_decay", 0.0)))
+        decay = float(options.as_float(group.get("weight_decay", 0.0)))
     decoupled = decay and (
-        optimizer.always_decoupled or options.read(group, "decoupled_weight_decay")
+        optimizer.always_decoupled or options.get_option(group, "decoupled_weight_decay")
     )
     # A user's own rule may have an lr of any kind, but not where decoupled decay multiplies by it.
-    left = 1 - options.number("lr", lr) * decay if decoupled else 1.0
+    left = 1 - options.as_number("lr", lr) * decay if decoupled else 1.0
     if optimizer.semantics == "dense":
-        _check_dense(rule, group, coupled=bool(decay and not decoupled), left=left)
-    return Settings(
+        _check_dense_semantics(rule, group, coupled=bool(decay and not decoupled), left=left)
+    return GroupSettings(
         rule,
-        hyper,
+        hyperparams,
         -1.0 if group.get("maximize") and "maximize" not in optimizer.formula_options else 1.0,
         0.0 if decoupled else decay,
         left,
         group.get("state_dtype"),
-        options.seed_of(group),
-        bool(options.read(group, "stochastic_rounding")),
+        options.ensure_seed(group),
+        bool(options.get_option(group, "stochastic_rounding")),
         partial(describe_param, type(optimizer).__name__, group, group_index),
         optimizer.uses_torch_kernel(group),
     )
 
 
-def _selection(
+def _reuse_selection(
     before: masks.MaskSelection | None, param: Tensor, mask: Tensor
 ) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
@@ -189,7 +191,7 @@ def _selection(
     return masks.MaskSelection(mask, param.shape)
 
 
-def describe_param(who: str, group: Group, group_index: int, index: int) -> str:
+def describe_param(who: str, group: ParamGroup, group_index: int, index: int) -> str:
     """Name a parameter in messages.
 
     Args:
@@ -203,7 +205,7 @@ def describe_param(who: str, group: Group, group_index: int, index: int) -> str:
     return f"{who}: param {index} of group {group_index}{name}"
 
 
-def param_name(group: Group, group_index: int, index: int) -> str:
+def param_name(group: ParamGroup, group_index: int, index: int) -> str:
     """Return a parameter's name from ``named_parameters()`` if the group has names."""
     names = group.get("param_names")
     if names and index < len(names):
@@ -211,15 +213,15 @@ def param_name(group: Group, group_index: int, index: int) -> str:
     return f"param {index} of group {group_index}"
 
 
-def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> None:
+def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left: float) -> None:
     """Refuse what dense semantics has no closed form for."""
-    if rule.motion is None and options.read(group, "bias_correction") == "per_row":
+    if rule.idle_update is None and options.get_option(group, "bias_correction") == "per_row":
         requirement = (
             "with semantics='dense' every row takes every step: bias_correction must be global"
         )
         raise InputError(message(requirement, "'per_row'"))
-    if rule.motion is None and rule.is_native:
-        raise InputError(refusal(rule.name))
+    if rule.idle_update is None and rule.has_native_kernel:
+        raise InputError(unsupported_message(rule.name))
     if coupled:
         requirement = (
             "semantics='dense' has no closed form for coupled weight decay, whose gradient is "
@@ -230,7 +232,7 @@ def _check_dense(rule: Rule, group: Group, *, coupled: bool, left: float) -> Non
     if not left > 0:
         requirement = "with semantics='dense', lr * weight_decay must be less than 1"
         raise InputError(message(requirement, 1 - left))
-    if options.read(group, "state_dtype") is torch.int8:
+    if options.get_option(group, "state_dtype") is torch.int8:
         requirement = "semantics='dense' does not support int8 state"
         raise InputError(message(requirement, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):

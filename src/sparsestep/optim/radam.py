@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.radam import radam as torch_radam
 
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Pair = tuple[float, float]
 
@@ -29,7 +29,7 @@ def rectified(step: int, lr: float, betas: Pair) -> tuple[float, bool]:
         >>> rectified(1, 0.5, (0.5, 0.75))
         (1.0, False)
     """
-    size, root = bias.by_step(step, lr, betas)
+    size, root = bias.global_correction(step, lr, betas)
     left = betas[1] ** step
     rho_inf = 2 / (1 - betas[1]) - 1
     rho = rho_inf - 2 * step * left / (1 - left)
@@ -63,8 +63,11 @@ def update(
 
 # Without a motion: an idle row moves like one of momentum SGD in the first steps and like one of
 # Adam in all others, and a motion is of one kind.
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
-RULE = Rule("radam", update, _STATE, is_native=True)
+_STATE = (
+    StateSpec("exp_avg", int8_format="signed"),
+    StateSpec("exp_avg_sq", int8_format="unsigned"),
+)
+RULE = Rule("radam", update, _STATE, has_native_kernel=True)
 
 _KERNEL_OPTIONS = (
     *("lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
@@ -154,7 +157,7 @@ class RAdam(RuleOptimizer, Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -175,13 +178,15 @@ class RAdam(RuleOptimizer, Optimizer):
         super().__init__(
             params,
             defaults,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
-        beta1, beta2 = options.to_numbers(batch.group["betas"])
+        beta1, beta2 = options.as_floats(batch.group["betas"])
         torch_radam(
             batch.params,
             batch.grads,
@@ -214,7 +219,7 @@ def radam_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RAdam`.
@@ -243,10 +248,10 @@ def radam_(
         >>> weight[1].tolist()
         [-0.5, -2.0]
     """
-    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     state = [exp_avg, exp_avg_sq]
     apply_(
-        *("radam_", RULE, param, grad, state, step, hyper),
+        *("radam_", RULE, param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -275,6 +280,6 @@ class FunctionalRAdam(FunctionalOptimizer):
     optimizer_class: ClassVar[type[RuleOptimizer]] = RAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
-    @takes(RAdam)
+    @signature_from(RAdam)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.idle import Geometric, Motion, Still
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 
 def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
@@ -99,32 +99,34 @@ def update_centered_with_momentum(
     return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
 
 
-_SQUARE = State("square_avg", int8="unsigned")
-_BUFFER = State("momentum_buffer", int8="signed")
-_MEAN = State("grad_avg")  # a variance that is a difference of rounded numbers may be negative
+_SQUARE = StateSpec("square_avg", int8_format="unsigned")
+_BUFFER = StateSpec("momentum_buffer", int8_format="signed")
+_MEAN = StateSpec("grad_avg")  # a variance that is a difference of rounded numbers may be negative
 
 
-def _motion(*states: State) -> Motion:
-    def decays(hyper: Mapping[str, Any]) -> dict[str, float]:
-        return {each.name: hyper["momentum" if each is _BUFFER else "alpha"] for each in states}
+def _idle_update(*states: StateSpec) -> IdleUpdate:
+    def decays(hyperparams: Mapping[str, Any]) -> dict[str, float]:
+        return {
+            each.name: hyperparams["momentum" if each is _BUFFER else "alpha"] for each in states
+        }
 
     if _BUFFER not in states:
-        return Still(decays=decays)
-    return Geometric(
-        buffer=_BUFFER.name, decays=decays, size=lambda step, hyper: (hyper["lr"], 1.0)
+        return NoDrift(decays=decays)
+    return GeometricDrift(
+        buffer=_BUFFER.name, decays=decays, size=lambda step, hyperparams: (hyperparams["lr"], 1.0)
     )
 
 
-def _rule(name: str, formula: Callable[..., tuple[Tensor, ...]], *states: State) -> Rule:
-    return Rule(name, formula, states, is_native=True, motion=_motion(*states))
+def _make_rule(name: str, formula: Callable[..., tuple[Tensor, ...]], *states: StateSpec) -> Rule:
+    return Rule(name, formula, states, has_native_kernel=True, idle_update=_idle_update(*states))
 
 
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): _rule("rmsprop", update, _SQUARE),
-    (False, True): _rule("rmsprop_momentum", update_with_momentum, _SQUARE, _BUFFER),
-    (True, False): _rule("rmsprop_centered", update_centered, _SQUARE, _MEAN),
-    (True, True): _rule(
+    (False, False): _make_rule("rmsprop", update, _SQUARE),
+    (False, True): _make_rule("rmsprop_momentum", update_with_momentum, _SQUARE, _BUFFER),
+    (True, False): _make_rule("rmsprop_centered", update_centered, _SQUARE, _MEAN),
+    (True, True): _make_rule(
         "rmsprop_centered_momentum", update_centered_with_momentum, _SQUARE, _BUFFER, _MEAN
     ),
 }
@@ -200,7 +202,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         *,
         decoupled_weight_decay: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -223,11 +225,13 @@ class RMSprop(RuleOptimizer, Optimizer):
             params,
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = (
             *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
@@ -266,7 +270,7 @@ def rmsprop_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RMSprop`; centered if you pass ``grad_avg``.
@@ -297,17 +301,17 @@ def rmsprop_(
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -5.0]
     """
-    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
+    hyperparams = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
     rule = RULES[grad_avg is not None, momentum_buffer is not None]
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
     if momentum_buffer is None:
         with error_prefix("rmsprop_"):
-            checks.check({"momentum": momentum})
+            checks.check_options({"momentum": momentum})
     if momentum_buffer is None and momentum:
         requirement = "rmsprop_: momentum needs a momentum_buffer"
         raise InputError(message(requirement, "None", "Pass a tensor of zeros"))
     apply_(
-        *("rmsprop_", rule, param, grad, state, step, hyper),
+        *("rmsprop_", rule, param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -338,6 +342,6 @@ class FunctionalRMSprop(FunctionalOptimizer):
         *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
     )
 
-    @takes(RMSprop)
+    @signature_from(RMSprop)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Still
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import NoDrift
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 
 def update(
@@ -24,8 +24,8 @@ def update(
     return param - lr / (sum.sqrt() + eps) * grad, sum
 
 
-_SUM = State("sum", "initial_accumulator_value", per_row=True)
-RULE = Rule("rowwise_adagrad", update, (_SUM,), is_native=True, motion=Still())
+_SUM = StateSpec("sum", "initial_accumulator_value", per_row=True)
+RULE = Rule("rowwise_adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
 class RowwiseAdagrad(RuleOptimizer, Optimizer):
@@ -91,7 +91,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -109,7 +109,9 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             params,
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @classmethod
@@ -130,7 +132,7 @@ def rowwise_adagrad_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has one value per row.
@@ -157,9 +159,9 @@ def rowwise_adagrad_(
         >>> weight[1], total
         (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
     """
-    hyper = {"lr": lr, "eps": eps}
+    hyperparams = {"lr": lr, "eps": eps}
     apply_(
-        *("rowwise_adagrad_", RULE, param, grad, [sum], step, hyper),
+        *("rowwise_adagrad_", RULE, param, grad, [sum], step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -193,6 +195,6 @@ class FunctionalRowwiseAdagrad(FunctionalOptimizer):
         "eps",
     )
 
-    @takes(RowwiseAdagrad)
+    @signature_from(RowwiseAdagrad)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

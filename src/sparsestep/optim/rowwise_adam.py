@@ -10,11 +10,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import Quotient
-from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import AdamDrift
+from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Pair = tuple[float, float]
 
@@ -25,7 +25,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.Correction,
+    correction: bias.BiasCorrection,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -38,14 +38,18 @@ def update(
     return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", per_row=True))
-_MOTION = Quotient(
+_STATE = (StateSpec("exp_avg", int8_format="signed"), StateSpec("exp_avg_sq", per_row=True))
+_IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
-    size=lambda step, hyper: bias.by_step(step, hyper["lr"], hyper["betas"]),
+    decays=lambda hyperparams: dict(
+        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
+    ),
+    size=lambda step, hyperparams: bias.global_correction(
+        step, hyperparams["lr"], hyperparams["betas"]
+    ),
 )
-RULES = bias.rules("rowwise_adam", update, _STATE, _MOTION)
+RULES = bias.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
 
 
 class RowwiseAdam(RuleOptimizer, Optimizer):
@@ -112,8 +116,8 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        bias_correction: BiasCorrection = "global",
-        engine: Engine = "auto",
+        bias_correction: BiasCorrectionMode = "global",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -132,13 +136,15 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
             bias_correction=bias_correction,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bias.is_per_row(group)]
+        return RULES[bias.uses_per_row(group)]
 
 
 def rowwise_adam_(
@@ -155,7 +161,7 @@ def rowwise_adam_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has one value per row.
@@ -184,10 +190,10 @@ def rowwise_adam_(
         >>> weight[:, 0].round(decimals=3).tolist()
         [0.0, -0.5]
     """
-    hyper = {"lr": lr, "betas": betas, "eps": eps}
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     state = [exp_avg, exp_avg_sq]
     apply_(
-        *("rowwise_adam_", RULES[False], param, grad, state, step, hyper),
+        *("rowwise_adam_", RULES[False], param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -216,6 +222,6 @@ class FunctionalRowwiseAdam(FunctionalOptimizer):
     optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
-    @takes(RowwiseAdam)
+    @signature_from(RowwiseAdam)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

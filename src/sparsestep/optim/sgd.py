@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
-from sparsestep.engines.torch_fused import Batch
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.idle import Geometric, Still
-from sparsestep.rules.options import Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import GeometricDrift, NoDrift
+from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 
 def update(param: Tensor, grad: Tensor, *, step: int, lr: float) -> tuple[Tensor]:
@@ -44,23 +44,23 @@ def update_with_momentum(
     return param - lr * (share * grad + rest * momentum_buffer), momentum_buffer
 
 
-def _motion_size(step: int, hyper: Mapping[str, Any]) -> tuple[float, float]:
-    return hyper["lr"] * (hyper["momentum"] if hyper["nesterov"] else 1.0), 1.0
+def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> tuple[float, float]:
+    return hyperparams["lr"] * (hyperparams["momentum"] if hyperparams["nesterov"] else 1.0), 1.0
 
 
-_MOTION = Geometric(
+_IDLE = GeometricDrift(
     buffer="momentum_buffer",
-    decays=lambda hyper: {"momentum_buffer": hyper["momentum"]},
-    size=_motion_size,
+    decays=lambda hyperparams: {"momentum_buffer": hyperparams["momentum"]},
+    size=_idle_step_size,
 )
-RULE = Rule("sgd", update, (), is_native=True, counts=False, motion=Still())
+RULE = Rule("sgd", update, (), has_native_kernel=True, counts_steps=False, idle_update=NoDrift())
 MOMENTUM = Rule(
     "sgd_momentum",
     update_with_momentum,
-    (State("momentum_buffer", int8="signed"),),
-    is_native=True,
-    counts=False,
-    motion=_MOTION,
+    (StateSpec("momentum_buffer", int8_format="signed"),),
+    has_native_kernel=True,
+    counts_steps=False,
+    idle_update=_IDLE,
 )
 
 
@@ -135,7 +135,7 @@ class SGD(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -157,11 +157,13 @@ class SGD(RuleOptimizer, Optimizer):
             params,
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach")
         # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
@@ -215,7 +217,7 @@ def sgd_(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.SGD`; with momentum if you pass ``momentum_buffer``.
@@ -248,19 +250,21 @@ def sgd_(
     """
     if nesterov is not False or momentum_buffer is None:
         with error_prefix("sgd_"):
-            checks.check({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+            checks.check_options(
+                {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+            )
     if nesterov and (momentum <= 0 or dampening != 0):
         raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
     if momentum_buffer is None and momentum:
         requirement = "sgd_: momentum needs a momentum_buffer"
         raise InputError(message(requirement, "None", "Pass a tensor of zeros, and step=1"))
     state: list[Tensor] = []
-    rule, hyper = RULE, {"lr": lr}
+    rule, hyperparams = RULE, {"lr": lr}
     if momentum_buffer is not None:
         rule, state = MOMENTUM, [momentum_buffer]
-        hyper |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        hyperparams |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     apply_(
-        *("sgd_", rule, param, grad, state, step, hyper),
+        *("sgd_", rule, param, grad, state, step, hyperparams),
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -294,6 +298,6 @@ class FunctionalSGD(FunctionalOptimizer):
         *("maximize", "foreach", "fused"),
     )
 
-    @takes(SGD)
+    @signature_from(SGD)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

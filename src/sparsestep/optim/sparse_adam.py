@@ -12,12 +12,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, takes
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.idle import Quotient
-from sparsestep.rules.options import BiasCorrection, Engine, Mask, Semantics, common
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.idle import AdamDrift
+from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.rule import Rule, StateSpec
 
 Pair = tuple[float, float]
 
@@ -28,7 +28,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.Correction,
+    correction: bias.BiasCorrection,
     betas: Pair,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -40,21 +40,26 @@ def update(
     return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
-_STATE = (State("exp_avg", int8="signed"), State("exp_avg_sq", int8="unsigned"))
+_STATE = (
+    StateSpec("exp_avg", int8_format="signed"),
+    StateSpec("exp_avg_sq", int8_format="unsigned"),
+)
 
 
-def _motion_size(step: int, hyper: Mapping[str, Any]) -> Pair:
-    size, root = bias.by_step(step, hyper["lr"], hyper["betas"])
+def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Pair:
+    size, root = bias.global_correction(step, hyperparams["lr"], hyperparams["betas"])
     return size * root, 1.0
 
 
-_MOTION = Quotient(
+_IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyper: dict(zip(("exp_avg", "exp_avg_sq"), hyper["betas"], strict=True)),
-    size=_motion_size,
+    decays=lambda hyperparams: dict(
+        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
+    ),
+    size=_idle_step_size,
 )
-RULES = bias.rules("sparse_adam", update, _STATE, _MOTION)
+RULES = bias.rules_with_bias_correction("sparse_adam", update, _STATE, _IDLE)
 
 
 class SparseAdam(RuleOptimizer, Optimizer):
@@ -117,8 +122,8 @@ class SparseAdam(RuleOptimizer, Optimizer):
         eps: float = 1e-8,
         maximize: bool = False,
         *,
-        bias_correction: BiasCorrection = "global",
-        engine: Engine = "auto",
+        bias_correction: BiasCorrectionMode = "global",
+        engine: EngineName = "auto",
         semantics: Semantics = "masked",
         mask: Mask = None,
         state_dtype: torch.dtype | None = None,
@@ -130,18 +135,20 @@ class SparseAdam(RuleOptimizer, Optimizer):
             params,
             defaults,
             bias_correction=bias_correction,
-            **common(engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed),
+            **shared_options(
+                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+            ),
         )
 
     @classmethod
     def check_options(cls, group: dict[str, Any]) -> None:
         """Refuse an eps of 0, as torch does: a gradient of 0 would become 0 / 0."""
-        checks.positive("eps", group["eps"])
+        checks.check_positive("eps", group["eps"])
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bias.is_per_row(group)]
+        return RULES[bias.uses_per_row(group)]
 
 
 def sparse_adam_(
@@ -156,7 +163,7 @@ def sparse_adam_(
     eps: float = 1e-8,
     maximize: bool = False,
     mask: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.SparseAdam`.
@@ -186,11 +193,11 @@ def sparse_adam_(
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(message("sparse_adam_: the parameter must be real", param.dtype))
     with error_prefix("sparse_adam_"):
-        checks.positive("eps", eps)
-    hyper = {"lr": lr, "betas": betas, "eps": eps}
+        checks.check_positive("eps", eps)
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]
     apply_(
-        *("sparse_adam_", rule, param, grad, state, step, hyper),
+        *("sparse_adam_", rule, param, grad, state, step, hyperparams),
         maximize=maximize,
         mask=mask,
         engine=engine,
@@ -217,6 +224,6 @@ class FunctionalSparseAdam(FunctionalOptimizer):
     optimizer_class: ClassVar[type[RuleOptimizer]] = SparseAdam
     positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "maximize")
 
-    @takes(SparseAdam)
+    @signature_from(SparseAdam)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

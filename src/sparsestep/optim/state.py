@@ -19,8 +19,8 @@ from sparsestep.memory import mapped_state as beside
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.tensors import memory_of
-from sparsestep.rules.options import rounds_at_random, to_number
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.options import as_float, uses_random_rounding
+from sparsestep.rules.rule import Rule, StateSpec
 
 _COUNTS = {*FLOAT_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
@@ -41,8 +41,8 @@ class Records(defaultdict[Tensor, Any]):
         complete: makes what is missing; a method, which is not spec alive.
     """
 
-    def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
-        super().__init__(dict, records)
+    def __init__(self, param_states: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
+        super().__init__(dict, param_states)
         self._complete = WeakMethod(complete)
 
     def __bool__(self) -> bool:
@@ -61,12 +61,14 @@ class Records(defaultdict[Tensor, Any]):
     copy = __copy__
 
 
-def shape_for(spec: State, param: Tensor) -> torch.Size:
+def state_shape(spec: StateSpec, param: Tensor) -> torch.Size:
     """The shape of a state tensor: the parameter's, or its first dim alone."""
     return param.shape[:1] if spec.per_row else param.shape
 
 
-def dtype_for(spec: State, param: Tensor, state_dtype: torch.dtype | None = None) -> torch.dtype:
+def state_dtype_for(
+    spec: StateSpec, param: Tensor, state_dtype: torch.dtype | None = None
+) -> torch.dtype:
     """The dtype of a state tensor: what was asked for, else the parameter's, at least float32.
 
     Running averages in half precision stall: an average of 0.25 in bfloat16 no longer moves when a
@@ -81,22 +83,22 @@ def dtype_for(spec: State, param: Tensor, state_dtype: torch.dtype | None = None
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def new(
+def new_state(
     rule: Rule, param: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype | None
 ) -> list[Tensor]:
     """State for a parameter's first step."""
-    return [_made(spec, param, options, state_dtype) for spec in rule.state]
+    return [_new_tensor(spec, param, options, state_dtype) for spec in rule.state]
 
 
-def _made(
-    spec: State,
+def _new_tensor(
+    spec: StateSpec,
     param: Tensor,
     options: Mapping[str, Any],
     state_dtype: torch.dtype | None,
 ) -> Tensor:
-    dtype = dtype_for(spec, param, state_dtype)
-    value = initial(spec, options)
-    shape, begins_with = shape_for(spec, param), in_dtype(dtype, value)
+    dtype = state_dtype_for(spec, param, state_dtype)
+    value = initial_value(spec, options)
+    shape, begins_with = state_shape(spec, param), fill_value(dtype, value)
     in_file = beside.full_beside(param, spec.name, shape, begins_with, dtype)
     if in_file is not None:
         return in_file
@@ -106,19 +108,19 @@ def _made(
     return pages.full(shape, begins_with, dtype, param.device)
 
 
-def initial(spec: State, options: Mapping[str, Any]) -> float:
+def initial_value(spec: StateSpec, options: Mapping[str, Any]) -> float:
     """What every element of a state begins with; of a complex one, both of its parts."""
     value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
-    value = float(to_number(value))
-    return value if spec.first is None else spec.first(value)
+    value = float(as_float(value))
+    return value if spec.encode_initial is None else spec.encode_initial(value)
 
 
-def in_dtype(dtype: torch.dtype, value: float) -> complex:
+def fill_value(dtype: torch.dtype, value: float) -> complex:
     """A value that state begins with; both parts of a complex number have it."""
     return complex(value, value) if dtype in COMPLEX_DTYPES and value else value
 
 
-def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+def check_state(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
     """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
     tensors = []
     shape, on_cpu = param.shape, param.is_cpu
@@ -141,14 +143,14 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
             )
         if param.is_complex() and tensor.is_complex() == spec.per_row:
             # Real state would be half as large as what is written.
-            wanted_dtype = dtype_for(spec, param)
+            wanted_dtype = state_dtype_for(spec, param)
             requirement = (
                 f"the state {spec.name!r} of a {param.dtype} parameter must be {wanted_dtype}"
             )
             raise InputError(message(requirement, tensor.dtype))
         coded = tensor.dtype is torch.int8 or spec.dtype is torch.int8
-        if tensor.dtype != spec.dtype if coded else not _is_float(tensor, param):
-            requirement = f"the state {spec.name!r} must have {_kind(spec)}"
+        if tensor.dtype != spec.dtype if coded else not _is_valid_dtype(tensor, param):
+            requirement = f"the state {spec.name!r} must have {_describe_dtype(spec)}"
             raise InputError(message(requirement, tensor.dtype))
         if tensor.layout is not torch.strided:
             requirement = f"the state {spec.name!r} must be a strided tensor"
@@ -157,18 +159,18 @@ def checked(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]
     return tensors
 
 
-def _is_float(tensor: Tensor, param: Tensor) -> bool:
+def _is_valid_dtype(tensor: Tensor, param: Tensor) -> bool:
     return tensor.dtype in FLOAT_DTYPES or tensor.dtype == param.dtype
 
 
-def _kind(spec: State) -> str:
+def _describe_dtype(spec: StateSpec) -> str:
     return "dtype torch.int8" if spec.dtype is torch.int8 else "a real float dtype"
 
 
-def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
+def check_step(rule: Rule, state: Mapping[str, Any]) -> None:
     """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
     count = state.get("step")
-    if isinstance(count, int | float) or (count is None and not rule.counts):
+    if isinstance(count, int | float) or (count is None and not rule.counts_steps):
         return
     if not isinstance(count, Tensor):
         requirement = "the state must have 'step', the number of steps taken"
@@ -182,7 +184,7 @@ def check_count(rule: Rule, state: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, "an inference tensor", "Use a clone of it"))
 
 
-def loaded(
+def convert_loaded(
     rule: Rule,
     param: Tensor,
     saved: Mapping[str, Any],
@@ -207,7 +209,7 @@ def loaded(
     result = dict(saved)
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
-            dtype = dtype_for(known[name], param, state_dtype)
+            dtype = state_dtype_for(known[name], param, state_dtype)
             copied = beside.copy_beside(param, name, value, dtype, replaced.get(name))
             if copied is None:
                 copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
@@ -215,7 +217,7 @@ def loaded(
     return result
 
 
-def new_count(
+def new_step(
     group: Mapping[str, Any], param: Tensor, value: int = 0, *, is_tensor: bool
 ) -> int | Tensor:
     """Return a step count as torch's class keeps it."""
@@ -226,7 +228,7 @@ def new_count(
     return torch.full((), float(value), dtype=scalar_dtype(is_fused=fused), device=device)
 
 
-def new_record(
+def new_param_state(
     group: Mapping[str, Any],
     rule: Rule,
     param: Tensor,
@@ -235,23 +237,23 @@ def new_record(
     step_is_tensor: bool,
 ) -> dict[str, Any]:
     """Return a parameter's first state, with a step count of zero; empty if there is none."""
-    record: dict[str, Any] = {}
-    if rule.counts or rounds_at_random(group):
-        record["step"] = new_count(group, param, is_tensor=step_is_tensor)
+    param_state: dict[str, Any] = {}
+    if rule.counts_steps or uses_random_rounding(group):
+        param_state["step"] = new_step(group, param, is_tensor=step_is_tensor)
     for spec, tensor in zip(rule.state, tensors, strict=True):
-        record[spec.name] = parameters.laid_out_like(param, tensor)
-    return record
+        param_state[spec.name] = parameters.laid_out_like(param, tensor)
+    return param_state
 
 
-def grown(name: str, tensor: Tensor, keep: int, rows: int, value: float) -> Tensor:
+def grow_tensor(name: str, tensor: Tensor, keep: int, rows: int, value: float) -> Tensor:
     """Return a state tensor with more rows; those after the first ``keep`` have ``value``."""
     if tensor.is_cpu and tensor.is_shared():
         requirement = f"the state {name!r} of a parameter that grows must not be in shared memory"
         raise InputError(message(requirement, "one that other processes may have"))
     shape, dtype = torch.Size([rows, *tensor.shape[1:]]), tensor.dtype
-    new = pages.full(shape, in_dtype(dtype, value), dtype, tensor.device)
-    new[:keep] = tensor.detach()[:keep]
-    return new
+    new_state = pages.full(shape, fill_value(dtype, value), dtype, tensor.device)
+    new_state[:keep] = tensor.detach()[:keep]
+    return new_state
 
 
 class StateStore:

@@ -13,13 +13,13 @@ from sparsestep.grads import masks
 from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.memory.lazy import saved_by_row, strided
 from sparsestep.optim import state as states
-from sparsestep.optim.param_groups import Group, describe_param
-from sparsestep.optim.step import Steps
-from sparsestep.rules.int8 import recoded
-from sparsestep.rules.rule import Rule, State
+from sparsestep.optim.param_groups import ParamGroup, describe_param
+from sparsestep.optim.step import StepsParams
+from sparsestep.rules.int8 import convert_saved
+from sparsestep.rules.rule import Rule, StateSpec
 
 
-class Checkpoint(NamedTuple):
+class LoadedState(NamedTuple):
     """What is about to be loaded.
 
     Attributes:
@@ -27,11 +27,13 @@ class Checkpoint(NamedTuple):
         state: each parameter's, copied, in the dtype that it has here.
     """
 
-    missing: list[Group]
+    missing: list[ParamGroup]
     state: list[tuple[Tensor, dict[str, Any]]]
 
 
-def read_state_dict(optimizer: Steps, saved: Any, names: tuple[str, ...]) -> Checkpoint | None:
+def read_state_dict(
+    optimizer: StepsParams, saved: Any, names: tuple[str, ...]
+) -> LoadedState | None:
     """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
 
     Args:
@@ -44,12 +46,12 @@ def read_state_dict(optimizer: Steps, saved: Any, names: tuple[str, ...]) -> Che
     """
     who = type(optimizer).__name__
     with error_prefix(who):
-        _check_form(saved)
+        _check_structure(saved)
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
     sizes = [[len(group["params"]) for group in each] for each in (groups, saved_groups)]
     if sizes[0] != sizes[1]:
         return None
-    found = Checkpoint([], [])
+    found = LoadedState([], [])
     for group_index, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
         missing = {name: group[name] for name in names if name in group and name not in new}
         known = {**missing, **new, "params": group["params"]}
@@ -63,16 +65,18 @@ def read_state_dict(optimizer: Steps, saved: Any, names: tuple[str, ...]) -> Che
             with error_prefix(describe_param(who, group, group_index, index)):
                 replaced = optimizer.state.get(param) or {}
                 state_dtype = known.get("state_dtype")
-                record = _state_of(rule, param, saved["state"][key], state_dtype, replaced)
-            if record.get("step") is not None:
-                record["step"] = states.new_count(
-                    known, param, int(record["step"]), is_tensor=optimizer.step_is_tensor
+                param_state = _read_param_state(
+                    rule, param, saved["state"][key], state_dtype, replaced
                 )
-            found.state.append((param, record))
+            if param_state.get("step") is not None:
+                param_state["step"] = states.new_step(
+                    known, param, int(param_state["step"]), is_tensor=optimizer.step_is_tensor
+                )
+            found.state.append((param, param_state))
     return found
 
 
-def _check_form(saved: Any) -> None:
+def _check_structure(saved: Any) -> None:
     requirement = "a checkpoint must be a dict with the keys 'state' and 'param_groups'"
     if not isinstance(saved, Mapping):
         raise InputError(message(requirement, f"a {type(saved).__name__}"))
@@ -94,7 +98,7 @@ def _check_form(saved: Any) -> None:
             raise InputError(message(requirement, keys or f"a {type(group).__name__}"))
 
 
-def _check_class(optimizer: Steps, rule: Rule, saved: Group) -> None:
+def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
     """Refuse a group of another optimizer class.
 
     A missing option alone is no sign of it: torch's classes got new options over time. Options of
@@ -102,25 +106,25 @@ def _check_class(optimizer: Steps, rule: Rule, saved: Group) -> None:
     """
     known = {*optimizer.option_names, *optimizer.group_options}
     foreign = [name for name in optimizer.no_op_values if name in saved and name not in known]
-    missing = [name for name in rule.hyperparameters if name not in saved]
+    missing = [name for name in rule.hyperparam_names if name not in saved]
     if foreign and missing:
         requirement = f"its options must be those of {type(optimizer).__name__}, with "
         remedy = "Load it into the optimizer class that saved it"
         raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
-def _rule_of(optimizer: Steps, group_index: int, group: Group) -> Rule:
+def _rule_of(optimizer: StepsParams, group_index: int, group: ParamGroup) -> Rule:
     """Return the rule that a group selects; refuse options that the constructor would refuse."""
     optimizer.check_group(group)
     rule = optimizer.stored_rule_for(group)
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
         optimizer.groups.read(optimizer, group_index, dict(group))
-    masks.check_masks(group.get("mask"), group["params"], by_row=rule.by_row or is_dense)
+    masks.check_masks(group.get("mask"), group["params"], by_row=rule.needs_whole_rows or is_dense)
     return rule
 
 
-def _state_of(
+def _read_param_state(
     rule: Rule,
     param: Tensor,
     saved: Any,
@@ -131,17 +135,19 @@ def _state_of(
         raise InputError(message("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}
-    given, saved = saved, recoded(rule, _strided(param, saved))
+    given, saved = saved, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
         value = saved.get(spec.name)
-        if value is not None or rule.counts:  # torch's SGD takes a missing buffer for a first step
+        if (
+            value is not None or rule.counts_steps
+        ):  # torch's SGD takes a missing buffer for a first step
             _check_tensor(spec, param, value, saved)
-    if rule.counts or saved.get("step") is not None:
-        _check_count(saved)
-    return states.loaded(rule, param, saved, state_dtype, given, replaced)
+    if rule.counts_steps or saved.get("step") is not None:
+        _check_step(saved)
+    return states.convert_loaded(rule, param, saved, state_dtype, given, replaced)
 
 
-def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
     shapes = (param.shape, param.shape[:1])  # what does not fit is refused as it is
     return {
@@ -152,11 +158,11 @@ def _strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
+def _check_tensor(spec: StateSpec, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
     if not isinstance(value, Tensor):
         held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
         raise InputError(message(f"its state must have a tensor {spec.name!r}", held))
-    wanted = states.shape_for(spec, param)
+    wanted = states.state_shape(spec, param)
     if value.shape != wanted:
         requirement = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
         raise InputError(message(requirement, tuple(value.shape)))
@@ -166,7 +172,7 @@ def _check_tensor(spec: State, param: Tensor, value: Any, saved: Mapping[str, An
         raise InputError(message(f"its state {spec.name!r} must be {kind}", value.dtype))
 
 
-def _check_count(saved: Mapping[str, Any]) -> None:
+def _check_step(saved: Mapping[str, Any]) -> None:
     count = saved.get("step")
     requirement = "its state must have 'step', the number of steps taken"
     if isinstance(count, Tensor):
@@ -180,7 +186,7 @@ def _check_count(saved: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, count))
 
 
-def saved_by_rows(optimizer: Steps) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def saved_by_rows(optimizer: StepsParams) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the state of parameters with a mask by rows: as it is, and as it is saved."""
     for group in optimizer.param_groups:
         if group.get("mask") is None:
@@ -188,7 +194,7 @@ def saved_by_rows(optimizer: Steps) -> Iterator[tuple[dict[str, Any], dict[str, 
         names = [spec.name for spec in optimizer.stored_rule_for(group).state]
         listed = masks.per_param(group["mask"], group["params"])
         for param, mask in zip(group["params"], listed, strict=True):
-            record = optimizer.state.get(param)
-            if record and isinstance(mask, Tensor) and mask.dim() == 1:
-                saved = {n: saved_by_row(record[n]) for n in names if n in record}
-                yield record, {**record, **saved}
+            param_state = optimizer.state.get(param)
+            if param_state and isinstance(mask, Tensor) and mask.dim() == 1:
+                saved = {n: saved_by_row(param_state[n]) for n in names if n in param_state}
+                yield param_state, {**param_state, **saved}

@@ -13,13 +13,13 @@ from torch.autograd.graph import increment_version
 from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import coo_indices, disable_compiler, labelled
+from sparsestep._torch import coo_indices, disable_compiler, profiler_range
 from sparsestep.deferred.rows import PendingCatchUps, RowClock
-from sparsestep.engines import SparseEngines, native_engine, rounding
-from sparsestep.engines.base import ParamUpdate, Settings
+from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
+from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish
-from sparsestep.engines.native import Recorded
-from sparsestep.engines.torch_fused import Batch, TorchKernels
+from sparsestep.engines.native import TracedGroup
+from sparsestep.engines.torch_fused import DenseBatch, TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.compact import CompactGrad
@@ -31,11 +31,11 @@ from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import DENSE_EMBEDDING, embedding_warning, looks_like_embedding
-from sparsestep.optim.param_groups import Declares, Group, Groups, Selections
-from sparsestep.rules.rule import Rule, State
+from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections
+from sparsestep.rules.rule import Rule, StateSpec
 
 
-def announce(
+def reserve_rows(
     state: Mapping[Tensor, Any],
     params: Iterable[Tensor],
     grads: Sequence[Gradient | None] | None = None,
@@ -58,55 +58,61 @@ def announce(
             continue
         param_state = state.get(param) or {}
         selection = None if selections is None else selections[index]
-        for rows in _rows_of(param, grad, selection):
+        for rows in _touched_rows(param, grad, selection):
             about_to_write(param, param_state.values(), rows)
 
 
-def announce_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
+def reserve_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
     """Announce a whole step; ``False`` if that needs a mask, which only the plan has checked."""
     for group in groups:
         if group.get("mask") is not None and any(file_of(p) is not None for p in group["params"]):
             return False
     for group in groups:
-        announce(state, group["params"])
+        reserve_rows(state, group["params"])
     return True
 
 
-def announce_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
+def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """The same for a gradient that was checked, of a parameter whose state is there."""
-    about_to_write(param, state, _as_rows(param, gradient.indices, gradient.num_slots))
+    about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
-def _rows_of(param: Tensor, grad: Gradient, selection: MaskSelection | None) -> list[Tensor | None]:
+def _touched_rows(
+    param: Tensor, grad: Gradient, selection: MaskSelection | None
+) -> list[Tensor | None]:
     """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
     if isinstance(grad, CompactGrad):
         if not grad.is_materialized:
-            parts = (_as_rows(param, part.indices, part.num_slots) for part in grad.local_parts())
-            return [_selected(param, rows, selection) for rows in parts]
+            parts = (
+                _slots_to_rows(param, part.indices, part.num_slots) for part in grad.local_parts()
+            )
+            return [_select_rows(param, rows, selection) for rows in parts]
         grad = grad.materialize_()
     if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
         return []
     if grad.shape != param.shape:
         return []
     if grad.layout is torch.sparse_coo and grad.sparse_dim():
-        return [_selected(param, coo_indices(grad)[0].contiguous(), selection)]
+        return [_select_rows(param, coo_indices(grad)[0].contiguous(), selection)]
     if grad.layout is not torch.strided:
         return []
-    return [_selected(param, None, selection)]
+    return [_select_rows(param, None, selection)]
 
 
-def _selected(param: Tensor, rows: Tensor | None, selection: MaskSelection | None) -> Tensor | None:
+def _select_rows(
+    param: Tensor, rows: Tensor | None, selection: MaskSelection | None
+) -> Tensor | None:
     """Those of the rows in which a mask selects anything."""
     if selection is None or selection.shape != param.shape:  # the latter is refused later
         return rows
     if rows is None:
-        return _as_rows(param, selection.indices, selection.mask.numel())
+        return _slots_to_rows(param, selection.indices, selection.mask.numel())
     rows = rows[(rows >= 0) & (rows < len(param))]
     chosen = selection.mask[rows]
     return rows[chosen if chosen.dim() == 1 else chosen.flatten(1).any(1)]
 
 
-def _as_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
+def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
     if positions is None or not param.dim():
         return None
     positions = positions.reshape(-1).long()
@@ -115,7 +121,7 @@ def _as_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | No
     return positions.contiguous()
 
 
-def local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
+def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
     """The memory of a parameter, and the part of its gradient that belongs there.
 
     Args:
@@ -131,10 +137,10 @@ def local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradi
     return memory, grad
 
 
-def examined(
-    optimizer: Steps,
+def new_update(
+    optimizer: StepsParams,
     group: dict[str, Any],
-    settings: Settings,
+    settings: GroupSettings,
     index: int,
     param: Tensor,
     grad: Gradient,
@@ -150,17 +156,17 @@ def examined(
         grad: its gradient.
     """
     rule, dense = settings.rule, optimizer.semantics == "dense"
-    memory, grad = local(param, grad, by_row=rule.by_row or dense)
+    memory, grad = to_local(param, grad, by_row=rule.needs_whole_rows or dense)
     optimizer.store.check_writable(param, memory)
-    gradient = indexed_grad(memory, grad, row_slots=rule.by_row or dense)
+    gradient = indexed_grad(memory, grad, row_slots=rule.needs_whole_rows or dense)
     if dense:
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
-    record, tensors = optimizer.state.get(param), None
-    if not record or _begins_anew(rule, record):
-        record = None
+    param_state, tensors = optimizer.state.get(param), None
+    if not param_state or _is_first_step(rule, param_state):
+        param_state = None
     else:
-        states.check_count(rule, record)
-        tensors = states.checked(rule, memory, record)
+        states.check_step(rule, param_state)
+        tensors = states.check_state(rule, memory, param_state)
     optimizer.store.check_writable(
         param,
         memory,
@@ -169,15 +175,15 @@ def examined(
         num_params=sum(len(each["params"]) for each in optimizer.param_groups),
         iteration=optimizer.iterations,
     )
-    return ParamUpdate(settings, group, index, param, memory, grad, gradient, record, tensors)
+    return ParamUpdate(settings, group, index, param, memory, grad, gradient, param_state, tensors)
 
 
-def _begins_anew(rule: Rule, record: dict[str, Any]) -> bool:
+def _is_first_step(rule: Rule, param_state: dict[str, Any]) -> bool:
     """Whether a missing tensor means a first step, as it does for torch's SGD."""
-    return not rule.counts and any(record.get(spec.name) is None for spec in rule.state)
+    return not rule.counts_steps and any(param_state.get(spec.name) is None for spec in rule.state)
 
 
-def complete(update: ParamUpdate, selection: masks.MaskSelection | None, place: int) -> None:
+def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, place: int) -> None:
     """Make it such as engines other than torch's kernels need it: in real numbers, masked, counted.
 
     Args:
@@ -187,39 +193,39 @@ def complete(update: ParamUpdate, selection: masks.MaskSelection | None, place: 
     """
     settings, param = update.settings, update.param
     rule = settings.rule
-    if selection is not None and parameters.is_distributed(update.owner):
+    if selection is not None and parameters.is_distributed(update.key):
         requirement = "a DTensor parameter cannot have a mask"
         raise InputError(message(requirement, "a mask", "Put it into a group without one"))
     if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
         requirement = "differentiable=True needs dense gradients under torch's own formulas"
-        raise InputError(message(requirement, _kind(update.grad)))
+        raise InputError(message(requirement, _describe_layout(update.grad)))
     if update.state is None:
         dtype = settings.state_dtype
-        update.state = states.new(rule, param, update.group, dtype)
-    gradient = update.touched
+        update.state = states.new_state(rule, param, update.group, dtype)
+    gradient = update.indexed
     if selection is not None:
         if selection.shape != param.shape:
-            masks.check_masks(selection.mask, [param], by_row=rule.by_row)
+            masks.check_masks(selection.mask, [param], by_row=rule.needs_whole_rows)
         gradient = masks.apply_mask(gradient, selection, param.numel())
     if mapped_files:
-        announce_checked(param, update.state, gradient)
-    update.written, update.touched = for_engines(param, update.state, gradient)
+        reserve_checked(param, update.state, gradient)
+    update.targets, update.indexed = engine_views(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
-        update.seed = rounding.seed_for(settings.seed, place, update.step)
-        update.dealt = _dealt(update.owner, update.written[0])
+        update.seed = rounding.step_seed(settings.seed, place, update.step)
+        update.row_stride = _row_stride(update.key, update.targets[0])
 
 
-def _dealt(owner: Tensor, written: Tensor) -> rounding.Dealt | None:
+def _row_stride(owner: Tensor, written: Tensor) -> rounding.RowStride | None:
     """Which rows of a sharded table a parameter has, where that is not all of them."""
     source = source_of(owner)
     step, first = (1, 0) if source is None else source.row_layout(owner)
-    return None if step == 1 else rounding.Dealt(written[:1].numel(), step, first)
+    return None if step == 1 else rounding.RowStride(written[:1].numel(), step, first)
 
 
-def for_engines(
+def engine_views(
     param: Tensor, state: list[Tensor], gradient: IndexedGrad
 ) -> tuple[list[Tensor], IndexedGrad]:
     """A parameter with its state, and its gradient, in the form that all engines can work with.
@@ -235,16 +241,16 @@ def for_engines(
     return real, gradient.view_as_real()
 
 
-def _kind(grad: Gradient) -> str:
+def _describe_layout(grad: Gradient) -> str:
     return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
 
 
-class Steps(Declares, Protocol):
+class StepsParams(Declares, Protocol):
     """What a step needs of ``RuleOptimizer``, which imports this module."""
 
     engine: str
     state: defaultdict[Tensor, Any]
-    groups: Groups
+    groups: ParamGroups
     store: states.StateStore
     deferred: dict[int, RowClock]
     used_engines: dict[int, tuple[Tensor, str, str]]
@@ -258,12 +264,12 @@ class Steps(Declares, Protocol):
         ...
 
     @staticmethod
-    def torch_kernel(batch: Batch) -> None:
+    def torch_kernel(batch: DenseBatch) -> None:
         """Run torch's own kernel on dense gradients."""
         ...
 
 
-class Plan:
+class Step:
     """The work of one step.
 
     Args:
@@ -274,12 +280,12 @@ class Plan:
         repeats: (group, parameter) of parameters that were given more than once.
     """
 
-    def __init__(self, optimizer: Steps, recorded: Sequence[Recorded] = ()) -> None:
+    def __init__(self, optimizer: StepsParams, recorded: Sequence[TracedGroup] = ()) -> None:
         self._optimizer = optimizer
-        self._native = native_engine(optimizer.engine)
+        self._native = new_native_engine(optimizer.engine)
         if recorded and self._native is not None:
-            self._native.programs.reuse(recorded)
-        self._torch: TorchKernels | None = None  # made when there is something for them
+            self._native.traces.adopt(recorded)
+        self._torch: TorchFusedEngine | None = None  # made when there is something for them
         self._catch_ups: PendingCatchUps | None = None
         if optimizer.semantics == "dense":
             self._catch_ups = PendingCatchUps(optimizer.deferred, optimizer.engine)
@@ -289,12 +295,12 @@ class Plan:
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
         self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
-        self.repeats: list[tuple[int, int]] = []
+        self.duplicates: list[tuple[int, int]] = []
 
     def add_group(
         self,
         group_index: int,
-        group: Group,
+        group: ParamGroup,
         only: int | None = None,
         grads: Sequence[Gradient | None] | None = None,
     ) -> None:
@@ -312,10 +318,10 @@ class Plan:
         if grads is not None:
             some = some[: len(grads)]  # others may be added meanwhile
         try:
-            settings = optimizer.groups.settings_of(optimizer, group_index, group)
+            settings = optimizer.groups.settings(optimizer, group_index, group)
             selections = None
             if group.get("mask") is not None:
-                selections = optimizer.groups.selections_of(optimizer, group, settings)
+                selections = optimizer.groups.selections(optimizer, group, settings)
         except InputError as error:
             given = [param.grad for param in some] if grads is None else grads
             if all(grad is None for grad in given):
@@ -325,50 +331,52 @@ class Plan:
             raise InputError(f"{who}: {error}") from None
         if mapped_files:
             chosen = None if selections is None else selections[first : first + len(some)]
-            announce(optimizer.state, some, grads, chosen)
+            reserve_rows(optimizer.state, some, grads, chosen)
         for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]
             if grad is None:
                 continue
             if id(param) in self._seen:
-                self.repeats.append((group_index, index))
+                self.duplicates.append((group_index, index))
                 continue
             self._seen.add(id(param))
             selection = None if selections is None else selections[index]
             try:
-                update = examined(optimizer, group, settings, index, param, grad)
+                update = new_update(optimizer, group, settings, index, param, grad)
                 self._add(update, selection)
             except InputError as error:  # cheaper than error_prefix for each parameter
-                raise type(error)(f"{settings.who(index)}: {error}") from None
+                raise type(error)(f"{settings.describe_param(index)}: {error}") from None
         self._params_before += len(params)
 
-    def skip_groups(self, groups: Sequence[Group]) -> None:
+    def skip_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Pass over param groups; random bits depend on the number of parameters before."""
         self._params_before += sum(len(group["params"]) for group in groups)
 
     def _add(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
-        if selection is None and update.touched.indices is None:
-            known = self._optimizer.dense_embeddings.get(id(update.owner))
-            if known is None or known[0] is not update.owner:
+        if selection is None and update.indexed.indices is None:
+            known = self._optimizer.dense_embeddings.get(id(update.key))
+            if known is None or known[0] is not update.key:
                 is_embedding = looks_like_embedding(update.grad)
                 self._are_embeddings.append((update, is_embedding))
         if self._catch_ups is not None:
             self._catch_ups.add(update, selection)
-        if selection is None and update.settings.uses_torch:
+        if selection is None and update.settings.uses_torch_kernel:
             if self._torch is None:
                 kernel = self._optimizer.torch_kernel
-                new_record = partial(_first_record, self._optimizer)  # no circle with the plan
-                self._torch = TorchKernels(kernel, new_record, _state_dtype)
+                new_param_state = partial(
+                    _first_param_state, self._optimizer
+                )  # no circle with the plan
+                self._torch = TorchFusedEngine(kernel, new_param_state, _state_dtype)
             if self._torch.claim(update):
                 return
-        complete(update, selection, self._params_before + update.index)
+        finish_update(update, selection, self._params_before + update.index)
         self._updates.append(update)
 
     def _declined(
         self,
-        group: Group,
-        settings: Settings,
+        group: ParamGroup,
+        settings: GroupSettings,
         selections: Selections | None,
         first: int,
         params: list[Tensor],
@@ -384,7 +392,7 @@ class Plan:
             if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
                 return indices
             for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
-        declined = native.try_claim(
+        declined = native.claim_standard(
             settings,
             params,
             optimizer.state,
@@ -404,20 +412,20 @@ class Plan:
                             self._claimed(group, settings, index, param, grad), None
                         )
                     except InputError as error:
-                        raise type(error)(f"{settings.who(index)}: {error}") from None
+                        raise type(error)(f"{settings.describe_param(index)}: {error}") from None
         return declined
 
     def _claimed(
-        self, group: Group, settings: Settings, index: int, param: Tensor, grad: Gradient
+        self, group: ParamGroup, settings: GroupSettings, index: int, param: Tensor, grad: Gradient
     ) -> ParamUpdate:
         """What the core has claimed; so it is an ordinary parameter."""
-        record = self._optimizer.state.get(param)
-        state = [record[spec.name] for spec in settings.rule.state] if record else []
+        param_state = self._optimizer.state.get(param)
+        state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
         gradient = indexed_grad(param, grad)
-        return ParamUpdate(settings, group, index, param, param, grad, gradient, record, state)
+        return ParamUpdate(settings, group, index, param, param, grad, gradient, param_state, state)
 
     @property
-    def is_all_claimed(self) -> bool:
+    def is_native_only(self) -> bool:
         """Whether the core has claimed every gradient at once, and nothing is left for others."""
         return not self._updates and not self._torch and not self._catch_ups
 
@@ -433,26 +441,26 @@ class Plan:
             self.cancel()
             raise
 
-    def run_with_repeats(self) -> None:
+    def run_with_duplicates(self) -> None:
         """Run, then update parameters that were listed more than once."""
         self.run()
-        self.run_repeats()
+        self.run_duplicates()
 
-    def run_repeats(self) -> None:
+    def run_duplicates(self) -> None:
         """Update parameters that were listed more than once, each time from the new value."""
         optimizer = self._optimizer
-        for group_index, index in self.repeats:
-            another = Plan(optimizer)
+        for group_index, index in self.duplicates:
+            another = Step(optimizer)
             another.add_group(group_index, optimizer.param_groups[group_index], only=index)
             another.run()
 
     def prepare(self) -> None:
         """Do everything that can raise. ``commit`` or ``cancel`` must follow."""
-        if self.is_all_claimed:
+        if self.is_native_only:
             if self._native is not None:
                 self._native.prepare()
         else:
-            with labelled("sparsestep: prepare"):
+            with profiler_range("sparsestep: prepare"):
                 self._prepare()
         self._note_engines()
 
@@ -463,8 +471,8 @@ class Plan:
 
     def commit(self) -> None:
         """Write what was prepared."""
-        if not self.is_all_claimed:
-            with labelled("sparsestep: commit"):
+        if not self.is_native_only:
+            with profiler_range("sparsestep: commit"):
                 uninterrupted(self._commit)
         elif self._native is not None:
             self._native.commit()  # one call of the core, which counts the steps as well
@@ -475,9 +483,9 @@ class Plan:
         """Warn of embeddings with dense gradients, once for each parameter."""
         for update, is_embedding in self._are_embeddings:
             if is_embedding:
-                who = update.settings.who(update.index)
-                warn_once(SlowWarning, embedding_warning(who, update.owner.shape))
-            self._optimizer.dense_embeddings[id(update.owner)] = (update.owner, is_embedding)
+                who = update.settings.describe_param(update.index)
+                warn_once(SlowWarning, embedding_warning(who, update.key.shape))
+            self._optimizer.dense_embeddings[id(update.key)] = (update.key, is_embedding)
 
     def _note_engines(self) -> None:
         """For ``explain()``: who did what. A step that is done again is the core's."""
@@ -489,38 +497,40 @@ class Plan:
         for update in (*self._updates, *dense):
             engine = update.engine or "torch"
             reason = (
-                update.reason if update.engine else "dense gradient: updated by torch's kernel."
+                update.fallback_reason
+                if update.engine
+                else "dense gradient: updated by torch's kernel."
             )
-            if update.touched.indices is None:
-                owner, is_embedding = optimizer.dense_embeddings.get(
-                    id(update.owner), (None, False)
-                )
-                if is_embedding and owner is update.owner:
+            if update.indexed.indices is None:
+                owner, is_embedding = optimizer.dense_embeddings.get(id(update.key), (None, False))
+                if is_embedding and owner is update.key:
                     reason = DENSE_EMBEDDING
-            optimizer.used_engines[id(update.owner)] = (update.owner, engine, reason)
+            optimizer.used_engines[id(update.key)] = (update.key, engine, reason)
 
     def _prepare(self) -> None:
         """Do all that may raise."""
-        self._engines = SparseEngines(self._optimizer.engine, self._native, self._optimizer.params)
+        self._engines = EngineDispatcher(
+            self._optimizer.engine, self._native, self._optimizer.params
+        )
         for update in self._updates:
             self._engines.claim(update)
         self._engines.check()
         if self._torch is not None:
             self._torch.prepare()
         if self._catch_ups is not None:
-            with labelled("sparsestep: catch up"):
+            with profiler_range("sparsestep: catch up"):
                 self._catch_ups.prepare()
         self._engines.prepare()  # from values that are up to date
         if self._are_embeddings:
             self._warn_of_embeddings()
         if self._torch is not None:
-            for update in self._torch.firsts:
-                if update.record:
-                    self._enter(self._optimizer.state, update.owner, update.record)
+            for update in self._torch.first_updates:
+                if update.param_state:
+                    self._enter(self._optimizer.state, update.key, update.param_state)
         for update in self._updates:
             self._prepare_count(update)
         dense = [] if self._torch is None else self._torch.claimed
-        apart = [u.owner for u in (*self._updates, *dense) if u.owner is not u.param]
+        apart = [u.key for u in (*self._updates, *dense) if u.key is not u.param]
         if apart:
             self._calls.append(partial(increment_version, apart))
         if self._catch_ups is not None:
@@ -537,9 +547,9 @@ class Plan:
             self._engines.commit()
             finish(self._calls)
             if self._torch is not None:  # state that a kernel has made itself
-                for update in self._torch.firsts:
-                    if update.record and update.owner not in self._optimizer.state:
-                        self._optimizer.state[update.owner] = update.record
+                for update in self._torch.first_updates:
+                    if update.param_state and update.key not in self._optimizer.state:
+                        self._optimizer.state[update.key] = update.param_state
 
     def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
         """Have the commit add new state to the optimizer's."""
@@ -547,53 +557,53 @@ class Plan:
 
     def _prepare_count(self, update: ParamUpdate) -> None:
         """Have the step counted; with the first, the parameter gets its state."""
-        optimizer, record, group = self._optimizer, update.record, update.group
-        if record is None:
+        optimizer, param_state, group = self._optimizer, update.param_state, update.group
+        if param_state is None:
             assert update.state is not None
-            record = _new_record(optimizer, update)
-            if record:  # as with torch's SGD, nothing may show that the parameter is known
-                self._enter(optimizer.state, update.owner, record)
-        count = record.get("step")
+            param_state = _new_param_state(optimizer, update)
+            if param_state:  # as with torch's SGD, nothing may show that the parameter is known
+                self._enter(optimizer.state, update.key, param_state)
+        count = param_state.get("step")
         if isinstance(count, Tensor):
             self._calls.append(partial(count.add_, 1))
         elif count is not None:
-            self._calls.append(partial(record.__setitem__, "step", update.step))
+            self._calls.append(partial(param_state.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            count = states.new_count(
+            count = states.new_step(
                 group, update.param, update.step, is_tensor=optimizer.step_is_tensor
             )
-            self._enter(record, "step", count)
+            self._enter(param_state, "step", count)
 
 
-_uncompiled_run = disable_compiler(Plan.run)
+_uncompiled_run = disable_compiler(Step.run)
 
 
-def _first_record(optimizer: Steps, update: ParamUpdate) -> dict[str, Any]:
+def _first_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
     """The state of a parameter whose first step this is."""
     group, rule = update.group, update.settings.rule
     dtype = update.settings.state_dtype
-    update.state = states.new(rule, update.param, group, dtype)
+    update.state = states.new_state(rule, update.param, group, dtype)
     if mapped_files:
-        announce_checked(update.param, update.state, update.touched)
-    return _new_record(optimizer, update)
+        reserve_checked(update.param, update.state, update.indexed)
+    return _new_param_state(optimizer, update)
 
 
-def _new_record(optimizer: Steps, update: ParamUpdate) -> dict[str, Any]:
+def _new_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
     assert update.state is not None
-    return states.new_record(
+    return states.new_param_state(
         update.group,
         update.settings.rule,
-        update.owner,
+        update.key,
         update.state,
         step_is_tensor=optimizer.step_is_tensor,
     )
 
 
-_ANY = State("any")
+_ANY = StateSpec("any")
 
 
 def _state_dtype(param: Tensor, asked_for: torch.dtype | None) -> torch.dtype:
-    return states.dtype_for(_ANY, param, asked_for)
+    return states.state_dtype_for(_ANY, param, asked_for)
 
 
 class StepInBackward:
@@ -602,7 +612,9 @@ class StepInBackward:
     Until then the parameters hold on to the optimizer, and it to them.
     """
 
-    def __init__(self, optimizer: Steps, params: Iterable[Tensor] | None, backwards: int) -> None:
+    def __init__(
+        self, optimizer: StepsParams, params: Iterable[Tensor] | None, backwards: int
+    ) -> None:
         if not isinstance(backwards, int) or backwards < 1:
             raise InputError(message("backwards must be an integer, at least 1", backwards))
         places = {
@@ -676,7 +688,7 @@ class StepInBackward:
         optimizer = self._optimizer
         group_index, index = self._places[id(param)]
         groups = optimizer.param_groups
-        step = Plan(optimizer)
+        step = Step(optimizer)
         step.skip_groups(groups[:group_index])
         step.add_group(group_index, groups[group_index], only=index)
         step.run()

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from sparsestep.errors import InputError, message
-from sparsestep.rules.idle import Geometric, Motion, Quotient, SignDrift, Still
+from sparsestep.rules.idle import AdamDrift, GeometricDrift, IdleUpdate, NoDrift, SignDrift
 from sparsestep.rules.rule import Rule
-from sparsestep.rules.trace import OPERATIONS, Number, Program, RecordError, Value, record
+from sparsestep.rules.trace import OPERATIONS, ConstantRef, Program, TraceError, ValueRef, trace
 
 
-class Atom(NamedTuple):
+class Term(NamedTuple):
     """What a factor is of.
 
     Attributes:
@@ -32,24 +32,24 @@ class Atom(NamedTuple):
     place: int
 
 
-ONE = Atom("one", -1)
-Terms: TypeAlias = Mapping[Atom, float]
+ONE = Term("one", -1)
+LinearTerms: TypeAlias = Mapping[Term, float]
 
 
-class Ratio(NamedTuple):
+class RootQuotient(NamedTuple):
     """Something divided by ``factor * root of an input + number``, both of which are positive."""
 
-    terms: Terms
+    terms: LinearTerms
     square: int
     factor: float
     number: float
 
 
-class Known(NamedTuple):
+class ClosedForm(NamedTuple):
     """A value in closed form: the sum of ``terms`` and of ``ratio``; at least ``low``."""
 
-    terms: Terms
-    ratio: Ratio | None = None
+    terms: LinearTerms
+    ratio: RootQuotient | None = None
     low: float = -math.inf
 
     @property
@@ -60,22 +60,24 @@ class Known(NamedTuple):
         return None
 
 
-class Unknown(NamedTuple):
+class NoClosedForm(NamedTuple):
     """A value without such a form."""
 
     low: float = -math.inf
     is_finite: bool = False
 
 
-Found: TypeAlias = Known | Unknown
+SymbolicValue: TypeAlias = ClosedForm | NoClosedForm
 
 
-def number(value: float) -> Known:
+def number(value: float) -> ClosedForm:
     """The form of a number."""
-    return Known({ONE: value} if value else {}, low=value)
+    return ClosedForm({ONE: value} if value else {}, low=value)
 
 
-def followed(program: Program, start: Mapping[int, float] | None = None) -> list[Found]:
+def evaluate_at_zero_grad(
+    program: Program, start: Mapping[int, float] | None = None
+) -> list[SymbolicValue]:
     """What the results of a program are where the gradient is zero.
 
     Args:
@@ -83,93 +85,93 @@ def followed(program: Program, start: Mapping[int, float] | None = None) -> list
         start: the values of state, by place among the inputs, where they are known.
 
     Example:
-        >>> from sparsestep.rules.rule import Rule, State
-        >>> from sparsestep.rules.trace import record
+        >>> from sparsestep.rules.rule import Rule, StateSpec
+        >>> from sparsestep.rules.trace import trace
         >>> def update(param, grad, mean, *, lr):
         ...     mean = 0.75 * mean + 0.25 * grad
         ...     return param - lr * mean, mean
-        >>> program = record(Rule("mine", update, (State("mean"),)), 1, {"lr": 2.0})
-        >>> [shown(value, program.inputs) for value in followed(program)]
+        >>> program = trace(Rule("mine", update, (StateSpec("mean"),)), 1, {"lr": 2.0})
+        >>> [format_value(value, program.inputs) for value in evaluate_at_zero_grad(program)]
         ['param - 1.5 * mean', '0.75 * mean']
     """
-    return _Follower(program, start or {}).run()
+    return _ZeroGradEvaluator(program, start or {}).run()
 
 
-def shown(value: Found, names: Sequence[str]) -> str:
+def format_value(value: SymbolicValue, names: Sequence[str]) -> str:
     """A value as people write it."""
-    if isinstance(value, Unknown):
+    if isinstance(value, NoClosedForm):
         return "unknown"
-    parts = [_shown_term(atom, factor, names) for atom, factor in value.terms.items()]
+    parts = [_format_term(term, factor, names) for term, factor in value.terms.items()]
     if value.ratio is not None:
         terms, square, factor, eps = value.ratio
-        above = shown(Known(terms), names)
-        below = shown(Known({Atom("root", square): factor, ONE: eps}), names)
+        above = format_value(ClosedForm(terms), names)
+        below = format_value(ClosedForm({Term("root", square): factor, ONE: eps}), names)
         parts.append(f"({above}) / ({below})")
     return " + ".join(parts).replace("+ -", "- ") or "0"
 
 
-def _shown_term(atom: Atom, factor: float, names: Sequence[str]) -> str:
-    if atom == ONE:
+def _format_term(term: Term, factor: float, names: Sequence[str]) -> str:
+    if term == ONE:
         return f"{factor:g}"
-    name = names[atom.place]
-    name = {"sign": f"sign({name})", "root": f"sqrt({name})"}.get(atom.kind, name)
+    name = names[term.place]
+    name = {"sign": f"sign({name})", "root": f"sqrt({name})"}.get(term.kind, name)
     return {1.0: name, -1.0: f"-{name}"}.get(factor, f"{factor:g} * {name}")
 
 
-class _Follower:
+class _ZeroGradEvaluator:
     def __init__(self, program: Program, start: Mapping[int, float]) -> None:
         self._program = program
         self._start = start
-        self._found: list[Found] = []
+        self._found: list[SymbolicValue] = []
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[SymbolicValue]:
         for place, (name, arguments, _) in enumerate(self._program.operations):
             if name == "input":
-                self._found.append(self._input(place))
+                self._found.append(self._input_form(place))
                 continue
-            given: list[Found] = [
-                number(self._program.numbers[argument.place])
-                if isinstance(argument, Number)
+            given: list[SymbolicValue] = [
+                number(self._program.constants[argument.place])
+                if isinstance(argument, ConstantRef)
                 else self._found[argument.place]
                 for argument in arguments
             ]
             is_twice = len(arguments) == 2 and len(set(arguments)) == 1
-            is_same = is_twice and all(isinstance(each, Value) for each in arguments)
+            is_same = is_twice and all(isinstance(each, ValueRef) for each in arguments)
             self._found.append(self._made(name, given, is_same))
         return [self._found[place] for place in self._program.results]
 
-    def _input(self, place: int) -> Known:
+    def _input_form(self, place: int) -> ClosedForm:
         if place == 1:
             return number(0.0)
-        return number(self._start[place]) if place in self._start else _input(place)
+        return number(self._start[place]) if place in self._start else _input_form(place)
 
-    def _made(self, name: str, given: list[Found], is_same: bool) -> Found:
-        numbers = [each.number for each in given if isinstance(each, Known)]
+    def _made(self, name: str, given: list[SymbolicValue], is_same: bool) -> SymbolicValue:
+        numbers = [each.number for each in given if isinstance(each, ClosedForm)]
         whole = [each for each in numbers if each is not None]
         if len(whole) == len(given):
-            computed = _computed(name, whole)
-            return number(computed) if math.isfinite(computed) else Unknown()
+            computed = _fold_constants(name, whole)
+            return number(computed) if math.isfinite(computed) else NoClosedForm()
         if name in ("mean", "sum", "amax"):
             return self._of_row(name, given[0])
-        if is_same and name in _OF_ITSELF:
-            return number(_OF_ITSELF[name])
+        if is_same and name in _SAME_OPERAND:
+            return number(_SAME_OPERAND[name])
         if is_same and name == "mul":
-            return Unknown(0.0, _is_finite(given[0]))
-        return _MADE[name](*given) if name in _MADE else Unknown()
+            return NoClosedForm(0.0, _is_finite(given[0]))
+        return _EVALUATORS[name](*given) if name in _EVALUATORS else NoClosedForm()
 
-    def _of_row(self, name: str, value: Found) -> Found:
-        if name != "sum" and isinstance(value, Known) and value.ratio is None:
+    def _of_row(self, name: str, value: SymbolicValue) -> SymbolicValue:
+        if name != "sum" and isinstance(value, ClosedForm) and value.ratio is None:
             inputs = self._program.operations
-            if all(atom == ONE or inputs[atom.place].per_row for atom in value.terms):
+            if all(term == ONE or inputs[term.place].per_row for term in value.terms):
                 return value
-        return Unknown(0.0 if value.low >= 0 else -math.inf, _is_finite(value))
+        return NoClosedForm(0.0 if value.low >= 0 else -math.inf, _is_finite(value))
 
 
-def _input(place: int) -> Known:
-    return Known({Atom("input", place): 1.0})
+def _input_form(place: int) -> ClosedForm:
+    return ClosedForm({Term("input", place): 1.0})
 
 
-def _computed(name: str, numbers: Sequence[float]) -> float:
+def _fold_constants(name: str, numbers: Sequence[float]) -> float:
     """An operation on numbers, of which a row has as many as it likes."""
     if name == "mean" or name == "amax":
         return numbers[0]
@@ -180,165 +182,176 @@ def _computed(name: str, numbers: Sequence[float]) -> float:
 
 
 # A value and itself: so stand-ins make zeros and ones.
-_OF_ITSELF = {"lt": 0.0, "gt": 0.0, "ne": 0.0, "sub": 0.0, "le": 1.0, "ge": 1.0, "eq": 1.0}
+_SAME_OPERAND = {"lt": 0.0, "gt": 0.0, "ne": 0.0, "sub": 0.0, "le": 1.0, "ge": 1.0, "eq": 1.0}
 
 
-def _is_finite(value: Found) -> bool:
-    return value.is_finite if isinstance(value, Unknown) else True
+def _is_finite(value: SymbolicValue) -> bool:
+    return value.is_finite if isinstance(value, NoClosedForm) else True
 
 
-def _number_of(value: Found) -> float | None:
-    return value.number if isinstance(value, Known) else None
+def _as_constant(value: SymbolicValue) -> float | None:
+    return value.number if isinstance(value, ClosedForm) else None
 
 
-def _scaled(value: Found, factor: float) -> Found:
+def _scale(value: SymbolicValue, factor: float) -> SymbolicValue:
     if factor == 0:
-        return number(0.0) if _is_finite(value) else Unknown()
+        return number(0.0) if _is_finite(value) else NoClosedForm()
     low = value.low * factor if factor > 0 else -math.inf
-    if isinstance(value, Unknown):
-        return Unknown(low, value.is_finite)
+    if isinstance(value, NoClosedForm):
+        return NoClosedForm(low, value.is_finite)
     ratio = value.ratio
     if ratio is not None:
-        ratio = ratio._replace(terms=_times(ratio.terms, factor))
-    return Known(_times(value.terms, factor), ratio, low)
+        ratio = ratio._replace(terms=_scale_terms(ratio.terms, factor))
+    return ClosedForm(_scale_terms(value.terms, factor), ratio, low)
 
 
-def _times(terms: Terms, factor: float) -> Terms:
-    return {atom: each * factor for atom, each in terms.items()}
+def _scale_terms(terms: LinearTerms, factor: float) -> LinearTerms:
+    return {term: each * factor for term, each in terms.items()}
 
 
-def _add(a: Found, b: Found) -> Found:
+def _add(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     low = a.low + b.low
-    if isinstance(a, Unknown) or isinstance(b, Unknown) or (a.ratio and b.ratio):
-        return Unknown(low, _is_finite(a) and _is_finite(b))
+    if isinstance(a, NoClosedForm) or isinstance(b, NoClosedForm) or (a.ratio and b.ratio):
+        return NoClosedForm(low, _is_finite(a) and _is_finite(b))
     terms = dict(a.terms)
-    for atom, factor in b.terms.items():
-        terms[atom] = terms.get(atom, 0.0) + factor
-    left = {atom: factor for atom, factor in terms.items() if factor}
-    return Known(left, a.ratio or b.ratio, low)
+    for term, factor in b.terms.items():
+        terms[term] = terms.get(term, 0.0) + factor
+    left = {term: factor for term, factor in terms.items() if factor}
+    return ClosedForm(left, a.ratio or b.ratio, low)
 
 
-def _sub(a: Found, b: Found) -> Found:
-    return _add(a, _scaled(b, -1.0))
+def _sub(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
+    return _add(a, _scale(b, -1.0))
 
 
-def _mul(a: Found, b: Found) -> Found:
+def _mul(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
-        factor = _number_of(value)
+        factor = _as_constant(value)
         if factor is not None:
-            return _scaled(other, factor)
+            return _scale(other, factor)
     for value, other in ((a, b), (b, a)):
-        if isinstance(value, Known) and isinstance(other, Known) and _is_inverse(other):
+        if (
+            isinstance(value, ClosedForm)
+            and isinstance(other, ClosedForm)
+            and _is_reciprocal(other)
+        ):
             ratio = other.ratio
             if ratio is not None and value.ratio is None:
-                return Known({}, ratio._replace(terms=_times(value.terms, ratio.terms[ONE])))
+                return ClosedForm(
+                    {}, ratio._replace(terms=_scale_terms(value.terms, ratio.terms[ONE]))
+                )
     low = 0.0 if a.low >= 0 and b.low >= 0 else -math.inf
-    return Unknown(low, _is_finite(a) and _is_finite(b))
+    return NoClosedForm(low, _is_finite(a) and _is_finite(b))
 
 
-def _is_inverse(value: Known) -> bool:
+def _is_reciprocal(value: ClosedForm) -> bool:
     """Whether it is a number divided by something, and nothing else."""
     return not value.terms and value.ratio is not None and value.ratio.terms.keys() == {ONE}
 
 
-def _div(a: Found, b: Found) -> Found:
-    by = _number_of(b)
+def _div(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
+    by = _as_constant(b)
     if by is not None:
-        return _scaled(a, 1 / by) if by else Unknown()
+        return _scale(a, 1 / by) if by else NoClosedForm()
     if not b.low > 0:
-        return Unknown()
-    if _number_of(a) == 0:
+        return NoClosedForm()
+    if _as_constant(a) == 0:
         return number(0.0)
-    if isinstance(a, Known) and a.ratio is None and isinstance(b, Known) and b.ratio is None:
-        roots = [atom for atom in b.terms if atom.kind == "root"]
+    if (
+        isinstance(a, ClosedForm)
+        and a.ratio is None
+        and isinstance(b, ClosedForm)
+        and b.ratio is None
+    ):
+        roots = [term for term in b.terms if term.kind == "root"]
         if len(roots) == 1 and b.terms.keys() == {roots[0], ONE}:
-            divided = Ratio(a.terms, roots[0].place, b.terms[roots[0]], b.terms[ONE])
-            return Known({}, divided, 0.0 if a.low >= 0 else -math.inf)
-    return Unknown(0.0 if a.low >= 0 else -math.inf, _is_finite(a))
+            divided = RootQuotient(a.terms, roots[0].place, b.terms[roots[0]], b.terms[ONE])
+            return ClosedForm({}, divided, 0.0 if a.low >= 0 else -math.inf)
+    return NoClosedForm(0.0 if a.low >= 0 else -math.inf, _is_finite(a))
 
 
-def _sqrt(value: Found) -> Found:
+def _sqrt(value: SymbolicValue) -> SymbolicValue:
     """Taken for a number: a formula has no root of what may be negative."""
-    if isinstance(value, Known) and value.ratio is None and len(value.terms) == 1:
-        ((atom, factor),) = value.terms.items()
-        if atom.kind == "input" and factor > 0:
-            return Known({Atom("root", atom.place): math.sqrt(factor)}, low=0.0)
-    return Unknown(math.sqrt(max(value.low, 0.0)), _is_finite(value))
+    if isinstance(value, ClosedForm) and value.ratio is None and len(value.terms) == 1:
+        ((term, factor),) = value.terms.items()
+        if term.kind == "input" and factor > 0:
+            return ClosedForm({Term("root", term.place): math.sqrt(factor)}, low=0.0)
+    return NoClosedForm(math.sqrt(max(value.low, 0.0)), _is_finite(value))
 
 
-def _sign(value: Found) -> Found:
-    if isinstance(value, Known) and value.ratio is None and len(value.terms) == 1:
-        ((atom, factor),) = value.terms.items()
-        if atom.kind == "input":
-            return Known({Atom("sign", atom.place): math.copysign(1.0, factor)}, low=-1.0)
-    return Unknown(-1.0, _is_finite(value))
+def _sign(value: SymbolicValue) -> SymbolicValue:
+    if isinstance(value, ClosedForm) and value.ratio is None and len(value.terms) == 1:
+        ((term, factor),) = value.terms.items()
+        if term.kind == "input":
+            return ClosedForm({Term("sign", term.place): math.copysign(1.0, factor)}, low=-1.0)
+    return NoClosedForm(-1.0, _is_finite(value))
 
 
-def _abs(value: Found) -> Found:
-    return value if value.low >= 0 else Unknown(0.0, _is_finite(value))
+def _abs(value: SymbolicValue) -> SymbolicValue:
+    return value if value.low >= 0 else NoClosedForm(0.0, _is_finite(value))
 
 
-def _maximum(a: Found, b: Found) -> Found:
+def _maximum(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
-        least = _number_of(value)
+        least = _as_constant(value)
         if least is not None and other.low >= least:
             return other
-    return Unknown(max(a.low, b.low), _is_finite(a) and _is_finite(b))
+    return NoClosedForm(max(a.low, b.low), _is_finite(a) and _is_finite(b))
 
 
-def _minimum(a: Found, b: Found) -> Found:
-    return Unknown(min(a.low, b.low), _is_finite(a) and _is_finite(b))
+def _minimum(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
+    return NoClosedForm(min(a.low, b.low), _is_finite(a) and _is_finite(b))
 
 
-def _where(condition: Found, a: Found, b: Found) -> Found:
-    chosen = _number_of(condition)
+def _where(condition: SymbolicValue, a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
+    chosen = _as_constant(condition)
     if chosen is not None:
         return a if chosen else b
-    return Unknown(min(a.low, b.low), _is_finite(a) and _is_finite(b))
+    return NoClosedForm(min(a.low, b.low), _is_finite(a) and _is_finite(b))
 
 
-def _of_positive(low: float) -> Callable[..., Found]:
+def _finite_if_positive(low: float) -> Callable[..., SymbolicValue]:
     """What is finite where its argument is more than zero, and then at least ``low``."""
 
-    def made(value: Found, *further: Found) -> Found:
-        numbers = [_number_of(each) for each in further]
-        return Unknown(low, value.low > 0 and _is_finite(value) and None not in numbers)
+    def made(value: SymbolicValue, *further: SymbolicValue) -> SymbolicValue:
+        numbers = [_as_constant(each) for each in further]
+        return NoClosedForm(low, value.low > 0 and _is_finite(value) and None not in numbers)
 
     return made
 
 
-def _compared(a: Found, b: Found) -> Found:
-    return Unknown(0.0, is_finite=True)
+def _comparison(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
+    return NoClosedForm(0.0, is_finite=True)
 
 
-_MADE: dict[str, Callable[..., Found]] = {
+_EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    "neg": lambda value: _scaled(value, -1.0),
+    "neg": lambda value: _scale(value, -1.0),
     "reciprocal": lambda value: _div(number(1.0), value),
     "sqrt": _sqrt,
-    "rsqrt": _of_positive(0.0),
-    "pow": _of_positive(0.0),
-    "log": _of_positive(-math.inf),
+    "rsqrt": _finite_if_positive(0.0),
+    "pow": _finite_if_positive(0.0),
+    "log": _finite_if_positive(-math.inf),
     "sign": _sign,
     "abs": _abs,
     "maximum": _maximum,
     "minimum": _minimum,
     "where": _where,
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), _compared),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), _comparison),
 }
 
 
 Hyper = Mapping[str, Any]
 
 
-class NoMotionError(Exception):
+class NoClosedFormError(Exception):
     """A formula does something else without a gradient; says what."""
 
 
-class Idle(NamedTuple):
+class IdleForm(NamedTuple):
     """What a step does to an entry whose gradient is zero.
 
     Attributes:
@@ -352,7 +365,7 @@ class Idle(NamedTuple):
         number: what is added to that root.
     """
 
-    kind: type[Motion]
+    kind: type[IdleUpdate]
     buffer: str
     square: str
     decays: Mapping[str, float]
@@ -362,186 +375,193 @@ class Idle(NamedTuple):
     number: float = 0.0
 
 
-def idle(rule: Rule, step: int, hyper: Hyper) -> Idle:
+def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyper) -> IdleForm:
     """What a rule does in a step without a gradient.
 
     Raises:
         NoMotionError: none of the motions does that.
     """
     names = ["param", "grad", *(spec.name for spec in rule.state)]
-    param, *state = _followed(rule, step, hyper)
+    param, *state = _evaluate(rule, step, hyperparams)
     decays: dict[str, float] = {}
     for place, (value, spec) in enumerate(zip(state, rule.state, strict=True), start=2):
-        factor = _multiple(value, place)
+        factor = _as_multiple(value, place)
         if factor is None or not 0 <= factor <= 1:
-            raise NoMotionError(_change(spec.name, value, names))
+            raise NoClosedFormError(_change(spec.name, value, names))
         if factor != 1:
             decays[spec.name] = factor
-    found = _moved(rule, param, decays)
+    found = _match_form(rule, param, decays)
     if found is None:
-        raise NoMotionError(_change("param", param, names))
+        raise NoClosedFormError(_change("param", param, names))
     return found
 
 
-def _change(name: str, value: Found, names: list[str]) -> str:
+def _change(name: str, value: SymbolicValue, names: list[str]) -> str:
     """Describe what a step without a gradient does to a value that has no motion."""
-    if isinstance(value, Unknown):
+    if isinstance(value, NoClosedForm):
         return f"{name} has no closed-form {'update' if name == 'param' else 'decay'}"
-    return f"{name} becomes {shown(value, names)}"
+    return f"{name} becomes {format_value(value, names)}"
 
 
-def _followed(
-    rule: Rule, step: int, hyper: Hyper, start: Mapping[int, float] | None = None
-) -> list[Found]:
-    if rule.recorded is None:
-        raise NoMotionError("compile leaves nothing to record")
+def _evaluate(
+    rule: Rule, step: int, hyperparams: Hyper, start: Mapping[int, float] | None = None
+) -> list[SymbolicValue]:
+    if rule.traceable_update is None:
+        raise NoClosedFormError("compile leaves nothing to record")
     try:
-        return followed(record(rule, step, hyper), start)
-    except RecordError as error:
-        raise NoMotionError(str(error)) from None
+        return evaluate_at_zero_grad(trace(rule, step, hyperparams), start)
+    except TraceError as error:
+        raise NoClosedFormError(str(error)) from None
     except MemoryError:
         raise
     except Exception as error:  # whatever a formula does with what is no tensor
-        raise NoMotionError(f"{type(error).__name__}: {error}") from None
+        raise NoClosedFormError(f"{type(error).__name__}: {error}") from None
 
 
-def _multiple(value: Found, place: int) -> float | None:
+def _as_multiple(value: SymbolicValue, place: int) -> float | None:
     """By what an input is multiplied, where that is all."""
-    atom = Atom("input", place)
-    if not isinstance(value, Known) or value.ratio is not None or value.terms.keys() - {atom}:
+    term = Term("input", place)
+    if not isinstance(value, ClosedForm) or value.ratio is not None or value.terms.keys() - {term}:
         return None
-    return value.terms.get(atom, 0.0)
+    return value.terms.get(term, 0.0)
 
 
-def _moved(rule: Rule, param: Found, decays: Mapping[str, float]) -> Idle | None:
-    if not isinstance(param, Known):
+def _match_form(rule: Rule, param: SymbolicValue, decays: Mapping[str, float]) -> IdleForm | None:
+    if not isinstance(param, ClosedForm):
         return None
-    own = Atom("input", 0)
+    own = Term("input", 0)
     shrink = param.terms.get(own, 0.0)
-    moves = [(atom, factor) for atom, factor in param.terms.items() if atom != own]
+    moves = [(term, factor) for term, factor in param.terms.items() if term != own]
     if not shrink > 0 or len(moves) + (param.ratio is not None) > 1:
         return None
     if param.ratio is not None:
-        return _quotient(rule, param.ratio, decays, shrink)
+        return _match_adam(rule, param.ratio, decays, shrink)
     if not moves:
-        return Idle(Still, "", "", decays, shrink, 0.0)
-    ((atom, factor),) = moves
-    buffer = _buffer(rule, atom)
+        return IdleForm(NoDrift, "", "", decays, shrink, 0.0)
+    ((term, factor),) = moves
+    buffer = _state_name(rule, term)
     left = decays.get(buffer, 1.0)
-    if atom.kind == "sign" and buffer:
-        return Idle(SignDrift, buffer, "", decays, shrink, -factor)
-    if atom.kind == "input" and buffer and left:
-        return Idle(Geometric, buffer, "", decays, shrink, -factor / left)
+    if term.kind == "sign" and buffer:
+        return IdleForm(SignDrift, buffer, "", decays, shrink, -factor)
+    if term.kind == "input" and buffer and left:
+        return IdleForm(GeometricDrift, buffer, "", decays, shrink, -factor / left)
     return None
 
 
-def _quotient(rule: Rule, ratio: Ratio, decays: Mapping[str, float], shrink: float) -> Idle | None:
+def _match_adam(
+    rule: Rule, ratio: RootQuotient, decays: Mapping[str, float], shrink: float
+) -> IdleForm | None:
     if len(ratio.terms) != 1 or ratio.square == 0:
         return None
-    ((atom, factor),) = ratio.terms.items()
-    buffer, square = _buffer(rule, atom), rule.state[ratio.square - 2].name
+    ((term, factor),) = ratio.terms.items()
+    buffer, square = _state_name(rule, term), rule.state[ratio.square - 2].name
     left, root = decays.get(buffer, 1.0), math.sqrt(decays.get(square, 1.0))
-    if atom.kind != "input" or not buffer or not left or not root:
+    if term.kind != "input" or not buffer or not left or not root:
         return None
     size = -factor / left
-    return Idle(Quotient, buffer, square, decays, shrink, size, ratio.factor / root, ratio.number)
+    return IdleForm(
+        AdamDrift, buffer, square, decays, shrink, size, ratio.factor / root, ratio.number
+    )
 
 
-def _buffer(rule: Rule, atom: Atom) -> str:
+def _state_name(rule: Rule, term: Term) -> str:
     """The state that a move is along; none if it is no state, or would move rows from the start."""
-    if atom == ONE or atom.place < 2:
+    if term == ONE or term.place < 2:
         return ""
-    spec = rule.state[atom.place - 2]
+    spec = rule.state[term.place - 2]
     return "" if spec.per_row or spec.initial != 0 else spec.name
 
 
-class _Steps:
+class _StepSizes:
     """What steps do, as a motion asks for it; the latest is remembered."""
 
-    def __init__(self, rule: Rule, like: Idle) -> None:
+    def __init__(self, rule: Rule, like: IdleForm) -> None:
         self._rule = rule
         self._like = like
         self._latest: tuple[int, Hyper, tuple[float, float, float] | None] = (0, {}, None)
 
-    def fits(self, step: int, hyper: Hyper) -> bool:
+    def fits(self, step: int, hyperparams: Hyper) -> bool:
         """Whether a step is of this motion; raises where it is of none."""
-        return self._of(step, hyper) is not None
+        return self._of(step, hyperparams) is not None
 
-    def size(self, step: int, hyper: Hyper) -> tuple[float, float]:
+    def size(self, step: int, hyperparams: Hyper) -> tuple[float, float]:
         """How far it goes, and the root."""
-        size, root, _ = self._of(step, hyper) or (0.0, 1.0, 1.0)
+        size, root, _ = self._of(step, hyperparams) or (0.0, 1.0, 1.0)
         return size, root
 
-    def shrink(self, step: int, hyper: Hyper) -> float:
+    def shrink(self, step: int, hyperparams: Hyper) -> float:
         """What it leaves of the parameter."""
-        return (self._of(step, hyper) or (0.0, 1.0, 1.0))[2]
+        return (self._of(step, hyperparams) or (0.0, 1.0, 1.0))[2]
 
-    def _of(self, step: int, hyper: Hyper) -> tuple[float, float, float] | None:
+    def _of(self, step: int, hyperparams: Hyper) -> tuple[float, float, float] | None:
         known_step, known, found = self._latest
-        if known_step != step or known is not hyper:
-            found = self._derived(step, hyper)
-            self._latest = step, hyper, found
+        if known_step != step or known is not hyperparams:
+            found = self._derived(step, hyperparams)
+            self._latest = step, hyperparams, found
         return found
 
-    def _derived(self, step: int, hyper: Hyper) -> tuple[float, float, float] | None:
+    def _derived(self, step: int, hyperparams: Hyper) -> tuple[float, float, float] | None:
         like = self._like
         try:
-            found = idle(self._rule, step, hyper)
-        except NoMotionError as error:
-            first = self._first(hyper) if step == 1 else None
+            found = analyze_idle_step(self._rule, step, hyperparams)
+        except NoClosedFormError as error:
+            first = self._first(hyperparams) if step == 1 else None
             if first is None:
-                raise InputError(refusal(self._rule.name, str(error))) from None
+                raise InputError(unsupported_message(self._rule.name, str(error))) from None
             return first
         same = (like.kind, like.buffer, like.square) == (found.kind, found.buffer, found.square)
-        if found.decays != like.decays or not (same or found.kind is Still):
-            return self._first(hyper) if step == 1 else None
-        if found.kind is not Quotient:
+        if found.decays != like.decays or not (same or found.kind is NoDrift):
+            return self._first(hyperparams) if step == 1 else None
+        if found.kind is not AdamDrift:
             return found.size, 1.0, found.shrink
         scale = like.number / found.number
         return found.size * scale, 1 / (found.factor * scale), found.shrink
 
-    def _first(self, hyper: Hyper) -> tuple[float, float, float] | None:
+    def _first(self, hyperparams: Hyper) -> tuple[float, float, float] | None:
         """A first step that is special: every entry without a gradient is as it began."""
         start = {place: spec.initial for place, spec in enumerate(self._rule.state, start=2)}
         numbers = {place: float(initial) for place, initial in start.items()}
-        param, *state = _followed(self._rule, 1, hyper, numbers)
+        param, *state = _evaluate(self._rule, 1, hyperparams, numbers)
         for value, spec in zip(state, self._rule.state, strict=True):
             wanted = self._like.decays.get(spec.name, 1.0) * float(spec.initial)
-            if not isinstance(value, Known) or value.number != wanted:
+            if not isinstance(value, ClosedForm) or value.number != wanted:
                 return None
-        shrink = _multiple(param, 0)
+        shrink = _as_multiple(param, 0)
         return (0.0, 1.0, shrink) if shrink else None
 
 
-def motion_of(rule: Rule, step: int, hyper: Hyper) -> Motion:
+def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
     """The motion of a rule, as it is from a step on.
 
     Raises:
         InputError: it has none.
 
     Example:
-        >>> from sparsestep.rules.rule import State
+        >>> from sparsestep.rules.rule import StateSpec
         >>> def update(param, grad, mean, *, lr):
         ...     mean = 0.75 * mean + 0.25 * grad
         ...     return param - lr * mean, mean
-        >>> rule = Rule("mine", update, (State("mean"),), recorded=update)
-        >>> motion = motion_of(rule, 1, {"lr": 2.0})
+        >>> rule = Rule("mine", update, (StateSpec("mean"),), traceable_update=update)
+        >>> motion = derive_idle_update(rule, 1, {"lr": 2.0})
         >>> type(motion).__name__, motion.buffer, motion.decays({}), motion.size(1, {"lr": 2.0})
-        ('Geometric', 'mean', {'mean': 0.75}, (2.0, 1.0))
+        ('GeometricDrift', 'mean', {'mean': 0.75}, (2.0, 1.0))
     """
     # A rate of zero would hide where to; a first step may be special.
-    typical = {**hyper, "lr": 1.0} if hyper.get("lr") == 0 else hyper
+    typical = {**hyperparams, "lr": 1.0} if hyperparams.get("lr") == 0 else hyperparams
     later = max(step, 2)
     try:
-        like, after = idle(rule, later, typical), idle(rule, later + 1, typical)
+        like, after = (
+            analyze_idle_step(rule, later, typical),
+            analyze_idle_step(rule, later + 1, typical),
+        )
         if like.decays != after.decays:
-            raise NoMotionError("its state decays differently from step to step")
-    except NoMotionError as error:
-        raise InputError(refusal(rule.name, str(error))) from None
-    steps = _Steps(rule, like)
-    if not steps.fits(step, hyper):
+            raise NoClosedFormError("its state decays differently from step to step")
+    except NoClosedFormError as error:
+        raise InputError(unsupported_message(rule.name, str(error))) from None
+    steps = _StepSizes(rule, like)
+    if not steps.fits(step, hyperparams):
         raise InputError(
-            refusal(rule.name, f"step {step} has a different update from the next one")
+            unsupported_message(rule.name, f"step {step} has a different update from the next one")
         )
     decays = dict(like.decays)
     if like.buffer:
@@ -557,7 +577,7 @@ def motion_of(rule: Rule, step: int, hyper: Hyper) -> Motion:
     )
 
 
-def refusal(name: str, why: str = "") -> str:
+def unsupported_message(name: str, why: str = "") -> str:
     """Phrase that a rule has no motion."""
     if not why:
         requirement = (

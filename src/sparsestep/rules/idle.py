@@ -3,7 +3,7 @@
 A rule declares it as one of the motions below. In every step without a gradient each of its state
 tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
 motion says how the parameter moves besides. All steps that a row missed are done at once: a motion
-gets them as ``Missed`` and computes in torch operations where they lead to. Its C++ twin, in
+gets them as ``SkippedSteps`` and computes in torch operations where they lead to. Its C++ twin, in
 ``native/kernels/idle.h``, does the same.
 """
 
@@ -17,25 +17,25 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-Hyper = Mapping[str, Any]
+Hyperparams = Mapping[str, Any]
 
 # What an average whose sign counts never becomes smaller than; usually the smallest normal number.
-_LEAST = {torch.float16: 2.0**-24}
+_MIN_MAGNITUDE = {torch.float16: 2.0**-24}
 
 
-class Missed(Protocol):
+class SkippedSteps(Protocol):
     """The steps that some rows missed. Tensors have a number for each row, in a column.
 
     Attributes:
-        hyper: the options of the latest step; of the learning rates, the latest that was not zero.
+        hyperparams: the options of the latest step; ``lr`` is the latest one that was not zero.
         decays: the factor by which each state decays in a step; those that are not named stay.
-        eps: what ``Quotient`` adds to the root.
+        eps: what ``AdamDrift`` adds to the root.
         converges: whether the sums of a series are known.
-        largest_ratio: the largest ``eps / sqrt(square)`` for which the terms of ``Quotient`` are
+        largest_ratio: the largest ``eps / sqrt(square)`` for which the terms of ``AdamDrift`` are
             enough.
     """
 
-    hyper: Hyper
+    hyperparams: Hyperparams
     decays: Mapping[str, float]
     eps: float
     converges: bool
@@ -78,30 +78,30 @@ class Missed(Protocol):
         ...
 
 
-def _nothing_decays(hyper: Hyper) -> Mapping[str, float]:
+def _no_decay(hyperparams: Hyperparams) -> Mapping[str, float]:
     return {}
 
 
-def _no_size(step: int, hyper: Hyper) -> tuple[float, float]:
+def _zero_step(step: int, hyperparams: Hyperparams) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _eps_option(hyper: Hyper) -> float:
-    return float(hyper.get("eps", 0.0))
+def _get_eps(hyperparams: Hyperparams) -> float:
+    return float(hyperparams.get("eps", 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Motion:
+class IdleUpdate:
     """How a parameter moves without a gradient.
 
     Attributes:
         decays: options to the factor by which each state decays in a step, by name; a state that is
             not named stays.
-        size: ``(step, options)`` to the size of that step, and the root that ``Quotient`` divides
+        size: ``(step, options)`` to the size of that step, and the root that ``AdamDrift`` divides
             by.
         shrink: ``(step, options)`` to what the formula itself leaves of the parameter, besides
             decoupled weight decay; ``None`` for all of it.
-        eps: options to what ``Quotient`` adds to the root.
+        eps: options to what ``AdamDrift`` adds to the root.
         fits: ``(step, options)`` to whether that step is of this motion; ``None`` where all are.
         buffer: the name of the state that gives the direction, if one does.
         square: the name of the state that divides, if one does.
@@ -111,11 +111,11 @@ class Motion:
             its twin takes the options of the rule.
     """
 
-    decays: Callable[[Hyper], Mapping[str, float]] = _nothing_decays
-    size: Callable[[int, Hyper], tuple[float, float]] = _no_size
-    shrink: Callable[[int, Hyper], float] | None = None
-    eps: Callable[[Hyper], float] = _eps_option
-    fits: Callable[[int, Hyper], bool] | None = None
+    decays: Callable[[Hyperparams], Mapping[str, float]] = _no_decay
+    size: Callable[[int, Hyperparams], tuple[float, float]] = _zero_step
+    shrink: Callable[[int, Hyperparams], float] | None = None
+    eps: Callable[[Hyperparams], float] = _get_eps
+    fits: Callable[[int, Hyperparams], bool] | None = None
     buffer: str = ""
     square: str = ""
     native: str = ""
@@ -126,51 +126,52 @@ class Motion:
         """By what each term of its series shrinks from step to step; none without a series."""
         return []
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """Where the parameter is after the steps missed, given what it and its state were before.
 
         Args:
             param: a row for each row of ``missed``, in float64, as all that follows.
             state: by name; one number for each row where the rule keeps it so.
-            missed: the steps.
+            skipped: the steps.
         """
         raise NotImplementedError
 
-    def decay(self, name: str, old: Tensor, missed: Missed, dtype: torch.dtype) -> Tensor:
+    def decay(self, name: str, old: Tensor, skipped: SkippedSteps, dtype: torch.dtype) -> Tensor:
         """What a state is after the steps missed, if it is stored as ``dtype``."""
-        return old * missed.what_is_left(name) if name in missed.decays else old
+        return old * skipped.what_is_left(name) if name in skipped.decays else old
 
-    def has_moved(self, missed: Missed) -> Tensor | bool:
+    def has_moved(self, skipped: SkippedSteps) -> Tensor | bool:
         """Which rows it has moved, of those that ever had a gradient; all where no sum tells."""
-        return missed.sums[0] != 0 if missed.converges else True
+        return skipped.sums[0] != 0 if skipped.converges else True
 
-    def is_stale(self, missed: Missed, before: Tensor, after: Tensor) -> Tensor:
+    def is_stale(self, skipped: SkippedSteps, before: Tensor, after: Tensor) -> Tensor:
         """Which rows were not where they should have been."""
-        return (missed.shrink != 1) | missed.had_gradient & self.has_moved(missed)
+        return (skipped.shrink != 1) | skipped.had_gradient & self.has_moved(skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Still(Motion):
+class NoDrift(IdleUpdate):
     """It does not move: weight decay is all that changes it.
 
     Example:
-        >>> Still(decays=lambda hyper: {"square_avg": hyper["alpha"]}).decays({"alpha": 0.9})
+        >>> idle = NoDrift(decays=lambda hyperparams: {"square_avg": hyperparams["alpha"]})
+        >>> idle.decays({"alpha": 0.9})
         {'square_avg': 0.9}
     """
 
     native: str = "still"
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """Decayed."""
-        return param * missed.shrink
+        return param * skipped.shrink
 
-    def has_moved(self, missed: Missed) -> bool:
+    def has_moved(self, skipped: SkippedSteps) -> bool:
         """No row."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometric(Motion):
+class GeometricDrift(IdleUpdate):
     """Along a buffer that decays: ``size * buffer`` in each step, a geometric series."""
 
     native: str = "geometric"
@@ -179,46 +180,46 @@ class Geometric(Motion):
         """That of the buffer."""
         return [decays.get(self.buffer, 1.0)]
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """The sum of a geometric series, times the buffer."""
-        if missed.converges:
-            total = missed.sums[0]
+        if skipped.converges:
+            total = skipped.sums[0]
         else:
             every = torch.arange(len(param), device=param.device)
-            total = torch.zeros_like(missed.shrink)
-            for _, size, _ in missed.replay(self.buffer, every):
+            total = torch.zeros_like(skipped.shrink)
+            for _, size, _ in skipped.replay(self.buffer, every):
                 total += size
-        return param * missed.shrink - state[self.buffer] * total
+        return param * skipped.shrink - state[self.buffer] * total
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignDrift(Motion):
+class SignDrift(IdleUpdate):
     """By ``size`` in each step, along the sign of a buffer that decays but keeps its sign."""
 
     native: str = "sign_drift"
     has_total: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """The sum of the sizes, along the sign."""
         # A buffer that is gone after one step has no sign from then on.
-        drift = missed.total_size(first=None if missed.decays[self.buffer] else 1)
-        return param * missed.shrink - state[self.buffer].sign() * drift
+        drift = skipped.total_size(first=None if skipped.decays[self.buffer] else 1)
+        return param * skipped.shrink - state[self.buffer].sign() * drift
 
-    def decay(self, name: str, old: Tensor, missed: Missed, dtype: torch.dtype) -> Tensor:
+    def decay(self, name: str, old: Tensor, skipped: SkippedSteps, dtype: torch.dtype) -> Tensor:
         """The buffer never becomes zero, or it would lose its sign."""
-        new = super().decay(name, old, missed, dtype)
-        if name != self.buffer or not missed.decays[name]:
+        new = super().decay(name, old, skipped, dtype)
+        if name != self.buffer or not skipped.decays[name]:
             return new
-        least = _LEAST.get(dtype, torch.finfo(dtype).smallest_normal)
+        least = _MIN_MAGNITUDE.get(dtype, torch.finfo(dtype).smallest_normal)
         return torch.where(new.abs() < least, old.sign() * least, new)
 
-    def has_moved(self, missed: Missed) -> Tensor:
+    def has_moved(self, skipped: SkippedSteps) -> Tensor:
         """Where any step had a size."""
-        return missed.total_size() != 0
+        return skipped.total_size() != 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quotient(Motion):
+class AdamDrift(IdleUpdate):
     """Adam's: ``size * buffer / (sqrt(square) / root + eps)`` in each step, where both decay.
 
     In powers of ``eps / sqrt(square)`` this is a sum of geometric series, one for each term. Where
@@ -235,35 +236,35 @@ class Quotient(Motion):
     def ratios(self, decays: Mapping[str, float]) -> list[float]:
         """The buffer's, divided by a power of the root's."""
         first, root = decays.get(self.buffer, 1.0), self.root_decay(decays)
-        return [_divided(first, root ** (i + 1)) for i in range(self.terms)]
+        return [_series_ratio(first, root ** (i + 1)) for i in range(self.terms)]
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """By the series where it is exact enough, else step by step."""
         buffer, root = state[self.buffer], state[self.square].sqrt()
         by_series = torch.zeros_like(buffer, dtype=torch.bool)
         move = torch.zeros_like(buffer)
-        if missed.converges:
-            ratio = missed.eps / root
-            largest = ratio * self.root_decay(missed.decays) ** -missed.relevant_steps
-            by_series = (largest <= missed.largest_ratio).expand_as(buffer)
-            y, sums = -ratio, missed.sums
+        if skipped.converges:
+            ratio = skipped.eps / root
+            largest = ratio * self.root_decay(skipped.decays) ** -skipped.relevant_steps
+            by_series = (largest <= skipped.largest_ratio).expand_as(buffer)
+            y, sums = -ratio, skipped.sums
             move = buffer / root * (sums[0] + y * (sums[1] + y * (sums[2] + y * sums[3])))
         others = ~by_series & (buffer != 0)
-        replayed = buffer * self._replay(root.expand_as(buffer), missed, others)
+        replayed = buffer * self._replay(root.expand_as(buffer), skipped, others)
         move = torch.where(by_series, move, replayed)
-        return param * missed.shrink - torch.where(buffer == 0, 0.0, move)
+        return param * skipped.shrink - torch.where(buffer == 0, 0.0, move)
 
-    def _replay(self, root: Tensor, missed: Missed, where: Tensor) -> Tensor:
+    def _replay(self, root: Tensor, skipped: SkippedSteps, where: Tensor) -> Tensor:
         """The sum of the moves of each entry, for a buffer of one, step by step."""
-        total, decay = torch.zeros_like(root), self.root_decay(missed.decays)
+        total, decay = torch.zeros_like(root), self.root_decay(skipped.decays)
         rows = where.any(dim=1).nonzero().squeeze(1)
-        for step, size, divisor in missed.replay(self.buffer, rows):
-            total[rows] += size / (root[rows] * decay**step / divisor + missed.eps)
+        for step, size, divisor in skipped.replay(self.buffer, rows):
+            total[rows] += size / (root[rows] * decay**step / divisor + skipped.eps)
         return total
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute(Motion):
+class RecomputeFromState(IdleUpdate):
     """The parameter is a function of its state and the options: it is computed anew.
 
     It rests in steps whose learning rate is zero. Nothing decays, the parameter included.
@@ -272,25 +273,27 @@ class Recompute(Motion):
         formula: state by name and options to the parameter.
     """
 
-    formula: Callable[[Mapping[str, Tensor], Hyper], Tensor]
-    size: Callable[[int, Hyper], tuple[float, float]] = lambda step, hyper: (
-        float(bool(hyper["lr"])),  # so their total counts the steps in which it did not rest
+    formula: Callable[[Mapping[str, Tensor], Hyperparams], Tensor]
+    size: Callable[[int, Hyperparams], tuple[float, float]] = lambda step, hyperparams: (
+        float(bool(hyperparams["lr"])),  # so their total counts the steps in which it did not rest
         1.0,
     )
     has_total: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: Missed) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """Computed anew, unless it rested in all of the steps."""
-        if not missed.hyper["lr"]:
+        if not skipped.hyperparams["lr"]:
             return param
-        return torch.where(missed.total_size() == 0, param, self.formula(state, missed.hyper))
+        return torch.where(
+            skipped.total_size() == 0, param, self.formula(state, skipped.hyperparams)
+        )
 
-    def is_stale(self, missed: Missed, before: Tensor, after: Tensor) -> Tensor:
+    def is_stale(self, skipped: SkippedSteps, before: Tensor, after: Tensor) -> Tensor:
         """Where it differs by more than a rounding, of bfloat16."""
         return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
 
 
-def _divided(ratio: float, by: float) -> float:
+def _series_ratio(ratio: float, by: float) -> float:
     """How the terms of a sum shrink; a square that is gone at once leaves nothing to divide by."""
     return ratio / by if by else math.inf if ratio else 0.0

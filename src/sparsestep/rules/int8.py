@@ -28,23 +28,23 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
-from sparsestep.rules.rule import Rule, State
+from sparsestep.rules.rule import Rule, StateSpec
 
 # Of a float32 number: where its exponent begins, and how many bits a code does without.
-_EXPONENT, LOST = 23, 20
+_EXPONENT, DROPPED_BITS = 23, 20
 _TWO = 0x40000000
 # The exponent of the largest code, by which a scale is smaller than the largest value.
-_LAST = {"signed": 16, "unsigned": 32}
+_MAX_EXPONENT = {"signed": 16, "unsigned": 32}
 
 
-def stored_as_int8(rule: Rule) -> Rule:
+def with_int8_state(rule: Rule) -> Rule:
     """The same rule with its state per element in int8.
 
     Its state is then first that per element, then that per row, then a scale for each of the first.
 
     Example:
         >>> def update(param, grad, mean, *, lr): ...
-        >>> rule = stored_as_int8(Rule("mine", update, (State("mean", int8="signed"),)))
+        >>> rule = with_int8_state(Rule("mine", update, (StateSpec("mean", int8_format="signed"),)))
         >>> [(spec.name, spec.dtype) for spec in rule.state]
         [('mean', torch.int8), ('mean_scale', torch.float32)]
     """
@@ -53,75 +53,77 @@ def stored_as_int8(rule: Rule) -> Rule:
         if spec.per_row:
             rows.append(replace(spec, dtype=spec.dtype or torch.float32))
             continue
-        if spec.int8 is None:
+        if spec.int8_format is None:
             requirement = "state_dtype=torch.int8 needs a rule whose state tolerates 8 bits"
             remedy = "Use torch.bfloat16, or None"
             raise InputError(message(requirement, f"{spec.name!r} of {rule.name!r}", remedy))
-        starts = spec.int8 == "unsigned"
-        coded.append(replace(spec, dtype=torch.int8, first=_first_code if starts else None))
+        starts = spec.int8_format == "unsigned"
+        coded.append(
+            replace(spec, dtype=torch.int8, encode_initial=_initial_code if starts else None)
+        )
         scales.append(
-            State(
+            StateSpec(
                 f"{spec.name}_scale",
                 spec.initial,
                 per_row=True,
                 dtype=torch.float32,
-                first=_first_scale if starts else None,
+                encode_initial=_initial_scale if starts else None,
             )
         )
     return replace(rule, state=(*coded, *rows, *scales))
 
 
-def _first_code(value: float) -> float:
+def _initial_code(value: float) -> float:
     return 8.0 if value else 0.0  # that of 2
 
 
-def _first_scale(value: float) -> float:
+def _initial_scale(value: float) -> float:
     return value / 2
 
 
-def count(state: Sequence[State]) -> int:
+def num_encoded(state: Sequence[StateSpec]) -> int:
     """How many of a rule's tensors are codes."""
     return sum(spec.dtype is torch.int8 for spec in state)
 
 
-def decoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
+def decode(state: Sequence[StateSpec], tensors: list[Tensor]) -> list[Tensor]:
     """The values that codes stand for, without the scales; rows as ``[rows, block]``.
 
     Args:
         state: what a rule keeps.
         tensors: one for each.
     """
-    coded = count(state)
+    coded = num_encoded(state)
     if not coded:
         return tensors
     scales = tensors[-coded:]
     values = [
-        _values(spec, codes, scale)
+        _decode(spec, codes, scale)
         for spec, codes, scale in zip(state, tensors[:coded], scales, strict=False)
     ]
     return [*values, *tensors[coded:-coded]]
 
 
-def _values(spec: State, codes: Tensor, scale: Tensor) -> Tensor:
-    sizes = codes.to(torch.int32) & (0x7F if spec.int8 == "signed" else 0xFF)
-    values = ((sizes << LOST) | _TWO).view(torch.float32) - 2
+def _decode(spec: StateSpec, codes: Tensor, scale: Tensor) -> Tensor:
+    sizes = codes.to(torch.int32) & (0x7F if spec.int8_format == "signed" else 0xFF)
+    values = ((sizes << DROPPED_BITS) | _TWO).view(torch.float32) - 2
     values = values * scale.float()
-    return torch.where(codes < 0, -values, values) if spec.int8 == "signed" else values
+    return torch.where(codes < 0, -values, values) if spec.int8_format == "signed" else values
 
 
-def encoded(state: Sequence[State], tensors: list[Tensor]) -> list[Tensor]:
+def encode(state: Sequence[StateSpec], tensors: list[Tensor]) -> list[Tensor]:
     """Codes that are not rounded yet, and scales: the other way than ``decoded``."""
-    coded = count(state)
+    coded = num_encoded(state)
     if not coded:
         return tensors
-    found = [_codes(spec, values) for spec, values in zip(state, tensors[:coded], strict=False)]
+    found = [_encode(spec, values) for spec, values in zip(state, tensors[:coded], strict=False)]
     return [*(codes for codes, _ in found), *tensors[coded:], *(scale for _, scale in found)]
 
 
-def _codes(spec: State, values: Tensor) -> tuple[Tensor, Tensor]:
+def _encode(spec: StateSpec, values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes times ``2**LOST``, of which rounding takes whole ones, and scales."""
-    assert spec.int8 is not None
-    last = _LAST[spec.int8]
+    assert spec.int8_format is not None
+    last = _MAX_EXPONENT[spec.int8_format]
     sizes = values.float().abs()
     largest = sizes.amax(1, keepdim=True)
     # A quarter more, so that rounding up does not lead beyond the last code. A scale and its
@@ -134,14 +136,14 @@ def _codes(spec: State, values: Tensor) -> tuple[Tensor, Tensor]:
     usable = largest.isfinite()
     scaled = torch.where(usable, sizes * inverse, 0.0) + 2
     steps = scaled.view(torch.int32).long() - _TWO
-    if spec.int8 == "signed":
+    if spec.int8_format == "signed":
         steps = torch.where(values.signbit(), ~steps, steps)  # zero has a sign, too
     else:
-        steps = torch.where(usable & (sizes > 0), steps.clamp(min=1 << LOST), steps)
+        steps = torch.where(usable & (sizes > 0), steps.clamp(min=1 << DROPPED_BITS), steps)
     return steps, torch.where(usable, scale, torch.nan)
 
 
-def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
+def round_codes(spec: StateSpec, codes: Tensor, chance: Tensor | int) -> Tensor:
     """Codes as they are stored.
 
     Args:
@@ -150,13 +152,13 @@ def rounded(spec: State, codes: Tensor, chance: Tensor | int) -> Tensor:
         chance: from 0 to ``2**LOST - 1``, by which a code is rounded up; half of it for the
             nearest.
     """
-    bits = (torch.where(codes < 0, ~codes, codes) + chance) >> LOST
-    if spec.int8 == "signed":
+    bits = (torch.where(codes < 0, ~codes, codes) + chance) >> DROPPED_BITS
+    if spec.int8_format == "signed":
         bits = torch.where(codes < 0, bits | 0x80, bits)
     return (bits - ((bits & 0x80) << 1)).to(torch.int8)  # the number that has these eight bits
 
 
-def recoded(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+def convert_saved(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's saved state as a rule keeps it: in int8, or no longer.
 
     Codes are rounded to nearest here.
@@ -168,20 +170,20 @@ def recoded(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(saved)
     for spec in rule.state:
         value, scale = found.get(spec.name), found.get(f"{spec.name}_scale")
-        if spec.int8 is None or not isinstance(value, Tensor) or value.numel() == 0:
+        if spec.int8_format is None or not isinstance(value, Tensor) or value.numel() == 0:
             continue
         wants, has = spec.dtype is torch.int8, value.dtype is torch.int8
         if wants and not has and value.is_floating_point() and value.layout is torch.strided:
-            codes, scale = _codes(spec, _as_rows(value))
-            found[spec.name] = rounded(spec, codes, 1 << LOST - 1).view(value.shape)
+            codes, scale = _encode(spec, _to_rows(value))
+            found[spec.name] = round_codes(spec, codes, 1 << DROPPED_BITS - 1).view(value.shape)
             found[f"{spec.name}_scale"] = scale.view(value.shape[:1])
         elif has and not wants and isinstance(scale, Tensor) and scale.shape == value.shape[:1]:
-            plain = _values(spec, _as_rows(value), scale.float().view(-1, 1))
+            plain = _decode(spec, _to_rows(value), scale.float().view(-1, 1))
             found[spec.name] = plain.view(value.shape)
             del found[f"{spec.name}_scale"]
     return found
 
 
-def _as_rows(value: Tensor) -> Tensor:
+def _to_rows(value: Tensor) -> Tensor:
     rows = value.shape[0] if value.dim() else 1
     return value.reshape(rows, -1).to(torch.float32)

@@ -42,7 +42,7 @@ SWITCHES = frozenset(
 _ROUNDING = 1e-12
 
 
-def check(options: Mapping[str, Any], own: Collection[str] = ()) -> None:
+def check_options(options: Mapping[str, Any], own: Collection[str] = ()) -> None:
     """Refuse options of the wrong kind or out of range.
 
     Args:
@@ -50,8 +50,8 @@ def check(options: Mapping[str, Any], own: Collection[str] = ()) -> None:
         own: the options of a user's own formula, which may be anything.
 
     Example:
-        >>> check({"lr": 0.1, "betas": (0.9, 0.999), "maximize": False, "layer": 7})
-        >>> check({"lr": "1e-3"})
+        >>> check_options({"lr": 0.1, "betas": (0.9, 0.999), "maximize": False, "layer": 7})
+        >>> check_options({"lr": "1e-3"})
         Traceback (most recent call last):
         ...
         sparsestep.errors.InputError: lr must be a number. Got '1e-3'. YAML reads 1e-3 as a \
@@ -63,11 +63,11 @@ string: write 1.0e-3.
             check_value(name, value)
 
 
-def number(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
     """Return an option as a Python number; refuse any other kind.
 
     Example:
-        >>> number("lr", torch.tensor(0.5))
+        >>> as_number("lr", torch.tensor(0.5))
         0.5
     """
     if isinstance(value, float):
@@ -77,7 +77,9 @@ def number(name: str, value: Any) -> float:
             raise InputError(f"Tensor {name} must be 1-element. Got shape {tuple(value.shape)}.")
         value = _element(value)
     if not isinstance(value, int | float | Real):
-        raise InputError(message(f"{name} must be a number", shown(value), _number_for(value)))
+        raise InputError(
+            message(f"{name} must be a number", format_value(value), _number_for(value))
+        )
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
@@ -92,11 +94,11 @@ def _element(value: Tensor) -> Any:
         return value
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as messages show it, whatever its type.
 
     Example:
-        >>> shown("1e-3"), shown(torch.tensor(0.5)), shown(torch.zeros(3, 2))
+        >>> format_value("1e-3"), format_value(torch.tensor(0.5)), format_value(torch.zeros(3, 2))
         ("'1e-3'", '0.5', 'a tensor of shape (3, 2)')
     """
     if isinstance(value, Tensor):
@@ -127,24 +129,30 @@ def _number_for(text: object) -> str:
 
 def _learning_rate(name: str, value: Any) -> None:
     """Refuse a negative learning rate; zero is fine, warm-ups begin there."""
-    found = number(name, value)
+    found = as_number(name, value)
     if not -_ROUNDING <= found < math.inf:
-        raise InputError(f"Invalid learning rate: {shown(value)}. {name} must be {_bound(found)}.")
+        raise InputError(
+            f"Invalid learning rate: {format_value(value)}. {name} must be {_bound(found)}."
+        )
 
 
 def _non_negative(name: str, value: Any) -> None:
-    found = number(name, value)
+    found = as_number(name, value)
     if not 0.0 <= found < math.inf:
         said = "epsilon" if name == "eps" else name
-        raise InputError(f"Invalid {said} value: {shown(value)}. {name} must be {_bound(found)}.")
+        raise InputError(
+            f"Invalid {said} value: {format_value(value)}. {name} must be {_bound(found)}."
+        )
 
 
-def positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
     """Refuse zero, too."""
     _non_negative(name, value)
     if not value > 0.0:
         said = "epsilon" if name == "eps" else name
-        raise InputError(f"Invalid {said} value: {shown(value)}. {name} must be greater than 0.")
+        raise InputError(
+            f"Invalid {said} value: {format_value(value)}. {name} must be greater than 0."
+        )
 
 
 def _bound(value: float) -> str:
@@ -152,30 +160,32 @@ def _bound(value: float) -> str:
 
 
 def _finite(name: str, value: Any) -> None:
-    if not math.isfinite(number(name, value)):
-        raise InputError(f"Invalid {name} value: {shown(value)}. {name} must be finite.")
+    if not math.isfinite(as_number(name, value)):
+        raise InputError(f"Invalid {name} value: {format_value(value)}. {name} must be finite.")
 
 
 def _betas(name: str, value: Any) -> None:
     """Refuse averages that would never forget, or grow."""
-    found = pair(value)
+    found = as_pair(value)
     if found is None:
-        raise InputError(message(f"{name} must be a pair of numbers", shown(value)))
+        raise InputError(message(f"{name} must be a pair of numbers", format_value(value)))
     for index, beta in enumerate(found):
-        if not 0.0 <= number(f"{name}[{index}]", beta) < 1.0:
+        if not 0.0 <= as_number(f"{name}[{index}]", beta) < 1.0:
             raise InputError(
-                f"Invalid beta parameter at index {index}: {shown(beta)}. "
+                f"Invalid beta parameter at index {index}: {format_value(beta)}. "
                 f"{name}[{index}] must be in [0, 1)."
             )
     if isinstance(found[0], Tensor) != isinstance(found[1], Tensor):
-        raise InputError(f"{name} must be either both floats or both Tensors. Got {shown(value)}.")
+        raise InputError(
+            f"{name} must be either both floats or both Tensors. Got {format_value(value)}."
+        )
 
 
-def pair(value: Any) -> tuple[Any, Any] | None:
+def as_pair(value: Any) -> tuple[Any, Any] | None:
     """Return the two items of a sequence, an array or a tensor; ``None`` for anything else.
 
     Example:
-        >>> pair([0.9, 0.999]), pair("ab"), pair(0.9)
+        >>> as_pair([0.9, 0.999]), as_pair("ab"), as_pair(0.9)
         ((0.9, 0.999), None, None)
     """
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__getitem__"):
@@ -190,13 +200,13 @@ def _switch(name: str, value: Any) -> None:
     """Refuse what is neither true nor false; 0, 1 and one-element tensors will do."""
     found = _element(value) if hasattr(value, "item") else value
     if not isinstance(found, int) or found not in (0, 1):
-        raise InputError(message(f"{name} must be True or False", shown(value)))
+        raise InputError(message(f"{name} must be True or False", format_value(value)))
 
 
 def _flag(name: str, value: Any) -> None:
     """Refuse anything but a bool."""
     if not isinstance(value, bool):
-        raise InputError(message(f"{name} must be True or False", shown(value)))
+        raise InputError(message(f"{name} must be True or False", format_value(value)))
 
 
 def _switch_or_none(name: str, value: Any) -> None:
@@ -205,13 +215,13 @@ def _switch_or_none(name: str, value: Any) -> None:
             _switch(name, value)
         except InputError:
             requirement = f"{name} must be True, False or None"
-            raise InputError(message(requirement, shown(value))) from None
+            raise InputError(message(requirement, format_value(value))) from None
 
 
 def _bias_correction(name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in BIAS_CORRECTIONS:
         requirement = f"{name} must be one of {', '.join(BIAS_CORRECTIONS)}"
-        raise InputError(message(requirement, shown(value)))
+        raise InputError(message(requirement, format_value(value)))
 
 
 def _state_dtype(name: str, value: Any) -> None:
@@ -220,7 +230,7 @@ def _state_dtype(name: str, value: Any) -> None:
     meant = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     known = isinstance(meant, torch.dtype) and _can_hold_state(meant)
     requirement = f"{name} must be a real float dtype, torch.int8 or None"
-    raise InputError(message(requirement, shown(value), f"Pass {meant}" if known else ""))
+    raise InputError(message(requirement, format_value(value), f"Pass {meant}" if known else ""))
 
 
 def _can_hold_state(dtype: torch.dtype) -> bool:
@@ -229,7 +239,7 @@ def _can_hold_state(dtype: torch.dtype) -> bool:
 
 def _seed(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(message(f"{name} must be an integer or None", shown(value)))
+        raise InputError(message(f"{name} must be an integer or None", format_value(value)))
 
 
 # Every option of every optimizer but the mask, which depends on the parameters.
@@ -247,7 +257,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 }
 
 
-def torch_kernel(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
+def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
     """Refuse combinations of options that torch's kernels refuse, before any of them is called.
 
     Args:
@@ -260,7 +270,7 @@ def torch_kernel(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
     if fused and foreach:
         raise InputError("`fused` and `foreach` cannot be `True` together. Set only one of them.")
     if foreach and not takes_tensors and not group.get("capturable"):
-        betas = pair(group.get("betas")) or ()
+        betas = as_pair(group.get("betas")) or ()
         named = [("lr", group.get("lr")), *((f"betas[{i}]", b) for i, b in enumerate(betas))]
         for name, value in named:
             if isinstance(value, Tensor):
@@ -270,14 +280,14 @@ def torch_kernel(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
 
 
 # Who computes. "auto" takes the core where it can; all agree to the last places.
-Engine: TypeAlias = Literal["auto", "native", "reference", "triton"]
+EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
 
 # What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
 # gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
 Semantics: TypeAlias = Literal["masked", "dense"]
 
 # Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
-BiasCorrection: TypeAlias = Literal["global", "per_row"]
+BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
 # What may move at all: a bool for each row or each element of a parameter. For several parameters a
 # list, with None for those without a mask.
@@ -285,10 +295,10 @@ Mask: TypeAlias = Masks
 
 # What belongs to an optimizer as a whole and is no key of its param groups, with the defaults. How
 # a process computes is no part of a checkpoint.
-WHOLE: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
+OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
 
 # The value that an extra has where nobody sets it.
-DEFAULTS: dict[str, Any] = {
+GROUP_DEFAULTS: dict[str, Any] = {
     "bias_correction": "global",
     "decoupled_weight_decay": False,
     "mask": None,
@@ -299,8 +309,8 @@ DEFAULTS: dict[str, Any] = {
 
 # Every option that a param group of some optimizer has, and the values of it that ask for nothing:
 # those are accepted by optimizers without the option.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{name: (default,) for name, default in DEFAULTS.items()},
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    **{name: (default,) for name, default in GROUP_DEFAULTS.items()},
     **dict.fromkeys(("dampening", "initial_accumulator_value", "l1", "l2", "lr_decay"), (0,)),
     **dict.fromkeys(("momentum", "weight_decay"), (0,)),
     **dict.fromkeys(("amsgrad", "capturable", "centered", "differentiable"), (False,)),
@@ -310,8 +320,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def common(
-    engine: Engine,
+def shared_options(
+    engine: EngineName,
     semantics: Semantics,
     mask: Mask,
     state_dtype: torch.dtype | None,
@@ -329,38 +339,38 @@ def common(
     }
 
 
-def read(group: dict[str, Any], name: str) -> Any:
+def get_option(group: dict[str, Any], name: str) -> Any:
     """A param group's value of an option, or the extra's default."""
-    return group[name] if name in group else DEFAULTS[name]
+    return group[name] if name in group else GROUP_DEFAULTS[name]
 
 
-def given(extras: dict[str, Any]) -> dict[str, Any]:
+def non_default(extras: dict[str, Any]) -> dict[str, Any]:
     """The extras that differ from their defaults, with the seed that rounding needs.
 
     Example:
-        >>> given({"state_dtype": None, "bias_correction": "per_row"})
+        >>> non_default({"state_dtype": None, "bias_correction": "per_row"})
         {'bias_correction': 'per_row'}
     """
-    found = {k: v for k, v in extras.items() if not _is(v, DEFAULTS[k])}
-    if rounds_at_random(found):
+    found = {k: v for k, v in extras.items() if not _is_default(v, GROUP_DEFAULTS[k])}
+    if uses_random_rounding(found):
         found.setdefault("rounding_seed", torch.initial_seed())
     return found
 
 
-def rounds_at_random(group: Mapping[str, Any]) -> bool:
+def uses_random_rounding(group: Mapping[str, Any]) -> bool:
     """Whether anything of a group is rounded at random: half precision on request, int8 always."""
     return bool(group.get("stochastic_rounding")) or group.get("state_dtype") is torch.int8
 
 
-def seed_of(group: dict[str, Any]) -> int | None:
+def ensure_seed(group: dict[str, Any]) -> int | None:
     """The seed of a group's random rounding, which the group then keeps; ``None`` without it.
 
     Example:
         >>> group = {"stochastic_rounding": True, "rounding_seed": 7}
-        >>> seed_of(group), seed_of({})
+        >>> ensure_seed(group), ensure_seed({})
         (7, None)
     """
-    if not rounds_at_random(group):
+    if not uses_random_rounding(group):
         return None
     seed: int | None = group.get("rounding_seed")
     if seed is None:
@@ -368,14 +378,14 @@ def seed_of(group: dict[str, Any]) -> int | None:
     return seed
 
 
-def _is(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, type(default)) and value == default)
 
 
-def check_keys(
+def check_group_keys(
     group: dict[str, Any],
     known: Collection[str],
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+    neutral: Mapping[str, tuple[Any, ...]] = NO_OP_VALUES,
 ) -> None:
     """Refuse keys of a param group that are meant for an option and would be ignored.
 
@@ -387,8 +397,8 @@ def check_keys(
         neutral: which values of others ask for nothing.
 
     Example:
-        >>> check_keys({"params": [], "weight_decay": 0.0, "layer": 7}, known=["lr"])
-        >>> check_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
+        >>> check_group_keys({"params": [], "weight_decay": 0.0, "layer": 7}, known=["lr"])
+        >>> check_group_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
         Traceback (most recent call last):
         ...
         sparsestep.errors.InputError: unknown key 'weigth_decay'; did you mean 'weight_decay'? \
@@ -396,18 +406,18 @@ Choose another name for a key of your own.
     """
     names = frozenset(known)
     unknown = [name for name in neutral if name in group and name not in names]
-    alien = sorted(name for name in unknown if not _is_one_of(neutral[name], group[name]))
+    alien = sorted(name for name in unknown if not _is_no_op(neutral[name], group[name]))
     if alien:
         requirement = f"it may only set {', '.join(dict.fromkeys(known))}"
         raise InputError(message(requirement, ", ".join(alien)))
     for key in group:
-        if not isinstance(key, str) or key in names or key in _NO_OPTIONS or key in neutral:
+        if not isinstance(key, str) or key in names or key in _NOT_OPTIONS or key in neutral:
             continue
-        if key in WHOLE:
+        if key in OPTIMIZER_OPTIONS:
             requirement = f"{key} is an option of the whole optimizer, not of a param group"
             remedy = f"Pass {key} to the constructor"
             raise InputError(message(requirement, f"{key}={group[key]!r}", remedy))
-        nearest = _nearest(key, names.union(neutral, WHOLE))
+        nearest = _closest_option(key, names.union(neutral, OPTIMIZER_OPTIONS))
         if nearest is not None:
             raise InputError(
                 f"unknown key {key!r}; did you mean {nearest!r}? "
@@ -415,15 +425,15 @@ Choose another name for a key of your own.
             )
 
 
-_NO_OPTIONS = ("params", "param_names")
+_NOT_OPTIONS = ("params", "param_names")
 
 
-def _is_one_of(values: tuple[Any, ...], value: Any) -> bool:
+def _is_no_op(values: tuple[Any, ...], value: Any) -> bool:
     return isinstance(value, int | float | str | None) and value in values
 
 
 @lru_cache(maxsize=256)  # with a scheduler, in every step
-def _nearest(key: str, names: frozenset[str]) -> str | None:
+def _closest_option(key: str, names: frozenset[str]) -> str | None:
     """The option that was most likely meant; ``None`` for a key that is like none of them."""
     plain = key.lower().replace("-", "_")
     letters = sorted(plain)
@@ -435,20 +445,20 @@ def _nearest(key: str, names: frozenset[str]) -> str | None:
     return near[0] if near else None
 
 
-def to_number(value: Any) -> float:
+def as_float(value: Any) -> float:
     """Return an option that may be a one-element tensor or a NumPy scalar as a Python number."""
     if isinstance(value, int | float):
         return value
-    number: float = value.item() if hasattr(value, "item") else float(value)
-    return number
+    as_number: float = value.item() if hasattr(value, "item") else float(value)
+    return as_number
 
 
-def to_numbers(value: Any) -> Any:
+def as_floats(value: Any) -> Any:
     """Return the same for an option that may be a pair of numbers.
 
     Example:
-        >>> to_numbers((torch.tensor(0.5), torch.tensor(0.75)))
+        >>> as_floats((torch.tensor(0.5), torch.tensor(0.75)))
         (0.5, 0.75)
     """
-    two = pair(value)
-    return to_number(value) if two is None else tuple(map(to_number, two))
+    two = as_pair(value)
+    return as_float(value) if two is None else tuple(map(as_float, two))

@@ -1,17 +1,15 @@
-"""What a rule and an engine promise each other.
+"""Rules: update formulas, pure functions of values to values in torch operations.
 
-A *rule* is one update formula, a pure function of values to values in torch operations::
+    update(param, grad, *state, step=..., **hyperparams) -> (param, *state)
 
-    update(param, grad, *state, step=..., **hyperparameters) -> (param, *state)
+A rule never sees a layout. Engines run it over the updated part of a parameter: the reference
+engine calls ``update`` itself, the native engine runs the C++ kernel of the same name, or the
+traced formula. The results agree to the last places, so ``update`` is both the oracle of the tests
+and the documentation of the kernel.
 
-It never knows which layout it runs on. An *engine* runs it over the touched part of a parameter:
-the reference engine calls ``update`` itself, the native engine runs the rule's C++ twin on the same
-options. The two agree to the last places, so ``update`` is both the
-oracle of the tests and the documentation of the native struct.
-
-Maximizing and weight decay are no part of a rule. They mean the same for every one of them, so the
-engines do them before the rule is called: the gradient changes its sign, gets ``l2`` times the
-parameter added (coupled decay), and the parameter is multiplied by ``shrink`` (decoupled decay).
+Maximizing and weight decay are not part of a rule. Engines apply them to every rule alike, before
+it is called: they negate the gradient, add ``coupled_decay`` times the parameter to it, and
+multiply the parameter by ``decay_factor`` (decoupled decay).
 """
 
 from __future__ import annotations
@@ -28,35 +26,35 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
-from sparsestep.rules.idle import Motion
+from sparsestep.rules.idle import IdleUpdate
 
 
 @dataclass(frozen=True)
-class State:
-    """One tensor that a rule keeps for each parameter.
+class StateSpec:
+    """One state tensor of a rule.
 
     Attributes:
-        name: its key in the optimizer's state, torch's name where torch has one.
-        initial: the value that every element starts with, or the option that holds it.
-        per_row: one number for each row of the parameter instead of one for each element. The rule
-            then sees it as a column beside rows.
-        dtype: where it is not that of the parameter's other state.
-        int8: the code by which it may be stored as int8, see ``int8.py``; ``None`` where rounding
-            that much would spoil the parameter.
-        first: what is stored for the initial value, where that is not the value itself.
+        name: its key in ``optimizer.state``, torch's name if torch has one.
+        initial: the initial value of every element, or the option that holds it.
+        per_row: one value per row of the parameter instead of one per element. The rule sees it as
+            a column beside rows.
+        dtype: if it differs from the parameter's other state.
+        int8_format: how it may be stored as int8, see ``int8.py``; ``None`` if the rounding would
+            harm training.
+        encode_initial: maps the initial value to what is stored, if they differ.
     """
 
     name: str
     initial: float | str = 0.0
     per_row: bool = False
     dtype: torch.dtype | None = None
-    int8: Literal["signed", "unsigned"] | None = None
-    first: Callable[[float], float] | None = None
+    int8_format: Literal["signed", "unsigned"] | None = None
+    encode_initial: Callable[[float], float] | None = None
 
 
-# Graphs of torch.compile have no objects of ours in them, so they name a rule by its key.
+# Graphs of torch.compile hold no Python objects, so they name a rule by its key.
 rules_by_key: WeakValueDictionary[str, Rule] = WeakValueDictionary()
-_numbers = itertools.count(2)
+_serial = itertools.count(2)
 
 
 @dataclass(frozen=True)
@@ -64,32 +62,29 @@ class Rule:
     """An update formula.
 
     Attributes:
-        name: names the native twin too.
+        name: the rule's name; that of its native kernel, too.
         update: the formula.
-        state: what it keeps, in the order in which ``update`` takes and returns it: first what it
-            keeps per element, then what it keeps per row.
-        is_native: whether the core has a twin of it, under the same name.
-        motion: what it does where the gradient is zero, for ``semantics="dense"``; ``None`` for a
-            rule that cannot say.
-        counts: whether the number of a parameter's steps is part of its state, unlike in torch's
-            SGD.
-        recorded: the formula that is recorded and run as a program, where the core has no twin;
-            ``None`` for a rule that is only ever called.
-        key: its name, and a number where there is another of that name.
+        state: the state tensors, in the order of ``update``: per element first, then per row.
+        has_native_kernel: whether the core has a kernel of this name.
+        counts_steps: whether the state has a ``step`` entry; torch's SGD has none.
+        idle_update: the update without a gradient, for ``semantics="dense"``; ``None`` if unknown.
+        traceable_update: the formula to trace if there is no kernel; ``None`` if the rule can only
+            be called.
+        key: the name, with a number if it is taken.
     """
 
     name: str
     update: Callable[..., Any]
-    state: tuple[State, ...] = ()
-    is_native: bool = False
-    counts: bool = True
-    motion: Motion | None = None
-    recorded: Callable[..., Any] | None = None
+    state: tuple[StateSpec, ...] = ()
+    has_native_kernel: bool = False
+    counts_steps: bool = True
+    idle_update: IdleUpdate | None = None
+    traceable_update: Callable[..., Any] | None = None
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         taken = self.name in rules_by_key
-        object.__setattr__(self, "key", f"{self.name}#{next(_numbers)}" if taken else self.name)
+        object.__setattr__(self, "key", f"{self.name}#{next(_serial)}" if taken else self.name)
         rules_by_key[self.key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,41 +92,42 @@ class Rule:
         self.__post_init__()
 
     @cached_property
-    def hyperparameters(self) -> tuple[str, ...]:
-        """The keyword arguments of ``update`` that a param group provides."""
+    def hyperparam_names(self) -> tuple[str, ...]:
+        """Keyword arguments of ``update`` that a param group provides."""
         keywords = inspect.signature(self.update).parameters.values()
         return tuple(k.name for k in keywords if k.kind is k.KEYWORD_ONLY and k.name != "step")
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:
-        """Those of its state, in its order."""
+        """Names of the state tensors, in order."""
         return tuple(spec.name for spec in self.state)
 
     @cached_property
     def takes_step(self) -> bool:
-        """Whether ``update`` asks for the number of the step."""
+        """Whether ``update`` takes the step number."""
         return "step" in inspect.signature(self.update).parameters
 
-    def numbers(self, hyper: Mapping[str, Any]) -> tuple[float, ...]:
-        """The options of ``update`` as the native twin takes them: in their order, pairs as two.
+    def pack_hyperparams(self, hyperparams: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the options of ``update`` as the native kernel takes them: in order, flat.
 
         Example:
             >>> def update(param, grad, *, lr, betas, nesterov): ...
-            >>> Rule("mine", update).numbers({"lr": 0.1, "betas": (0.5, 0.75), "nesterov": True})
+            >>> options = {"lr": 0.1, "betas": (0.5, 0.75), "nesterov": True}
+            >>> Rule("mine", update).pack_hyperparams(options)
             (0.1, 0.5, 0.75, 1.0)
         """
         found: list[float] = []
-        for name in self.hyperparameters:
-            values = hyper[name] if name == "betas" else [hyper[name]]
+        for name in self.hyperparam_names:
+            values = hyperparams[name] if name == "betas" else [hyperparams[name]]
             found += (float(value + 0.0) for value in values)  # text is no number
         return tuple(found)
 
-    def new_values(
-        self, old: list[Tensor], grad: Tensor, step: int, hyper: Mapping[str, Any]
+    def apply(
+        self, old: list[Tensor], grad: Tensor, step: int, hyperparams: Mapping[str, Any]
     ) -> list[Tensor]:
-        """Call ``update``, and refuse what does not fit the old values."""
+        """Call ``update``, and refuse results that do not match the old values."""
         counted = {"step": step} if self.takes_step else {}
-        new = self.update(old[0], grad, *old[1:], **counted, **hyper)
+        new = self.update(old[0], grad, *old[1:], **counted, **hyperparams)
         given = [new] if isinstance(new, Tensor) else list(new)
         names = ["param", *(spec.name for spec in self.state)]
         if len(given) != len(old):
@@ -148,6 +144,6 @@ class Rule:
         return given
 
     @cached_property
-    def by_row(self) -> bool:
-        """Whether it has to see whole rows."""
+    def needs_whole_rows(self) -> bool:
+        """Whether ``update`` needs whole rows: it has state per row."""
         return any(spec.per_row for spec in self.state)

@@ -14,33 +14,33 @@ from torch import Tensor
 from sparsestep.rules.rule import Rule
 
 
-class RecordError(Exception):
+class TraceError(Exception):
     """A formula does something that is no operation on single elements or rows."""
 
 
-class Value(NamedTuple):
+class ValueRef(NamedTuple):
     """A value of a program, by the place of the operation that makes it."""
 
     place: int
 
 
-class Number(NamedTuple):
+class ConstantRef(NamedTuple):
     """One of a program's numbers, by its place among them."""
 
     place: int
 
 
 # Made once: a formula is recorded in every step.
-_VALUES = tuple(map(Value, range(256)))
-_NUMBERS = tuple(map(Number, range(256)))
+_VALUES = tuple(map(ValueRef, range(256)))
+_NUMBERS = tuple(map(ConstantRef, range(256)))
 
 
-def value_at(place: int) -> Value:
+def value_ref(place: int) -> ValueRef:
     """The value of a place."""
-    return _VALUES[place] if place < len(_VALUES) else Value(place)
+    return _VALUES[place] if place < len(_VALUES) else ValueRef(place)
 
 
-Argument: TypeAlias = Value | Number
+Argument: TypeAlias = ValueRef | ConstantRef
 
 
 class Operation(NamedTuple):
@@ -68,16 +68,16 @@ class Program:
         results: the new parameter and state.
         asks_for_float32: whether the formula converts to float32, which is what it has anyway
             unless the arithmetic is in float64.
-        may_widen: whether the machine that it is for can compute in float64 what a formula asks
+        allow_float64: whether the machine that it is for can compute in float64 what a formula asks
             for in float64.
 
     Example:
         >>> def update(param, grad, sum, *, lr):
         ...     sum = sum + grad * grad
         ...     return param - lr * grad / sum.sqrt(), sum
-        >>> from sparsestep.rules.rule import Rule, State
-        >>> from sparsestep.rules.trace import record
-        >>> record(Rule("mine", update, (State("sum"),)), 1, {"lr": 0.5})
+        >>> from sparsestep.rules.rule import Rule, StateSpec
+        >>> from sparsestep.rules.trace import trace
+        >>> trace(Rule("mine", update, (StateSpec("sum"),)), 1, {"lr": 0.5})
         param, grad, sum
         v3 = mul(grad, grad)
         v4 = add(sum, v3)
@@ -90,10 +90,10 @@ class Program:
 
     inputs: tuple[str, ...]
     operations: list[Operation] = field(default_factory=list)
-    numbers: list[float] = field(default_factory=list)
+    constants: list[float] = field(default_factory=list)
     results: tuple[int, ...] = ()
-    may_widen: bool = False
-    asks_for_float32: bool = False
+    allow_float64: bool = False
+    casts_to_float32: bool = False
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -110,12 +110,12 @@ class Program:
         """
         found: list[Argument] = []
         for argument in arguments:
-            if type(argument) is Value:
+            if type(argument) is ValueRef:
                 found.append(argument)
             else:
-                place = len(self.numbers)
-                self.numbers.append(float(argument))
-                found.append(_NUMBERS[place] if place < len(_NUMBERS) else Number(place))
+                place = len(self.constants)
+                self.constants.append(float(argument))
+                found.append(_NUMBERS[place] if place < len(_NUMBERS) else ConstantRef(place))
         self.operations.append(Operation(name, tuple(found), per_row))
         return len(self.operations) - 1
 
@@ -125,12 +125,12 @@ class Program:
             if operation.name != "input":
                 arguments = ", ".join(map(self._shown, operation.arguments))
                 lines.append(f"v{place} = {operation.name}({arguments})")
-        results = ", ".join(self._shown(Value(place)) for place in self.results)
+        results = ", ".join(self._shown(ValueRef(place)) for place in self.results)
         return "\n".join([*lines, f"return {results}"])
 
     def _shown(self, argument: Argument) -> str:
-        if isinstance(argument, Number):
-            return repr(self.numbers[argument.place])
+        if isinstance(argument, ConstantRef):
+            return repr(self.constants[argument.place])
         is_input = argument.place < len(self.inputs)
         return self.inputs[argument.place] if is_input else f"v{argument.place}"
 
@@ -144,12 +144,12 @@ class Program:
             >>> program = Program(("param", "grad"))
             >>> for _ in program.inputs:
             ...     _ = program.add("input", (), per_row=False)
-            >>> program.results = (program.add("sub", (Value(0), Value(1)), per_row=False),)
+            >>> program.results = (program.add("sub", (ValueRef(0), ValueRef(1)), per_row=False),)
             >>> program.run([torch.ones(1, 2), torch.full((1, 2), 0.25)])
             [tensor([[0.7500, 0.7500]])]
         """
         found: list[Tensor] = []
-        wide = wide_places(self.operations)
+        wide = float64_values(self.operations)
         for place, (name, arguments, _) in enumerate(self.operations):
             if name == "input":
                 found.append(values[place])
@@ -157,8 +157,8 @@ class Program:
             dtype = torch.float64 if wide[place] else values[0].dtype
             given = [
                 found[argument.place]
-                if isinstance(argument, Value)
-                else torch.tensor(self.numbers[argument.place], dtype=dtype)
+                if isinstance(argument, ValueRef)
+                else torch.tensor(self.constants[argument.place], dtype=dtype)
                 for argument in arguments
             ]
             found.append(given[0].to(dtype) if name in CASTS else OPERATIONS[name](*given))
@@ -170,24 +170,24 @@ class Program:
         return [(place, found[old]) for place, old in zip(self.results, inputs, strict=True)]
 
 
-def wide_places(operations: Sequence[Operation]) -> list[bool]:
+def float64_values(operations: Sequence[Operation]) -> list[bool]:
     """Which values are computed in float64, whatever the others are: from "wide" up to "narrow".
 
     Example:
         >>> a = Operation("input", (), per_row=True)
-        >>> b = Operation("wide", (Value(0),), per_row=True)
-        >>> c = Operation("sqrt", (Value(1),), per_row=True)
-        >>> wide_places([a, b, c, Operation("narrow", (Value(2),), per_row=True)])
+        >>> b = Operation("wide", (ValueRef(0),), per_row=True)
+        >>> c = Operation("sqrt", (ValueRef(1),), per_row=True)
+        >>> float64_values([a, b, c, Operation("narrow", (ValueRef(2),), per_row=True)])
         [False, True, True, False]
     """
     found: list[bool] = []
     for name, arguments, _ in operations:
-        among = any(found[a.place] for a in arguments if isinstance(a, Value))
+        among = any(found[a.place] for a in arguments if isinstance(a, ValueRef))
         found.append(name == "wide" or (among and name != "narrow"))
     return found
 
 
-def _as_number(condition: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _as_float(condition: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda a, b: condition(a, b).to(a.dtype)
 
 
@@ -208,12 +208,12 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "reciprocal": torch.reciprocal,
     "exp": torch.exp,
     "log": torch.log,
-    "lt": _as_number(torch.lt),
-    "le": _as_number(torch.le),
-    "gt": _as_number(torch.gt),
-    "ge": _as_number(torch.ge),
-    "eq": _as_number(torch.eq),
-    "ne": _as_number(torch.ne),
+    "lt": _as_float(torch.lt),
+    "le": _as_float(torch.le),
+    "gt": _as_float(torch.gt),
+    "ge": _as_float(torch.ge),
+    "eq": _as_float(torch.eq),
+    "ne": _as_float(torch.ne),
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
     "mean": lambda a: a.mean(1, keepdim=True),
     "sum": lambda a: a.sum(1, keepdim=True),
@@ -224,119 +224,122 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
 CASTS = ("wide", "narrow")
 
 # Those of a whole row, whose value is one number for it.
-OF_ROWS = ("mean", "sum", "amax")
+ROW_REDUCTIONS = ("mean", "sum", "amax")
 
 
-def record(rule: Rule, step: int, hyper: Mapping[str, Any], *, may_widen: bool = False) -> Program:
-    """What a rule does in a step with these options.
+def trace(
+    rule: Rule, step: int, hyperparams: Mapping[str, Any], *, allow_float64: bool = False
+) -> Program:
+    """Trace a rule's formula for one step.
 
     Args:
         rule: the rule.
         step: the number of the update.
-        hyper: the options of its formula.
-        may_widen: whether it may compute some of it in float64.
+        hyperparams: the options of its formula.
+        allow_float64: whether it may compute some of it in float64.
 
     Raises:
-        RecordError: the formula looks at values, shapes, or uses an operation without a form
-            here.
+        TraceError: the formula reads values or shapes, or uses an operation without a form here.
     """
-    program = Program(("param", "grad", *(spec.name for spec in rule.state)), may_widen=may_widen)
-    recorder = Recorder(program)
+    program = Program(
+        ("param", "grad", *(spec.name for spec in rule.state)), allow_float64=allow_float64
+    )
+    tracing = Trace(program)
     try:
-        program.results = _results(rule, recorder, step, hyper)
-        if recorder.is_kept():
-            raise RecordError("it keeps a value after it returns")
+        program.results = _results(rule, tracing, step, hyperparams)
+        if tracing.is_kept():
+            raise TraceError("it keeps a value after it returns")
     finally:
-        recorder.made.clear()
+        tracing.made.clear()
     return program
 
 
 def _results(
-    rule: Rule, recorder: Recorder, step: int, hyper: Mapping[str, Any]
+    rule: Rule, tracing: Trace, step: int, hyperparams: Mapping[str, Any]
 ) -> tuple[int, ...]:
     kinds = [False, *(spec.per_row for spec in rule.state)]
-    stand_ins = [
-        StandIn(recorder, recorder.program.add("input", (), per_row=per_row))
+    tracers = [
+        Tracer(tracing, tracing.program.add("input", (), per_row=per_row))
         for per_row in (False, *kinds)
     ]
     counted = {"step": step} if rule.takes_step else {}
     with torch.no_grad():
-        new = (rule.recorded or rule.update)(*stand_ins, **counted, **hyper)
+        new = (rule.traceable_update or rule.update)(*tracers, **counted, **hyperparams)
     results = list(new) if isinstance(new, tuple | list) else [new]
     if len(results) != len(kinds):
-        raise RecordError(f"it returns {len(results)} values, not {len(kinds)}")
+        raise TraceError(f"it returns {len(results)} values, not {len(kinds)}")
     for result, per_row in zip(results, kinds, strict=True):
-        if not isinstance(result, StandIn) or (per_row and not result.is_per_row):
-            raise RecordError("it returns something that is not computed from its arguments")
+        if not isinstance(result, Tracer) or (per_row and not result.is_per_row):
+            raise TraceError("it returns something that is not computed from its arguments")
     return tuple(result.place for result in results)
 
 
-class Recorder:
-    """What is written while a formula runs.
+class Trace:
+    """A formula being traced.
 
     Attributes:
-        program: so far.
-        made: all stand-ins, the first of which nobody else ever has.
+        program: the program so far.
+        made: all tracers; the first one is never passed to the formula.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.made: list[StandIn] = []
-        StandIn(self, 0)
+        self.made: list[Tracer] = []
+        Tracer(self, 0)
 
     def is_kept(self) -> bool:
-        """Whether somebody has a stand-in when the formula is done."""
+        """Whether the formula has kept a tracer."""
         counts = list(map(getrefcount, self.made))
         return max(counts) > counts[0]
 
 
-class StandIn:
-    """Stands for a tensor of any number of rows.
+class Tracer:
+    """Symbolic tensor of any number of rows; operations on it are traced.
 
     Args:
-        recorder: of its program.
-        place: that of its value there.
+        tracing: the trace it belongs to.
+        place: the index of its value in the program.
     """
 
-    __slots__ = ("place", "recorder")
+    __slots__ = ("place", "tracing")
 
-    def __init__(self, recorder: Recorder, place: int) -> None:
-        self.recorder: Recorder = recorder
+    def __init__(self, tracing: Trace, place: int) -> None:
+        self.tracing: Trace = tracing
         self.place: int = place
-        recorder.made.append(self)
+        tracing.made.append(self)
 
     @property
     def program(self) -> Program:
-        """What is written."""
-        return self.recorder.program
+        """The program so far."""
+        return self.tracing.program
 
-    def like(self, place: int) -> StandIn:
-        """Another, for another value of the same program."""
-        return StandIn(self.recorder, place)
+    def like(self, place: int) -> Tracer:
+        """Return a tracer of another value of the same program."""
+        return Tracer(self.tracing, place)
 
     @property
     def is_per_row(self) -> bool:
-        """Whether it is a column with a number for each row."""
+        """Whether it has one value per row."""
         return self.program.operations[self.place].per_row
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return call(getattr(func, "__name__", repr(func)), args, kwargs or {})
+        return trace_call(getattr(func, "__name__", repr(func)), args, kwargs or {})
 
-    def where(self, condition: Any, other: Any) -> StandIn:
-        """The method has another order than the function."""
-        return make("where", condition, self, other)
+    def where(self, condition: Any, other: Any) -> Tracer:
+        """``torch.where`` as a method, which has another order of arguments."""
+        return emit("where", condition, self, other)
 
     def __getattr__(self, name: str) -> Any:
-        raise RecordError(f"it uses .{name}")
+        raise TraceError(f"it uses .{name}")
 
     def __bool__(self) -> bool:
-        raise RecordError("it branches on values")
+        raise TraceError("it branches on values")
 
     def __repr__(self) -> str:
-        raise RecordError("it prints or formats values")
+        raise TraceError("it prints or formats values")
 
     def __hash__(self) -> int:
         return id(self)
@@ -344,7 +347,7 @@ class StandIn:
 
 # What a formula calls, in terms of the operations there are
 
-_SAME_AS = {
+_ALIASES = {
     **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"},
     **{"negative": "neg", "absolute": "abs", "sgn": "sign", "float_power": "pow"},
     **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
@@ -352,202 +355,206 @@ _SAME_AS = {
 }
 
 
-def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+def trace_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
     """Write down what a function of torch does."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     name = name.rstrip("_") if is_in_place else name
-    name = _SAME_AS.get(name, name)
-    made = _COMPOSED[name](*args, **kwargs) if name in _COMPOSED else _plain(name, args, kwargs)
+    name = _ALIASES.get(name, name)
+    made = (
+        _DECOMPOSITIONS[name](*args, **kwargs)
+        if name in _DECOMPOSITIONS
+        else _trace_primitive(name, args, kwargs)
+    )
     if is_in_place:
         if args[0].is_per_row and not made.is_per_row:
-            raise RecordError("it broadcasts a column in place")
+            raise TraceError("it broadcasts a column in place")
         args[0].place = made.place
         return args[0]  # type: ignore[no-any-return]
     return made
 
 
-def _plain(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
-    if name in OF_ROWS:
-        return _of_row(name, *args, **kwargs)
+def _trace_primitive(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+    if name in ROW_REDUCTIONS:
+        return _row_reduction(name, *args, **kwargs)
     if name not in OPERATIONS:
-        raise RecordError(f"it calls {name}")
+        raise TraceError(f"it calls {name}")
     if kwargs.keys() == {"alpha"} and name in ("add", "sub"):
-        args, kwargs = (args[0], make("mul", kwargs["alpha"], args[1])), {}
+        args, kwargs = (args[0], emit("mul", kwargs["alpha"], args[1])), {}
     if kwargs:
-        raise RecordError(f"it calls {name} with {', '.join(kwargs)}")
-    return make(name, *args)
+        raise TraceError(f"it calls {name} with {', '.join(kwargs)}")
+    return emit(name, *args)
 
 
-def make(name: str, *args: Any) -> StandIn:
+def emit(name: str, *args: Any) -> Tracer:
     """Write down an operation."""
-    recorder: Recorder | None = None
-    given: list[Value | float] = []
+    tracing: Trace | None = None
+    given: list[ValueRef | float] = []
     per_row = True
     for arg in args:
-        if type(arg) is StandIn:
-            recorder = arg.recorder
-            per_row = per_row and recorder.program.operations[arg.place].per_row
-            given.append(value_at(arg.place))
+        if type(arg) is Tracer:
+            tracing = arg.tracing
+            per_row = per_row and tracing.program.operations[arg.place].per_row
+            given.append(value_ref(arg.place))
         else:
-            given.append(arg if type(arg) is float else _number(arg))
-    if recorder is None:
-        raise RecordError(f"it calls {name} on numbers alone")
-    return StandIn(recorder, recorder.program.add(name, given, per_row=per_row))
+            given.append(arg if type(arg) is float else _as_constant(arg))
+    if tracing is None:
+        raise TraceError(f"it calls {name} on numbers alone")
+    return Tracer(tracing, tracing.program.add(name, given, per_row=per_row))
 
 
-def _number(arg: Any) -> float:
+def _as_constant(arg: Any) -> float:
     if isinstance(arg, Tensor) and arg.dim() == 0 and not arg.is_complex():
         return float(arg)
     if isinstance(arg, bool | int | float):
         return float(arg)
-    raise RecordError(f"it uses a {type(arg).__name__} that is not an argument")
+    raise TraceError(f"it uses a {type(arg).__name__} that is not an argument")
 
 
-def _of_row(name: str, row: StandIn, dim: Any = None, keepdim: bool = False) -> StandIn:
+def _row_reduction(name: str, row: Tracer, dim: Any = None, keepdim: bool = False) -> Tracer:
     """A sum over the elements of each row."""
     if isinstance(dim, tuple | list) and len(dim) == 1:
         (dim,) = dim
     if dim not in (1, -1) or not keepdim or row.is_per_row:
-        raise RecordError(f"it takes a {name} other than over rows, with dim=1 and keepdim=True")
-    return row.like(row.program.add(name, (Value(row.place),), per_row=True))
+        raise TraceError(f"it takes a {name} other than over rows, with dim=1 and keepdim=True")
+    return row.like(row.program.add(name, (ValueRef(row.place),), per_row=True))
 
 
 def _norm(
-    row: StandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, p: Any = 2, **more: Any
-) -> StandIn:
+    row: Tracer, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, p: Any = 2, **more: Any
+) -> Tracer:
     if any(value is not None for value in more.values()):
-        raise RecordError(f"it takes a norm with {', '.join(more)}")
+        raise TraceError(f"it takes a norm with {', '.join(more)}")
     ord = p if ord == 2 else ord
     if ord not in (2, 2.0, "fro", None):
-        raise RecordError(f"it takes a norm of order {ord}")
-    return make("sqrt", _of_row("sum", make("mul", row, row), dim, keepdim))
+        raise TraceError(f"it takes a norm of order {ord}")
+    return emit("sqrt", _row_reduction("sum", emit("mul", row, row), dim, keepdim))
 
 
-def _clamp(value: Any, min: Any = None, max: Any = None) -> StandIn:
+def _clamp(value: Any, min: Any = None, max: Any = None) -> Tracer:
     if min is not None:
-        value = make("maximum", value, min)
-    return value if max is None else make("minimum", value, max)
+        value = emit("maximum", value, min)
+    return value if max is None else emit("minimum", value, max)
 
 
-def _pow(base: Any, exponent: Any) -> StandIn:
-    if isinstance(exponent, StandIn):
-        return make("pow", base, exponent)
+def _pow(base: Any, exponent: Any) -> Tracer:
+    if isinstance(exponent, Tracer):
+        return emit("pow", base, exponent)
     # As torch computes them.
     if exponent == 2:
-        return make("mul", base, base)
+        return emit("mul", base, base)
     if exponent == 3:
-        return make("mul", make("mul", base, base), base)
+        return emit("mul", emit("mul", base, base), base)
     if exponent == 0.5:
-        return make("sqrt", base)
-    return make("rsqrt", base) if exponent == -0.5 else make("pow", base, exponent)
+        return emit("sqrt", base)
+    return emit("rsqrt", base) if exponent == -0.5 else emit("pow", base, exponent)
 
 
-def _lerp(start: Any, end: Any, weight: Any) -> StandIn:
+def _lerp(start: Any, end: Any, weight: Any) -> Tracer:
     """From whichever end is nearer, as torch does."""
-    if isinstance(weight, StandIn):
-        raise RecordError("it calls lerp with a weight that depends on values")
-    apart = make("sub", end, start)
+    if isinstance(weight, Tracer):
+        raise TraceError("it calls lerp with a weight that depends on values")
+    apart = emit("sub", end, start)
     if abs(float(weight)) < 0.5:
-        return make("add", start, make("mul", weight, apart))
-    return make("sub", end, make("mul", apart, 1 - float(weight)))
+        return emit("add", start, emit("mul", weight, apart))
+    return emit("sub", end, emit("mul", apart, 1 - float(weight)))
 
 
-def _add_to(name: str) -> Callable[..., StandIn]:
-    def add(start: Any, first: Any, second: Any, *, value: Any = 1) -> StandIn:
-        scaled = first if value == 1 else make("mul", value, first)
-        return make("add", start, make(name, scaled, second))
+def _fused_add(name: str) -> Callable[..., Tracer]:
+    def add(start: Any, first: Any, second: Any, *, value: Any = 1) -> Tracer:
+        scaled = first if value == 1 else emit("mul", value, first)
+        return emit("add", start, emit(name, scaled, second))
 
     return add
 
 
-def _double(value: StandIn) -> StandIn:
-    if not value.program.may_widen:
-        raise RecordError("it calls double")
-    return make("wide", value)
+def _to_float64(value: Tracer) -> Tracer:
+    if not value.program.allow_float64:
+        raise TraceError("it calls double")
+    return emit("wide", value)
 
 
-def _to(value: StandIn, dtype: Any = None) -> StandIn:
-    if isinstance(dtype, StandIn):  # to what another is, which is what all are
-        return make("narrow", value) if value.program.may_widen else value
+def _to_dtype(value: Tracer, dtype: Any = None) -> Tracer:
+    if isinstance(dtype, Tracer):  # to what another is, which is what all are
+        return emit("narrow", value) if value.program.allow_float64 else value
     if dtype is not torch.float32:
-        raise RecordError(f"it converts values to {dtype}")
+        raise TraceError(f"it converts values to {dtype}")
     return _float(value)
 
 
-def _float(value: StandIn) -> StandIn:
-    value.program.asks_for_float32 = True
+def _float(value: Tracer) -> Tracer:
+    value.program.casts_to_float32 = True
     return value
 
 
-def _full(value: StandIn, number: Any) -> StandIn:
+def _full_like(value: Tracer, number: Any) -> Tracer:
     """A number everywhere, whatever the value is: less than itself it never is."""
-    return make("add", make("lt", value, value), number)
+    return emit("add", emit("lt", value, value), number)
 
 
-def _copy(value: StandIn, other: Any) -> StandIn:
-    return make("where", make("lt", value, value), value, other)
+def _copy_from(value: Tracer, other: Any) -> Tracer:
+    return emit("where", emit("lt", value, value), value, other)
 
 
-_COMPOSED: dict[str, Callable[..., StandIn]] = {
+_DECOMPOSITIONS: dict[str, Callable[..., Tracer]] = {
     "clone": lambda value, **_: value.like(value.place),
-    "copy": _copy,
-    "fill": _full,
-    "full_like": _full,
-    "zero": lambda value: make("lt", value, value),
+    "copy": _copy_from,
+    "fill": _full_like,
+    "full_like": _full_like,
+    "zero": lambda value: emit("lt", value, value),
     # The same memory: what is done to the one in place is done to the other.
     "contiguous": lambda value: value,
     "detach": lambda value: value,
-    "square": lambda value: make("mul", value, value),
+    "square": lambda value: emit("mul", value, value),
     "pow": _pow,
     "clamp": _clamp,
     "clamp_min": lambda value, min: _clamp(value, min=min),
     "clamp_max": lambda value, max: _clamp(value, max=max),
     "lerp": _lerp,
-    "addcmul": _add_to("mul"),
-    "addcdiv": _add_to("div"),
+    "addcmul": _fused_add("mul"),
+    "addcdiv": _fused_add("div"),
     "norm": _norm,
     "vector_norm": _norm,
     "linalg_vector_norm": _norm,
-    "where": lambda condition, a, b: make("where", condition, a, b),
-    "zeros_like": lambda value: make("lt", value, value),
-    "ones_like": lambda value: make("eq", make("lt", value, value), 0.0),
-    "to": _to,
-    "double": _double,
+    "where": lambda condition, a, b: emit("where", condition, a, b),
+    "zeros_like": lambda value: emit("lt", value, value),
+    "ones_like": lambda value: emit("eq", emit("lt", value, value), 0.0),
+    "to": _to_dtype,
+    "double": _to_float64,
     "float": _float,
     # Of a condition, which is 1 or 0.
-    "logical_not": lambda value: make("eq", value, 0.0),
-    "logical_and": lambda a, b: make("mul", make("ne", a, 0.0), make("ne", b, 0.0)),
-    "logical_or": lambda a, b: make("maximum", make("ne", a, 0.0), make("ne", b, 0.0)),
+    "logical_not": lambda value: emit("eq", value, 0.0),
+    "logical_and": lambda a, b: emit("mul", emit("ne", a, 0.0), emit("ne", b, 0.0)),
+    "logical_or": lambda a, b: emit("maximum", emit("ne", a, 0.0), emit("ne", b, 0.0)),
 }
 
 
-def _reversed(name: str) -> Callable[[StandIn, Any], StandIn]:
-    return lambda self, other: make(name, other, self)
+def _reflected(name: str) -> Callable[[Tracer, Any], Tracer]:
+    return lambda self, other: emit(name, other, self)
 
 
 def _define_methods() -> None:
-    for name in (*OPERATIONS, *_COMPOSED, *_SAME_AS):
+    for name in (*OPERATIONS, *_DECOMPOSITIONS, *_ALIASES):
         for each in (name, f"{name}_") if name != "where" else ():
             setattr(
-                StandIn,
+                Tracer,
                 each,
-                lambda self, *args, each=each, **kwargs: call(each, (self, *args), kwargs),
+                lambda self, *args, each=each, **kwargs: trace_call(each, (self, *args), kwargs),
             )
 
 
 def _define_operators() -> None:
     named = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
     for sign, name in named.items():
-        made = _COMPOSED.get(name, partial(make, name))
-        setattr(StandIn, f"__{sign}__", lambda a, b, made=made: made(a, b))
-        setattr(StandIn, f"__i{sign}__", lambda a, b, name=name: call(f"{name}_", (a, b), {}))
-        setattr(StandIn, f"__r{sign}__", _reversed(name))
+        made = _DECOMPOSITIONS.get(name, partial(emit, name))
+        setattr(Tracer, f"__{sign}__", lambda a, b, made=made: made(a, b))
+        setattr(Tracer, f"__i{sign}__", lambda a, b, name=name: trace_call(f"{name}_", (a, b), {}))
+        setattr(Tracer, f"__r{sign}__", _reflected(name))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(StandIn, f"__{name}__", lambda a, b, name=name: make(name, a, b))
+        setattr(Tracer, f"__{name}__", lambda a, b, name=name: emit(name, a, b))
     for sign, name in {"neg": "neg", "abs": "abs", "invert": "logical_not"}.items():
-        setattr(StandIn, f"__{sign}__", lambda a, name=name: call(name, (a,), {}))
+        setattr(Tracer, f"__{sign}__", lambda a, name=name: trace_call(name, (a,), {}))
     for sign, name in {"and": "logical_and", "or": "logical_or"}.items():
-        setattr(StandIn, f"__{sign}__", lambda a, b, name=name: call(name, (a, b), {}))
+        setattr(Tracer, f"__{sign}__", lambda a, b, name=name: trace_call(name, (a, b), {}))
 
 
 _define_methods()

@@ -159,8 +159,8 @@ def _state_of(
     specs = made.stored_rule_for(group).state
     return {
         spec.name: Kind(
-            tuple(states.shape_for(spec, param)[1:]),
-            states.dtype_for(spec, param, group.get("state_dtype")),
+            tuple(states.state_shape(spec, param)[1:]),
+            states.state_dtype_for(spec, param, group.get("state_dtype")),
         )
         for spec in specs
     }

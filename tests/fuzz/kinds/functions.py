@@ -48,7 +48,7 @@ class Call:
         say(f"{self.function.__name__}: param {text}")
         self.mask = None
         if self.param.dim() and chance.one_in(4):
-            self.mask = any_mask(chance, self.param, by_row=self.rule.by_row)
+            self.mask = any_mask(chance, self.param, by_row=self.rule.needs_whole_rows)
         self.state = {spec.name: self._state(spec) for spec in self.rule.state}
         self.steps = chance.pick([0, 0, 9])  # RAdam begins with a formula of its own
         self.over = False

@@ -29,7 +29,7 @@ from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
 from sparsestep.nn.vocabulary.id_table import Options, Saved
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
-from sparsestep.optim.state import in_dtype
+from sparsestep.optim.state import fill_value
 
 NEW_ROW = -1  # marks a row that is initialized, not loaded
 _PADDING_ROW = -2  # beyond the table: all ranks have equally many
@@ -380,7 +380,9 @@ class RowRemap(NamedTuple):
             found = gather_rows(ranks, block, source)
             is_new = (source == NEW_ROW).nonzero().squeeze(1)
             if initial is not None:
-                found[source < 0] = torch.tensor(in_dtype(found.dtype, initial), dtype=found.dtype)
+                found[source < 0] = torch.tensor(
+                    fill_value(found.dtype, initial), dtype=found.dtype
+                )
             else:
                 index = (self.source == NEW_ROW).cumsum(0) - 1
                 found[is_new] = self.values[index[numbers[is_new] // self.world_size]]

@@ -30,7 +30,7 @@ from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, written
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.optim.state import initial
+from sparsestep.optim.state import initial_value
 
 
 class TensorLayouts(NamedTuple):
@@ -159,7 +159,7 @@ class CheckpointState:
         for group in self._optimizer.param_groups:
             rule = self._optimizer.stored_rule_for(group)
             for name in {self._names[id(param)] for param in group["params"]} & given:
-                found[name] = {spec.name: initial(spec, group) for spec in rule.state}
+                found[name] = {spec.name: initial_value(spec, group) for spec in rule.state}
         return found
 
     def vocabulary_readers(

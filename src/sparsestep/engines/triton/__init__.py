@@ -22,10 +22,10 @@ from torch.autograd.graph import increment_version
 
 from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.triton.codegen import Form, form_of, kernel_of
+from sparsestep.engines.triton.codegen import KernelSpec, kernel_spec, load_kernel
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, index_error
-from sparsestep.rules.trace import record
+from sparsestep.rules.trace import trace
 
 # Columns that a program sees at most: of rows that may be cut, and of those that may not.
 _COLUMNS = 1024
@@ -49,14 +49,14 @@ def is_interpreted() -> bool:
 
 
 @dataclass(slots=True)
-class Launch:
+class KernelLaunch:
     """One update, as kernels are given it.
 
     Attributes:
         update: the update.
         numbers: those of its formula, recorded.
         form: of its kernel.
-        touched: its gradient.
+        indexed: its gradient.
         entries: how many.
         positions: sorted; ``None`` where every slot comes once, in order.
         order: of the entries; ``None`` where they are sorted already, and no slot comes twice.
@@ -66,8 +66,8 @@ class Launch:
 
     update: ParamUpdate
     numbers: list[float]
-    form: Form
-    touched: IndexedGrad
+    form: KernelSpec
+    indexed: IndexedGrad
     entries: int
     positions: Tensor | None = None
     order: Tensor | None = None
@@ -77,22 +77,22 @@ class Launch:
     @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
-        tensors = (*self.update.written, self.touched.values)
+        tensors = (*self.update.targets, self.indexed.values)
         in_double = any(tensor.dtype == torch.float64 for tensor in tensors)
         return torch.float64 if in_double else torch.float32
 
     def sort(self) -> None:
         """Bring equal positions together, in order of appearance."""
-        positions = self.touched.indices
+        positions = self.indexed.indices
         if (
-            positions is None or positions is self.touched.value_index
+            positions is None or positions is self.indexed.value_index
         ):  # a mask's, of a dense gradient
             self.positions = positions
             return
         self.positions, self.order = torch.sort(positions.reshape(-1), stable=True)
         if self.entries > _RUN:
-            count, block = self.entries // _RUN + 1, self.touched.slot_size
-            self.blocks = self.touched.values.new_empty(count, block, dtype=self.dtype)
+            count, block = self.entries // _RUN + 1, self.indexed.slot_size
+            self.blocks = self.indexed.values.new_empty(count, block, dtype=self.dtype)
 
     def bounds(self) -> list[Tensor]:
         """The smallest and the largest position."""
@@ -100,7 +100,7 @@ class Launch:
 
     def is_inside(self) -> Tensor:
         """Whether all positions are slots, as a tensor, which the host does not look at."""
-        return (self._sorted[0] >= 0) & (self._sorted[-1] < self.touched.num_slots)
+        return (self._sorted[0] >= 0) & (self._sorted[-1] < self.indexed.num_slots)
 
     @property
     def _sorted(self) -> Tensor:
@@ -111,73 +111,78 @@ class Launch:
         """Launch its kernels, or have them compiled."""
         import triton.language as tl
 
-        touched, settings = self.touched, self.update.settings
-        rows, block, warps = tile(self.form, touched)
+        indexed, settings = self.indexed, self.update.settings
+        rows, block, warps = tile_shape(self.form, indexed)
         how = {
             "T": tl.float64 if self.dtype == torch.float64 else tl.float32,
-            "C": touched.slot_size,
+            "C": indexed.slot_size,
             "ROWS": rows,
             "BLOCK": block,
             "num_warps": warps,
             "enable_fp_fusion": False,
         }
-        grid = (-(-self.entries // rows), -(-touched.slot_size // block))
-        gradient = (touched.values, self.positions, self.order, touched.value_index, touched.scale)
+        grid = (-(-self.entries // rows), -(-indexed.slot_size // block))
+        gradient = (indexed.values, self.positions, self.order, indexed.value_index, indexed.scale)
         if self.blocks is not None:
             steps = self.entries.bit_length() + 1
             _call(_block_sums(), grid, (*gradient, self.blocks, self.entries, steps), how, warm_up)
-        held = None if touched.element_mask is None else touched.element_mask.view(torch.uint8)
-        given = (*self.update.written, *gradient, held, self.blocks, self.ok, self.entries)
-        numbers = (_signed(self.update.seed or 0), settings.l2, settings.shrink, *self.numbers)
-        _call(kernel_of(self.form), grid, (*given, *numbers), how, warm_up)
+        held = None if indexed.element_mask is None else indexed.element_mask.view(torch.uint8)
+        given = (*self.update.targets, *gradient, held, self.blocks, self.ok, self.entries)
+        numbers = (
+            _signed(self.update.seed or 0),
+            settings.coupled_decay,
+            settings.decay_factor,
+            *self.numbers,
+        )
+        _call(load_kernel(self.form), grid, (*given, *numbers), how, warm_up)
 
 
-def tile(form: Form, touched: IndexedGrad) -> tuple[int, int, int]:
+def tile_shape(form: KernelSpec, indexed: IndexedGrad) -> tuple[int, int, int]:
     """Entries and columns that a program sees, and its warps."""
     columns = form.width if form.by_row else min(form.width, _COLUMNS)
-    most = _ELEMENTS if touched.indices is None else _ENTRIES
+    most = _ELEMENTS if indexed.indices is None else _ENTRIES
     rows = min(max(1, _ELEMENTS // columns), most)
     return rows, columns, 4 if rows * columns <= 2048 else 8 if columns <= 4096 else 16
 
 
-class Triton:
+class TritonEngine:
     """The updates of one step that are printed kernels."""
 
     def __init__(self) -> None:
-        self._launches: list[Launch] = []
+        self._launches: list[KernelLaunch] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Take an update; raises where there is no kernel for it."""
-        why = _why_not(update)
+        why = _obstacle(update)
         if why is not None:
-            raise update.refuse(why)
-        settings, touched = update.settings, update.touched
+            raise update.error(why)
+        settings, indexed = update.settings, update.indexed
         try:
-            program = record(settings.rule, update.step, settings.hyper, may_widen=True)
-        except Exception as error:  # whatever a formula does that stand-ins cannot
+            program = trace(settings.rule, update.step, settings.hyperparams, allow_float64=True)
+        except Exception as error:  # whatever a formula does that a tracer cannot
             requirement = "engine='triton' needs a formula that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"
-            raise update.refuse(message(requirement, got, "Use engine='auto'")) from None
-        if touched.indices is None and not settings.rule.by_row:
-            size = touched.values.numel()
-            touched = touched._replace(
-                values=touched.values.reshape(-1), num_slots=size, slot_size=1
+            raise update.error(message(requirement, got, "Use engine='auto'")) from None
+        if indexed.indices is None and not settings.rule.needs_whole_rows:
+            size = indexed.values.numel()
+            indexed = indexed._replace(
+                values=indexed.values.reshape(-1), num_slots=size, slot_size=1
             )
-        touched = touched.with_value_rows()._replace(values=touched.values.contiguous())
-        form = form_of(
+        indexed = indexed.with_value_rows()._replace(values=indexed.values.contiguous())
+        form = kernel_spec(
             program,
-            negates=settings.sign < 0,
-            adds_decay=settings.l2 != 0,
-            shrinks=settings.shrink != 1,
-            at_random=update.seed is not None and settings.stochastic,
-            width=1 << max(0, touched.slot_size - 1).bit_length(),
+            negates=settings.grad_sign < 0,
+            adds_decay=settings.coupled_decay != 0,
+            shrinks=settings.decay_factor != 1,
+            at_random=update.seed is not None and settings.stochastic_rounding,
+            width=1 << max(0, indexed.slot_size - 1).bit_length(),
         )
         if form.by_row and form.width > _ROW:
             requirement = f"rules with state per row support rows of up to {_ROW} elements here"
-            raise update.refuse(message(requirement, touched.slot_size, "Use engine='auto'"))
-        entries = touched.num_slots if touched.indices is None else touched.indices.numel()
-        if entries and touched.slot_size:
-            self._launches.append(Launch(update, program.numbers, form, touched, entries))
+            raise update.error(message(requirement, indexed.slot_size, "Use engine='auto'"))
+        entries = indexed.num_slots if indexed.indices is None else indexed.indices.numel()
+        if entries and indexed.slot_size:
+            self._launches.append(KernelLaunch(update, program.constants, form, indexed, entries))
         return True
 
     @torch.no_grad()
@@ -185,7 +190,7 @@ class Triton:
         """Sort positions, see that all are slots, and have the kernels compiled."""
         for launch in self._launches:
             launch.sort()
-        self._look(launch for launch in self._launches if not _is_captured(launch))
+        self._check_indices(launch for launch in self._launches if not _is_captured(launch))
         captured = [x for x in self._launches if x.order is not None and _is_captured(x)]
         if captured:
             ok = stack([launch.is_inside() for launch in captured]).all()
@@ -196,9 +201,9 @@ class Triton:
             launch.run(warm_up=True)
 
     @staticmethod
-    def _look(launches: Iterable[Launch]) -> None:
+    def _check_indices(launches: Iterable[KernelLaunch]) -> None:
         """Wait for the smallest and the largest positions, all at once; refuse what is no slot."""
-        by_device: dict[torch.device, list[Launch]] = {}
+        by_device: dict[torch.device, list[KernelLaunch]] = {}
         for launch in launches:
             if launch.order is not None:
                 by_device.setdefault(launch.order.device, []).append(launch)
@@ -206,25 +211,25 @@ class Triton:
             bounds = cat([bound for launch in some for bound in launch.bounds()])
             found = bounds.cpu().tolist()  # here the host waits
             for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
-                slots = launch.touched.num_slots
+                slots = launch.indexed.num_slots
                 if low < 0 or high >= slots:
-                    raise launch.update.refuse(index_error(low if low < 0 else high, slots))
+                    raise launch.update.error(index_error(low if low < 0 else high, slots))
 
     @torch.no_grad()
     def commit(self) -> None:
         """Launch."""
         for launch in self._launches:
             launch.run()
-            increment_version([t for t in launch.update.written if not t.is_inference()])
+            increment_version([t for t in launch.update.targets if not t.is_inference()])
 
 
-def _is_captured(launch: Launch) -> bool:
+def _is_captured(launch: KernelLaunch) -> bool:
     return bool(launch.update.group.get("capturable"))
 
 
-def _why_not(update: ParamUpdate) -> str | None:
+def _obstacle(update: ParamUpdate) -> str | None:
     """Why there can be no kernel for it."""
-    tensors = update.written
+    tensors = update.targets
     param = tensors[0]
     if param.is_cpu and not is_interpreted():
         requirement = "engine='triton' needs parameters on a GPU"
@@ -243,14 +248,14 @@ def _why_not(update: ParamUpdate) -> str | None:
 def _call(
     kernel: Any, grid: tuple[int, int], given: tuple[Any, ...], how: dict[str, Any], warm_up: bool
 ) -> None:
-    with _on(given[0].device):
+    with _device_guard(given[0].device):
         if warm_up:
             kernel.warmup(*given, grid=grid, **how)
         else:
             kernel[grid](*given, **how)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def _device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the device that is the current one."""
     if device.type == "cpu":
         return nullcontext()

@@ -14,14 +14,21 @@ from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
-from sparsestep.rules.trace import OF_ROWS, Number, Operation, Program, Value, wide_places
+from sparsestep.rules.trace import (
+    ROW_REDUCTIONS,
+    ConstantRef,
+    Operation,
+    Program,
+    ValueRef,
+    float64_values,
+)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
 _LANES = 16  # in which the core sums a row
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelSpec:
     """What decides about the code of a kernel; everything else is an argument of it.
 
     Attributes:
@@ -48,7 +55,7 @@ class Form:
     def numbers(self) -> int:
         """How many numbers of the program the kernel takes."""
         return sum(
-            isinstance(a, Number) for operation in self.operations for a in operation.arguments
+            isinstance(a, ConstantRef) for operation in self.operations for a in operation.arguments
         )
 
     @property
@@ -57,25 +64,25 @@ class Form:
         return any(operation.per_row for operation in self.operations)
 
 
-def form_of(program: Program, **rest: Any) -> Form:
+def kernel_spec(program: Program, **rest: Any) -> KernelSpec:
     """The form of a program.
 
     Args:
         program: the formula.
         rest: the other fields.
     """
-    return Form(program.inputs, tuple(program.operations), program.results, **rest)
+    return KernelSpec(program.inputs, tuple(program.operations), program.results, **rest)
 
 
 @lru_cache(maxsize=256)
-def kernel_of(form: Form) -> Any:
+def load_kernel(form: KernelSpec) -> Any:
     """The kernel, for Triton to compile where it is launched.
 
     The text is kept for whoever asks for it, Triton above all; it is in no file.
     """
     from sparsestep.engines.triton import kernels as triton_kernels
 
-    text = printed(form)
+    text = generate_source(form)
     name = f"<sparsestep kernel {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     module = ModuleType("sparsestep_kernel")
@@ -86,7 +93,7 @@ def kernel_of(form: Form) -> Any:
     return module.__dict__["step"]
 
 
-def printed(form: Form) -> str:
+def generate_source(form: KernelSpec) -> str:
     """The source of a kernel.
 
     Args:
@@ -94,9 +101,9 @@ def printed(form: Form) -> str:
 
     Example:
         >>> from sparsestep.rules.rule import Rule
-        >>> from sparsestep.rules.trace import record
+        >>> from sparsestep.rules.trace import trace
         >>> rule = Rule("mine", lambda param, grad, *, lr: param - lr * grad)
-        >>> text = printed(form_of(record(rule, 1, {"lr": 0.5})))
+        >>> text = generate_source(kernel_spec(trace(rule, 1, {"lr": 0.5})))
         >>> print(text[text.index("    v0") :])
             v0 = tl.load(at0 + cell, mask=inside, other=0.0).to(T)  # param
             v1 = gradient(values, positions, order, source, scale, blocks, n,
@@ -106,12 +113,12 @@ def printed(form: Form) -> str:
             tl.store(at0 + cell, rounded(v3, at0.dtype.element_ty), mask=moved)
         <BLANKLINE>
     """
-    lines = [*_row_sum(form), *_signature(form), *_loads(form)]
-    wide = wide_places(form.operations)
+    lines = [*_emit_row_sum(form), *_signature(form), *_emit_loads(form)]
+    wide = float64_values(form.operations)
     for place, operation in enumerate(form.operations):
         if operation.name != "input":
-            lines.append(f"    v{place} = {_expression(operation, wide[place])}")
-    lines += _stores(form)
+            lines.append(f"    v{place} = {_emit_expression(operation, wide[place])}")
+    lines += _emit_stores(form)
     return "\n".join(lines) + "\n"
 
 
@@ -146,16 +153,16 @@ _EXPRESSIONS: Mapping[str, str] = {
 }
 
 
-def _expression(operation: Operation, is_wide: bool) -> str:
+def _emit_expression(operation: Operation, is_wide: bool) -> str:
     dtype = "tl.float64" if is_wide else "T"
     arguments = [
-        f"v{a.place}" if isinstance(a, Value) else f"number(n{a.place}, {dtype})"
+        f"v{a.place}" if isinstance(a, ValueRef) else f"number(n{a.place}, {dtype})"
         for a in operation.arguments
     ]
     return _EXPRESSIONS[operation.name].format(*arguments)
 
 
-def _signature(form: Form) -> list[str]:
+def _signature(form: KernelSpec) -> list[str]:
     written = [place for place in range(len(form.inputs)) if place != 1]
     numbers = ["l2", "shrink", *(f"n{place}" for place in range(form.numbers))]
     arguments = [
@@ -179,7 +186,7 @@ def _signature(form: Form) -> list[str]:
     ]
 
 
-def _place(form: Form, place: int) -> tuple[str, str, str]:
+def _pointer(form: KernelSpec, place: int) -> tuple[str, str, str]:
     """Where the numbers of an input lie, which of them there are, and which may move."""
     if form.operations[place].per_row:
         return f"at{place} + row", "in_rows", "in_rows"
@@ -192,12 +199,12 @@ _GRADIENT = (
 )
 
 
-def _loads(form: Form) -> Iterator[str]:
+def _emit_loads(form: KernelSpec) -> Iterator[str]:
     for place, name in enumerate(form.inputs):
         if place == 1:
             yield f"    v1 = {_GRADIENT}"
             continue
-        pointer, there, _ = _place(form, place)
+        pointer, there, _ = _pointer(form, place)
         yield f"    v{place} = tl.load({pointer}, mask={there}, other=0.0).to(T)  # {name!s:.40}"
     if form.negates:
         yield "    v1 = -v1"
@@ -207,10 +214,10 @@ def _loads(form: Form) -> Iterator[str]:
         yield "    v0 = v0 * number(shrink, T)"
 
 
-def _stores(form: Form) -> Iterator[str]:
+def _emit_stores(form: KernelSpec) -> Iterator[str]:
     written = [place for place in range(len(form.inputs)) if place != 1]
     for count, (place, result) in enumerate(zip(written, form.results, strict=True)):
-        pointer, _, moved = _place(form, place)
+        pointer, _, moved = _pointer(form, place)
         dtype = f"at{place}.dtype.element_ty"
         value = f"rounded(v{result}, {dtype})"
         if form.at_random:
@@ -220,12 +227,12 @@ def _stores(form: Form) -> Iterator[str]:
         yield f"    tl.store({pointer}, {value}, mask={moved})"
 
 
-def _row_sum(form: Form) -> Iterator[str]:
+def _emit_row_sum(form: KernelSpec) -> Iterator[str]:
     """The sum of a row in the order in which the core has it: the last bits depend on it.
 
     Sixteen lanes go over the row, then halves of them are added. What is not there is zero.
     """
-    if not any(operation.name in OF_ROWS for operation in form.operations):
+    if not any(operation.name in ROW_REDUCTIONS for operation in form.operations):
         return
     yield "@triton.jit"
     yield "def row_sum(a, inside, ROWS: tl.constexpr):"
