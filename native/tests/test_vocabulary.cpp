@@ -185,6 +185,12 @@ void test_against_model(const VocabularyOptions& options, int64_t ids, int64_t s
             Vocabulary other(options);
             right &= other.load(arrays, vocabulary.sizes(), now);
             vocabulary = std::move(other);
+            if (vocabulary.sizes().used > options.shared + 1) {  // an id comes twice
+                const auto was = contents_of(vocabulary, options);
+                a[size_t(options.shared)] = a[size_t(options.shared) + 1];
+                right &= !vocabulary.load(arrays, vocabulary.sizes(), now);
+                right &= was == contents_of(vocabulary, options);
+            }
         }
     }
     check(right, "vocabulary: " + what);
