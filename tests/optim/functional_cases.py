@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.table import OPTIONS, same_bits, state_tensors
+from tests.table import same_bits, state_tensors
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]
 STEPS = 5
@@ -40,15 +40,11 @@ class Variant:
         return "-".join([self.cls.__name__, *(f"{k}={v}" for k, v in self.options.items())])
 
 
-VARIANTS = [
-    Variant(cls, options)
-    for cls in FUNCTIONAL
-    for options in [{}, *OPTIONS.get(cls.optimizer_class, [])]
-]
 STATEFUL = [
-    Variant(cls, {"momentum": 0.9} if cls is sparsestep.FunctionalSGD else {}) for cls in FUNCTIONAL
+    Variant(sparsestep.FunctionalSGD, {"momentum": 0.9}),
+    Variant(sparsestep.FunctionalAdam),
+    Variant(sparsestep.FunctionalRowwiseAdagrad),
 ]
-each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 each_stateful = pytest.mark.parametrize("variant", STATEFUL, ids=str)
 
 

@@ -185,8 +185,10 @@ def test_functions(cls: type[RuleOptimizer], engine: str):
 def fresh_state(variant: Variant, param: Tensor) -> dict[str, Tensor]:
     opt = variant([param.clone()])
     opt.materialize_state()
-    (record,) = opt.state.values()
-    return {spec.name: record[spec.name] for spec in variant.rule.state}
+    for record in opt.state.values():
+        return {spec.name: record[spec.name] for spec in variant.rule.state}
+    wide = torch.promote_types(param.dtype, torch.float32)
+    return {spec.name: torch.zeros_like(param, dtype=wide) for spec in variant.rule.state}  # SGD's
 
 
 def bad_state(good: Tensor) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""Functional forms: the class, its functional class and its function come to the same bits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsestep import functional
+from sparsestep.engines import rounding
+from sparsestep.optim.optimizer import RuleOptimizer
+from tests.generate.cases import Case, cases, each_case
+from tests.generate.grads import coo, strided
+from tests.properties.marks import QUIET
+from tests.properties.test_refusals import fresh_state
+from tests.subject import by_hand_class
+from tests.table import (
+    FUNCTIONS,
+    VARIANTS,
+    Variant,
+    each_engine,
+    on_each_engine,
+    randn,
+    running_on,
+    same_bits,
+)
+
+pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
+each_function = pytest.mark.parametrize("cls", FUNCTIONS, ids=lambda cls: cls.__name__)
+SHAPE = (7, 5)
+
+
+def given_to(function: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a function takes; others select the state that it is passed."""
+    takes = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in takes}
+
+
+def call(variant: Variant, param: Tensor, grad: Any, state: dict[str, Tensor], **more: Any) -> None:
+    function = FUNCTIONS[variant.cls]
+    options = given_to(function, {**variant.options, **more})
+    assert function(param, grad, **state, **options) is None
+
+
+@on_each_engine(VARIANTS)
+@each_case(examples=6, case=cases(max_steps=3, kinds=(coo, strided)))
+def test_all_forms_have_the_bits_of_the_class(variant: Variant, engine: str, case: Case):
+    """By step, by step_param, and by the function, with masks; ``.grad`` is left alone."""
+    if not case.applies(variant):
+        return
+    with running_on(engine) as name:
+        optimizer = case.subject(variant, name, masked=True)
+        (group, *more) = optimizer.groups
+        if more:  # functional forms have one group
+            for group in more:
+                group["lr"] = case.options["lr"]
+        masks = [optimizer.mask_of(group, index) for group, index, _ in optimizer.each()]
+        options = {**variant.options, **case.options, "engine": name}
+        by_step, by_param = (
+            by_hand_class(variant.cls)([p.detach() for p in case.params()], **options)
+            for _ in range(2)
+        )
+        for each in (by_step, by_param):
+            each.param_group["mask"] = masks
+        with_function = [(p.detach(), fresh_state(variant, p.detach())) for p in case.params()]
+        function = FUNCTIONS[variant.cls]
+        has_function = not with_function[0][1].keys() - inspect.signature(function).parameters
+        counts = [0] * len(masks)
+        for drawn in case.steps:
+            optimizer.give(drawn)
+            try:
+                optimizer.step()
+            except ValueError:
+                return  # strides that the native engine does not take: test_step has them
+            grads = [None if each is None else each.grad for each in drawn]
+            by_step.step(grads)
+            for place, (param, grad) in enumerate(
+                zip(by_param.param_group["params"], grads, strict=True)
+            ):
+                by_param.step_param(param, grad)
+                if has_function and grad is not None:
+                    counts[place] += 1
+                    mine, state = with_function[place]
+                    more_options = {**case.options, "engine": name, "mask": masks[place]}
+                    call(variant, mine, grad, state, step=counts[place], **more_options)
+        for place, (_, _, param) in enumerate(optimizer.each()):
+            others = [front.param_group["params"][place] for front in (by_step, by_param)]
+            others += [with_function[place][0]] if has_function else []
+            assert all(same_bits(param.detach(), other) for other in others)
+            for spec in variant.rule.state:
+                wanted = optimizer.state.get(param, {}).get(spec.name)
+                if wanted is None:
+                    continue
+                assert same_bits(by_step.state[others[0]][spec.name], wanted)
+                assert same_bits(by_param.state[others[1]][spec.name], wanted)
+                if has_function:
+                    assert same_bits(with_function[place][1][spec.name], wanted)
+
+
+def test_every_optimizer_has_its_function():
+    public = {name for name in vars(functional) if name.endswith("_") and name[0] != "_"}
+    assert public == {"apply_", *(function.__name__ for function in FUNCTIONS.values())}
+
+
+@each_function
+def test_defaults_are_those_of_the_class(cls: type[RuleOptimizer]):
+    defaults = cls([torch.zeros(1)]).defaults
+    for name, value in FUNCTIONS[cls].__kwdefaults__.items():
+        if name in defaults and name != "step":
+            assert defaults[name] == value, name
+
+
+# Numbers that may be tensors
+
+
+@each_function
+def test_a_tensor_as_learning_rate_or_step(cls: type[RuleOptimizer]):
+    """Read, and not written."""
+    variant = Variant(cls, {})
+    results = []
+    for rate, step in ((0.03125, 2), (torch.tensor([0.03125]), torch.tensor(2.0))):
+        param, state = randn(SHAPE), fresh_state(variant, randn(SHAPE))
+        call(variant, param, randn(SHAPE, 1), state, lr=rate, step=step)
+        results.append([param, *state.values()])
+    assert all(map(same_bits, *results))
+    assert step == 2
+    assert rate.item() == 0.03125
+
+
+@each_function
+@each_engine
+def test_a_seed_rounds_at_random(cls: type[RuleOptimizer], engine: str):
+    """As the class rounds with the seed of its step."""
+    half = torch.bfloat16
+    variant = Variant(cls, {"lr": 0.01})
+    param, kept = randn(SHAPE).to(half), torch.nn.Parameter(randn(SHAPE).to(half))
+    state = fresh_state(variant, param)
+    with running_on(engine) as name:
+        opt = variant([kept], stochastic_rounding=True, engine=name)
+        for step in range(1, 4):
+            kept.grad = randn(SHAPE, step).to(half)
+            seed = rounding.seed_for(torch.initial_seed(), 0, step)
+            call(variant, param, kept.grad.to_sparse(1), state, step=step, seed=seed, engine=name)
+            kept.grad = kept.grad.to_sparse(1)
+            opt.step()
+    assert same_bits(param, kept.detach())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**64, 2**80 + 17])
+def test_any_integer_is_a_seed(seed: int):
+    params = [torch.ones(SHAPE, dtype=torch.bfloat16) for _ in range(2)]
+    for param, same in zip(params, (seed, seed % 2**64), strict=True):
+        functional.sgd_(param, torch.ones(SHAPE, dtype=torch.bfloat16), seed=same)
+    assert same_bits(*params)
+    assert len(params[0].unique()) == 2
+
+
+@each_engine
+def test_the_first_step_of_momentum_takes_the_gradient_whole(engine: str):
+    grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.full((1, 5), 2.0), SHAPE)
+    with running_on(engine) as name:
+        for step, expected in ((1, 2.0), (2, 1.0)):
+            param, buffer = torch.zeros(SHAPE), torch.zeros(SHAPE)
+            options: dict[str, Any] = {"lr": 0.5, "momentum": 0.25, "dampening": 0.5}
+            functional.sgd_(param, grad, buffer, step=step, engine=name, **options)
+            assert buffer[1].tolist() == [expected] * 5
+            assert param[1].tolist() == [-expected / 2] * 5
+            # By default it is not the first.
+            functional.sgd_(param, grad, buffer, engine=name, **options)
+            assert buffer[1].tolist() == [0.25 * expected + 1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("sparse_adam_", "weight_decay"),
+        ("ftrl_", "decoupled_weight_decay"),
+        ("adamw_", "decoupled_weight_decay"),
+        ("adam_", "amsgrad"),
+    ],
+)
+def test_options_that_a_rule_does_not_have(name: str, option: str):
+    function = getattr(functional, name)
+    with pytest.raises(TypeError, match=option):
+        function(*(torch.zeros(3) for _ in range(4)), step=1, **{option: True})
+
+
+# Autograd
+
+
+@each_function
+@pytest.mark.parametrize("engine", ["reference", "native"])
+def test_no_graph_is_made_and_versions_advance(cls: type[RuleOptimizer], engine: str):
+    variant = Variant(cls, {})
+    leaf = randn(SHAPE).requires_grad_()
+    for grad in (leaf.square(), randn(SHAPE).to_sparse(1)):
+        state = fresh_state(variant, leaf.detach())
+        versions = [leaf._version, *(tensor._version for tensor in state.values())]
+        call(variant, leaf, grad, state, engine=engine, step=1)
+        assert leaf.is_leaf
+        assert leaf.grad is None
+        assert not any(tensor.requires_grad for tensor in state.values())
+        for tensor, before in zip([leaf, *state.values()], versions, strict=True):
+            assert tensor._version > before
+
+
+def test_autograd_notices_that_a_saved_param_was_written():
+    for engine in ("reference", "native"):
+        leaf = randn(SHAPE).requires_grad_()
+        loss = leaf.square().sum()
+        functional.sgd_(leaf, randn(SHAPE).to_sparse(1), engine=engine)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
