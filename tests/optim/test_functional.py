@@ -102,7 +102,7 @@ def test_state_is_found_by_the_param(variant: Variant):
         )
     if opt.optimizer_class is not sparsestep.Adagrad:  # which makes it at once, as torch's does
         assert not opt.state.get(params[0])
-    assert steps_of(opt.optimizer, params[1]) == (1 if rule.counts else None)
+    assert steps_of(opt.optimizer, params[1]) == (1 if rule.counts_steps else None)
 
 
 @each_stateful

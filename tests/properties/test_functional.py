@@ -142,7 +142,7 @@ def test_a_seed_rounds_at_random(cls: type[RuleOptimizer], engine: str):
         opt = variant([kept], stochastic_rounding=True, engine=name)
         for step in range(1, 4):
             kept.grad = randn(SHAPE, step).to(half)
-            seed = rounding.seed_for(torch.initial_seed(), 0, step)
+            seed = rounding.step_seed(torch.initial_seed(), 0, step)
             call(variant, param, kept.grad.to_sparse(1), state, step=step, seed=seed, engine=name)
             kept.grad = kept.grad.to_sparse(1)
             opt.step()
