@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.nn.vocabulary.id_table import NativeIds
+from sparsestep.nn.vocabulary.id_table import IdTable
 
 BATCH, SETS = 65_536, 8
 
@@ -37,8 +37,8 @@ def filled(ids: Tensor, **options: str) -> sparsestep.nn.Vocabulary:
 
 
 def bytes_of(vocabulary: sparsestep.nn.Vocabulary) -> int:
-    assert isinstance(vocabulary.id_table, NativeIds)
-    return vocabulary.id_table._core.bytes()
+    assert isinstance(vocabulary.id_table, IdTable)
+    return vocabulary.id_table.num_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

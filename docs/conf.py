@@ -65,7 +65,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|Kind|Reduce|Order"
-        r"|Evict|Init|Table|AnyOptimizer|KnowsIds|(typing\.)?Concatenate|Options(\.k?w?args)?|Made)",
+        r"|Evict|Init|Table|AnyOptimizer|(typing\.)?Concatenate|Options(\.k?w?args)?|Made)",
     ),
 ]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.distributed.placement import hash_owner
 from sparsestep.errors import InputError
-from sparsestep.nn.vocabulary.id_table import public_hash
+from sparsestep.nn.vocabulary.id_table import splitmix64
 from tests.distributed.runs import said, whole
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
@@ -373,7 +373,7 @@ def test_what_is_exported(rank: Rank):
 @given(ids=st.lists(st.integers(-(2**63), 2**63 - 1)), world=st.integers(1, 5000))
 def test_the_owner_is_a_hash_of_the_id(ids: list[int], world: int):
     found = hash_owner(torch.tensor(ids, dtype=torch.int64), world).tolist()
-    assert found == [(public_hash(each) >> 32) % world for each in ids]
+    assert found == [(splitmix64(each) >> 32) % world for each in ids]
 
 
 def sharded(plan: str = "rows", **options: Any) -> nn.Embedding:

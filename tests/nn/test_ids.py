@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sparsestep.nn.vocabulary.id_table import Options
+from sparsestep.nn.vocabulary.id_table import IdTable, Options
 from tests.nn import vocabulary_model
-from tests.nn.vocabulary_model import Model, compare, kinds, reloaded
+from tests.nn.vocabulary_model import Model, compare, reloaded
 
 few_ids = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), *range(100, 118)])
 
@@ -29,8 +29,7 @@ class AgainstTheModel(RuleBasedStateMachine):
     def begin(self, rows: int, shared: int, admit: int, evict: Any):
         self.options = Options(rows, min(rows, shared), admit, evict)
         self.model = Model(self.options)
-        self.real = [kind(self.options) for kind in kinds()]
-        self.others = [Model(self.options) for _ in self.real[1:]]
+        self.real = IdTable(self.options)
         self.now = 1
 
     @rule(
@@ -40,28 +39,27 @@ class AgainstTheModel(RuleBasedStateMachine):
         steps=st.booleans(),
     )
     def look_up(self, ids: list[int], learns: bool, undone: bool, steps: bool):
-        for real, model in zip(self.real, [self.model, *self.others], strict=True):
-            assert compare(real, model, ids, self.now, learns=learns, undone=undone)
+        assert compare(self.real, self.model, ids, self.now, learns=learns, undone=undone)
         self.now += steps
 
     @rule()
     def save_and_load(self):
-        self.real = [reloaded(real, self.options, self.now) for real in self.real]
+        self.real = reloaded(self.real, self.options, self.now)
 
     @invariant()
     def all_is_saved(self):
         if not hasattr(self, "model"):
             return
         first, model = self.options.shared, self.model
-        for real in self.real:
-            saved = real.save()
-            assert saved.used == real.used == first + len(model.row_of)
-            found = {int(saved.ids[row]): row for row in range(first, saved.used)}
-            assert found == model.row_of
-            counts = saved.counts[first : saved.used].tolist()
-            assert counts == [model.count[row] for row in range(first, saved.used)]
-            pairs = torch.stack([saved.candidate_ids, saved.candidate_counts], dim=1)
-            assert pairs[: saved.candidates].tolist() == list(map(list, model.candidates.items()))
+        real = self.real
+        saved = real.save()
+        assert saved.used == real.used == first + len(model.row_of)
+        found = {int(saved.ids[row]): row for row in range(first, saved.used)}
+        assert found == model.row_of
+        counts = saved.counts[first : saved.used].tolist()
+        assert counts == [model.count[row] for row in range(first, saved.used)]
+        pairs = torch.stack([saved.candidate_ids, saved.candidate_counts], dim=1)
+        assert pairs[: saved.candidates].tolist() == list(map(list, model.candidates.items()))
 
 
 TestAgainstTheModel = AgainstTheModel.TestCase
@@ -78,14 +76,12 @@ def test_a_million_operations_against_the_model():
     vocabulary_model.run(1_000_000, 17)
 
 
-@pytest.mark.parametrize(
-    ("kind", "threads"), [*((kinds()[0], n) for n in (1, 2, 5)), (kinds()[-1], 1)]
-)
-def test_many_at_once_are_the_same_for_any_number_of_threads(kind: Any, threads: int):
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_many_at_once_are_the_same_for_any_number_of_threads(threads: int):
     torch.set_num_threads(threads)
     options = Options(40_000, 1, 1, "lru")
     ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3)) * 2**40
-    real = kind(options)
+    real = IdTable(options)
     claim = real.claim(ids, 1)
     assert claim.without == len(ids)
     real.commit(claim)
@@ -103,10 +99,9 @@ def test_many_at_once_are_the_same_for_any_number_of_threads(kind: Any, threads:
     assert real.save().counts[rows[:30_000]].unique().tolist()[-1] == 3
 
 
-@pytest.mark.parametrize("kind", kinds())
-def test_ids_that_come_twice_are_not_loaded(kind: Any):
+def test_ids_that_come_twice_are_not_loaded():
     options = Options(4, 1, 1, None)
-    real = kind(options)
+    real = IdTable(options)
     ids = torch.tensor([7, 8])
     real.commit(real.claim(ids, 1))
     saved = real.save()

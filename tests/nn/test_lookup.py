@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsestep
 from sparsestep._native import ext, instruction_set, instruction_sets, use_instruction_set
 from sparsestep.nn import lookup
-from sparsestep.nn.lookup import POOLING, ROWS, Found, Request, look_up
+from sparsestep.nn.lookup import POOLING, ROWS, Lookup, LookupResult, look_up
 from tests.nn.cases import DTYPES, Call, bag_calls, plain, row_calls, same
 from tests.torch_versions import needs_tensors_that_the_core_reads, uses_torchscript
 
@@ -38,9 +38,17 @@ def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
     use_instruction_set(before)
 
 
-def found(table: Tensor, ids: Tensor, pooling: int = POOLING["sum"], **more: Any) -> Found | None:
-    options = {"starts": None, "ends": False, "factors": None, "padding": -1, "has_gradient": True}
-    results = look_up([Request(weight=table, ids=ids, pooling=pooling, **options | more)])
+def found(
+    table: Tensor, ids: Tensor, pooling: int = POOLING["sum"], **more: Any
+) -> LookupResult | None:
+    options = {
+        "starts": None,
+        "include_last_offset": False,
+        "per_sample_weights": None,
+        "padding_idx": -1,
+        "needs_grad": True,
+    }
+    results = look_up([Lookup(weight=table, ids=ids, pooling=pooling, **options | more)])
     return None if results is None else results[0]
 
 
@@ -67,7 +75,7 @@ def test_bits_are_torchs(dtype: torch.dtype, dim: int, threads: int):
         theirs = nn.functional.embedding_bag(
             ids, weight, mode=mode, padding_idx=padding, per_sample_weights=factors
         )
-        more = {"factors": factors, "padding": -1 if padding is None else padding}
+        more = {"per_sample_weights": factors, "padding_idx": -1 if padding is None else padding}
         ours = found(weight, ids, POOLING[mode], **more)
         assert ours is not None
         assert same(ours.output, theirs), (mode, padding, has_factors)
@@ -132,11 +140,23 @@ DECLINED: dict[str, Any] = {
     "offsets that fall": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 2, 1])}),
     "offsets beyond": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 3])}),
     "offsets that begin late": (WEIGHT, IDS[0], {"starts": torch.tensor([1])}),
-    "an end that is none": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 1]), "ends": True}),
-    "no bag": (WEIGHT, IDS[0], {"starts": torch.tensor([2]), "ends": True}),
-    "factors of another shape": (WEIGHT, IDS, {"factors": torch.ones(2)}),
-    "factors of another dtype": (WEIGHT, IDS, {"factors": torch.ones(1, 2).double()}),
-    "factors for means": (WEIGHT, IDS, {"factors": torch.ones(1, 2), "pooling": POOLING["mean"]}),
+    "an end that is none": (
+        WEIGHT,
+        IDS[0],
+        {"starts": torch.tensor([0, 1]), "include_last_offset": True},
+    ),
+    "no bag": (WEIGHT, IDS[0], {"starts": torch.tensor([2]), "include_last_offset": True}),
+    "per_sample_weights of another shape": (WEIGHT, IDS, {"per_sample_weights": torch.ones(2)}),
+    "per_sample_weights of another dtype": (
+        WEIGHT,
+        IDS,
+        {"per_sample_weights": torch.ones(1, 2).double()},
+    ),
+    "per_sample_weights for means": (
+        WEIGHT,
+        IDS,
+        {"per_sample_weights": torch.ones(1, 2), "pooling": POOLING["mean"]},
+    ),
 }
 
 

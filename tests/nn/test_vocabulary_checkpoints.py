@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary
 
-pytestmark = pytest.mark.usefixtures("ids_in")
+pytestmark = pytest.mark.usefixtures("needs_extension")
 
 
 def batch(*numbers: int) -> Tensor:

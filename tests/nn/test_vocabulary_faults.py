@@ -19,7 +19,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary, grow
 
-pytestmark = pytest.mark.usefixtures("ids_in")
+pytestmark = pytest.mark.usefixtures("needs_extension")
 PACKAGE = os.path.dirname(os.path.abspath(sparsestep.__file__))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-import sparsestep
-from sparsestep.nn.vocabulary.id_table import Ids, NativeIds, Options, PlainIds, public_hash
+from sparsestep.nn.vocabulary.id_table import IdTable, Options, splitmix64
+from tests.nn.plain_ids import PlainIds
 
 
 class Model:
@@ -40,7 +40,7 @@ class Model:
     def find(self, ids: list[int]) -> list[int]:
         shared = self.options.shared
         return [
-            self.row_of[each] if each in self.row_of else public_hash(each) % shared for each in ids
+            self.row_of[each] if each in self.row_of else splitmix64(each) % shared for each in ids
         ]
 
     def see(self, ids: list[int], now: int) -> list[int]:
@@ -99,7 +99,7 @@ class Model:
 
 
 class Faster(Model):
-    """The one of the library that needs no core, for vocabularies too large for the plainest."""
+    """``PlainIds``, for vocabularies too large for the plainest."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -117,13 +117,8 @@ class Faster(Model):
         return taken
 
 
-def kinds() -> list[type[NativeIds] | type[PlainIds]]:
-    """The real ones: in the core, if it is there, and in Python."""
-    return [PlainIds] if sparsestep._native.ext is None else [NativeIds, PlainIds]
-
-
 def compare(
-    real: Ids, model: Model, ids: list[int], now: int, *, learns: bool, undone: bool = False
+    real: IdTable, model: Model, ids: list[int], now: int, *, learns: bool, undone: bool = False
 ) -> bool:
     """One call of both; whether they agree.
 
@@ -159,9 +154,9 @@ def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-def reloaded(real: Ids, options: Options, now: int) -> Ids:
+def reloaded(real: IdTable, options: Options, now: int) -> IdTable:
     """The same from what it saves."""
-    other = type(real)(options)  # type: ignore[call-arg]
+    other = IdTable(options)
     assert other.load(real.save(), now)
     return other
 
@@ -177,7 +172,7 @@ def run(operations: int, seed: int) -> None:
             chance.choice([1, 1, 2, 3, 7]),
             chance.choice([None, "lru", "lfu"]),
         )
-        real, now = kinds()[0](options), 1
+        real, now = IdTable(options), 1
         model = Model(options) if rows < 100 else Faster(options)
         pool = [chance.getrandbits(64) - 2**63 for _ in range(chance.choice([2, 3, 10]) * rows)]
         skew = chance.choice([1.0, 2.0, 4.0])

@@ -19,8 +19,7 @@ from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.mapped_file import has_mapped_memory
-from sparsestep.nn.bag import EmbeddingBag
-from sparsestep.nn.embedding import Embedding
+from sparsestep.nn.embedding import Embedding, EmbeddingBag
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 SumOrder: TypeAlias = Literal["fast", "global"]

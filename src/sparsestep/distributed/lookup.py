@@ -39,14 +39,14 @@ from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import HALF_DTYPES, IndexedGrad
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import (
+    Bags,
     check_ids,
     first_derivative,
+    lookup_error,
     part,
     part_of,
-    refusal,
     unshared,
 )
-from sparsestep.nn.pooling import Bags
 
 # Requests
 
@@ -84,11 +84,15 @@ def lookup_request(
         request.combine = lambda rows: combine(rows).reshape(*shape, dim)
         return request
     bags = Bags.of(table.spec, ids, offsets, per_sample_weights)
-    if bags.factors is not None and bags.factors.requires_grad and torch.is_grad_enabled():
+    if (
+        bags.per_sample_weights is not None
+        and bags.per_sample_weights.requires_grad
+        and torch.is_grad_enabled()
+    ):
         requirement = "per_sample_weights of a sharded table must not require a gradient"
-        raise refusal(table.spec, requirement, "requires_grad=True", "Call detach() on them")
+        raise lookup_error(table.spec, requirement, "requires_grad=True", "Call detach() on them")
     if bags.length == 1 and table.placement.is_sharded:
-        return _request_rows(table, bags.ids, bags.factors)
+        return _request_rows(table, bags.ids, bags.per_sample_weights)
     return _request_bags(table, bags)
 
 
@@ -132,7 +136,7 @@ def _request_bags(table: ShardedTable, bags: Bags) -> LookupRequest:
     lengths = None if length else _bag_offsets(bags).diff().to(LENGTH_DTYPE)
     counts = [placement.counts_to_owner(n, world_size) for n in (len(bags.ids), bags.count)]
     return LookupRequest(
-        table, bags.ids, counts[0], length, lengths, counts[1], bags.factors, average
+        table, bags.ids, counts[0], length, lengths, counts[1], bags.per_sample_weights, average
     )
 
 
@@ -140,7 +144,7 @@ def _request_partial_bags(
     table: ShardedTable, bags: Bags, average: Callable[[Tensor], Tensor]
 ) -> LookupRequest:
     """Each owner gets its part of a bag. Of long bags, nearly every owner has a part of each."""
-    weights, world_size, count = bags.factors, table.collectives.world_size, bags.count
+    weights, world_size, count = bags.per_sample_weights, table.collectives.world_size, bags.count
     to_all_ranks = len(bags.ids) >= BROADCAST_BAG_FACTOR * world_size * count
     split = split_by_owner(
         bags.ids,
@@ -174,7 +178,7 @@ def _bag_offsets(bags: Bags) -> Tensor:
     if bags.length >= 0:
         return torch.arange(bags.count + 1) * bags.length
     offsets = bags.starts.long()
-    return offsets if bags.ends else cat([offsets, torch.tensor([len(bags.ids)])])
+    return offsets if bags.include_last_offset else cat([offsets, torch.tensor([len(bags.ids)])])
 
 
 def _mean_scale(table: ShardedTable, bags: Bags) -> Tensor:
@@ -358,7 +362,7 @@ def serve_lookups(
     needs_grad: bool,
 ) -> list[LocalRows]:
     """Look up local rows, in all tables by one call of the core where it can."""
-    core_lookups: list[lookup.Request] = []
+    core_lookups: list[lookup.Lookup] = []
     of_core: list[int] = []
     for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
         # With weights, padding has one, too, but no gradient: torch's operations see to that.
@@ -377,7 +381,7 @@ def serve_lookups(
 
 def _core_lookup(
     table: ShardedTable, request: LookupRequest | IncomingLookup, *, needs_grad: bool
-) -> lookup.Request:
+) -> lookup.Lookup:
     ids, padding, weights = request.ids, table.local_padding_idx, request.per_sample_weights
     weights = None if weights is None else weights.detach()
     offsets, pooling = None, lookup.POOLING["sum"]
@@ -389,7 +393,7 @@ def _core_lookup(
         ids = ids.view(-1, request.length)
         weights = None if weights is None else weights.view(-1, request.length)
     has_grad = needs_grad and table.weight.requires_grad
-    return lookup.Request(table.weight, ids, offsets, True, weights, pooling, padding, has_grad)
+    return lookup.Lookup(table.weight, ids, offsets, True, weights, pooling, padding, has_grad)
 
 
 def _offsets_from_lengths(lengths: Tensor) -> Tensor:
@@ -399,9 +403,9 @@ def _offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def _from_core(
-    table: ShardedTable, request: LookupRequest | IncomingLookup, found: lookup.Found
+    table: ShardedTable, request: LookupRequest | IncomingLookup, found: lookup.LookupResult
 ) -> LocalRows:
-    positions, source = found.positions, found.source
+    positions, source = found.indices, found.value_index
     weights = _detached_copy(request.per_sample_weights)
     shape, scale_grad_by_freq = table.weight.shape, table.scale_grad_by_freq
     rows, dim = shape
@@ -410,7 +414,7 @@ def _from_core(
         assert positions is not None
         if not scale_grad_by_freq:
             return [IndexedGrad(positions, grad, rows, dim, source, weights)]
-        return [part_of(shape, positions, grad, source, weights, by_frequency=True)]
+        return [part_of(shape, positions, grad, source, weights, scale_grad_by_freq=True)]
 
     return LocalRows(found.output, grad_fn)
 
@@ -448,7 +452,7 @@ def _serve_with_torch(
             source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
         by_frequency = table.scale_grad_by_freq
         of = (weight.shape, ids, grad, source, weights)
-        return [part(*of, padding=padding, by_frequency=by_frequency)]
+        return [part(*of, padding_idx=padding, scale_grad_by_freq=by_frequency)]
 
     return LocalRows(rows, grad_fn)
 

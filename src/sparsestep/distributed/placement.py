@@ -334,9 +334,9 @@ def hash_owner(ids: Tensor, world_size: int) -> Tensor:
     """The rank that owns each id of a vocabulary: a hash of the id, modulo the number of ranks.
 
     Example:
-        >>> from sparsestep.nn.vocabulary.id_table import public_hash
+        >>> from sparsestep.nn.vocabulary.id_table import splitmix64
         >>> ids = [0, 1, -1, 2**62 + 3]
-        >>> hash_owner(torch.tensor(ids), 3).tolist() == [(public_hash(i) >> 32) % 3 for i in ids]
+        >>> hash_owner(torch.tensor(ids), 3).tolist() == [(splitmix64(i) >> 32) % 3 for i in ids]
         True
     """
     if world_size == 1:

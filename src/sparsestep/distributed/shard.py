@@ -32,8 +32,8 @@ from sparsestep.distributed.plan import Plan, TableSize, choose_placements
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
 from sparsestep.nn.collection import EmbeddingBagCollection
-from sparsestep.nn.fuse import why_not
-from sparsestep.nn.interop import outside_graphs
+from sparsestep.nn.fuse import reason_not_fusible
+from sparsestep.nn.interop import excluded_from_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ class ShardedEmbedding(ShardedModule):
         """See :class:`ShardedModule`."""
         return [lookup_request(self.sharded_table, *arguments)]
 
-    @outside_graphs
+    @excluded_from_compile
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Look up rows, wherever they are; all ranks do so at the same time."""
         return self._lookup(self.sharded_table, input, offsets, per_sample_weights)[0]
@@ -120,7 +120,7 @@ class ShardedCollection(ShardedModule):
         split = collection.split_inputs(*arguments)
         return [lookup_request(table.sharded_table, *each) for table, *each in split]
 
-    @outside_graphs
+    @excluded_from_compile
     def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
         """Look up all tables at once; all ranks do so at the same time."""
         collection: Any = self
@@ -357,7 +357,9 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
         requirement = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
         raise InputError(message(requirement, f"a {type(model).__name__} without one"))
     for name, each in found.items():
-        reason = "it is already sharded" if isinstance(each, ShardedModule) else why_not(each)
+        reason = (
+            "it is already sharded" if isinstance(each, ShardedModule) else reason_not_fusible(each)
+        )
         if reason is not None:
             requirement = f"shard: {name!r} must be an ordinary table"
             raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))

@@ -18,10 +18,10 @@ from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import ByRow, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
-from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_growth
-from sparsestep.nn.interop import outside_graphs
+from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
+from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.nn.vocabulary.attach import Attached
-from sparsestep.nn.vocabulary.id_table import Evict, Ids, Saved
+from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.nn.vocabulary.vocabulary import flat_ids
 
@@ -106,7 +106,7 @@ class Vocabulary(nn.Module):
         self.local.num_reused = ranks.rank << RANK_SHIFT
         self.attach(table, *optimizers, init=init)
 
-    @outside_graphs
+    @excluded_from_compile
     def forward(self, ids: Tensor) -> Tensor:
         """The row of each id; all ranks look up theirs at the same time.
 
@@ -284,7 +284,7 @@ class Vocabulary(nn.Module):
             spare = Spare(len(table.weight) - here, longest - there)
             init = partial(drawn, init=each.init, seed=local.num_reused)
             optimizers = tuple(each.optimizers)
-            commits.append(prepare_growth(each.table, longest, optimizers, init, spare))
+            commits.append(prepare_grow(each.table, longest, optimizers, init, spare))
             commits.append(partial(_commit_table_grow, module, table, rows))
         commits.append(partial(self._commit_grow, rows, local.num_reused + there - local.rows))
         return commits
@@ -327,7 +327,7 @@ class Vocabulary(nn.Module):
 
     def _merge_together(self, other: Vocabulary | LocalVocabulary) -> Tensor:
         error: BaseException | None = None
-        merged: tuple[Ids, Tensor] | None = None
+        merged: tuple[IdTable, Tensor] | None = None
         theirs, which = None, _SHARED
         with self.local.lock:
             try:
@@ -353,7 +353,7 @@ class Vocabulary(nn.Module):
             self.local.id_table = merged[0]
         return rows
 
-    def _snapshot_of(self, other: Any) -> Saved:
+    def _snapshot_of(self, other: Any) -> IdTableSnapshot:
         """What another vocabulary knows; raises if it cannot be merged with this one."""
         shared, ranks = self.local.options.shared, self.collectives
         local = other.local if isinstance(other, Vocabulary) else other
@@ -369,7 +369,7 @@ class Vocabulary(nn.Module):
         with local.lock:
             return local.id_table.save()
 
-    def _gather_rows(self, theirs: Saved, rows: Tensor) -> Tensor:
+    def _gather_rows(self, theirs: IdTableSnapshot, rows: Tensor) -> Tensor:
         """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
         ranks, shared = self.collectives, self.local.options.shared
         owners = hash_owner(theirs.ids[shared : theirs.used], ranks.world_size)
@@ -472,7 +472,7 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
     table.set_num_rows(rows)
 
 
-def _owned_entries(theirs: Saved, ranks: Collectives, shared: int) -> Saved:
+def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
     """What of a vocabulary is about ids that this rank owns."""
     ids = theirs.ids[shared : theirs.used]
     mine = (hash_owner(ids, ranks.world_size) == ranks.rank).nonzero().squeeze(1) + shared
@@ -480,7 +480,7 @@ def _owned_entries(theirs: Saved, ranks: Collectives, shared: int) -> Saved:
     return theirs._replace(ids=theirs.ids[rows], counts=theirs.counts[rows], used=len(rows))
 
 
-def _digest(saved: Saved) -> int:
+def _digest(saved: IdTableSnapshot) -> int:
     """A number that is another for other ids, rows or counts, and no negative one."""
     pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
     places = torch.arange(1, len(pairs) + 1).unsqueeze(1)

@@ -4,9 +4,8 @@ They are torch's modules with another gradient: one row for each row of the outp
 number of ids. The usual loop stays the usual loop.
 """
 
-from sparsestep.nn.bag import EmbeddingBag
 from sparsestep.nn.collection import EmbeddingBagCollection
-from sparsestep.nn.embedding import Embedding
+from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.fuse import fuse, optimizer_for
 from sparsestep.nn.grow import grow
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary, hash_strings

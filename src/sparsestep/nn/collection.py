@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.types import Device
 
 from sparsestep.errors import InputError, message
-from sparsestep.nn.bag import EmbeddingBag, Mode
-from sparsestep.nn.fuse import make_ours, why_not
-from sparsestep.nn.interop import is_for_torch, outside_graphs
-from sparsestep.nn.pooling import Asked, pooled
+from sparsestep.nn.embedding import EmbeddingBag, Mode
+from sparsestep.nn.fuse import fuse_module, reason_not_fusible
+from sparsestep.nn.interop import excluded_from_compile, uses_torch_ops
+from sparsestep.nn.lookup import BagLookup, embed_bags
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -113,7 +113,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             else torch.nn.ModuleDict(dict(zip(self.names, made, strict=True)))
         )
 
-    @outside_graphs
+    @excluded_from_compile
     def forward(
         self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
     ) -> Outputs:
@@ -135,10 +135,10 @@ class EmbeddingBagCollection(torch.nn.Module):
             InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
         split = self.split_inputs(inputs, offsets, per_sample_weights)
-        if is_for_torch(*(table.weight for table, *_ in split)):
+        if uses_torch_ops(*(table.weight for table, *_ in split)):
             found = [table(*arguments) for table, *arguments in split]
         else:
-            found = pooled(split)
+            found = embed_bags(split)
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(
@@ -158,7 +158,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         for table, ids, _, _ in self.split_inputs(inputs, offsets, per_sample_weights):
             yield table.weight, ids
 
-    def split_inputs(self, inputs: Any, offsets: Any, factors: Any) -> list[Asked]:
+    def split_inputs(self, inputs: Any, offsets: Any, factors: Any) -> list[BagLookup]:
         """The table, ids, offsets and factors of each lookup."""
         tables = self.tables._modules.values()  # of a list or a dict; some may be the same
         if isinstance(inputs, Tensor) and not inputs.is_nested:
@@ -175,7 +175,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             begins = self._listed("offsets", offsets, optional=True)
             weights = self._listed("per_sample_weights", factors, optional=True)
         each = zip(tables, ids, begins, weights, strict=True)
-        return [Asked(cast(EmbeddingBag, table), *given) for table, *given in each]
+        return [BagLookup(cast(EmbeddingBag, table), *given) for table, *given in each]
 
     def _columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""
@@ -228,7 +228,7 @@ def _table(place: str | int, given: Any, options: dict[str, Any]) -> EmbeddingBa
     table = given
     if isinstance(given, Sequence) and len(given) == 2:
         table = EmbeddingBag(*given, **options)
-    reason = why_not(table) if isinstance(table, torch.nn.EmbeddingBag) else None
+    reason = reason_not_fusible(table) if isinstance(table, torch.nn.EmbeddingBag) else None
     if reason is not None or not isinstance(table, torch.nn.EmbeddingBag):
         requirement = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
         got = given if isinstance(given, Sequence) else f"a {type(given).__name__}"
@@ -236,7 +236,7 @@ def _table(place: str | int, given: Any, options: dict[str, Any]) -> EmbeddingBa
             f"EmbeddingBagCollection: {message(requirement, f'{got}: {reason}' if reason else got)}"
         )
     if not isinstance(table, EmbeddingBag):
-        make_ours(table, str(place))
+        fuse_module(table, str(place))
     named = cast(EmbeddingBag, table)
     if not named.name:
         named.name = str(place)

@@ -1,8 +1,8 @@
-"""Embedding: torch's, with a compact gradient."""
+"""Embedding and EmbeddingBag: torch's, with a compact gradient."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,18 +11,29 @@ from torch.types import Device
 
 from sparsestep.deferred.guard import readable
 from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn.interop import is_for_torch, outside_graphs, scripted_as, write_out_for_ddp
+from sparsestep.nn.interop import (
+    excluded_from_compile,
+    materialize_for_ddp,
+    scripted_as,
+    uses_torch_ops,
+)
 from sparsestep.nn.lookup import (
     ROWS,
-    Found,
-    Request,
+    BagLookup,
+    Lookup,
+    LookupResult,
     check_ids,
+    embed_bags,
     first_derivative,
     look_up,
     part,
     part_of,
+    takes_compact,
+    torch_embedding_bag,
     unshared,
 )
+
+Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class Embedding(torch.nn.Embedding):
@@ -81,11 +92,20 @@ class Embedding(torch.nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            *(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq),
-            *(True, _weight, _freeze, device, dtype),
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse=True,
+            _weight=_weight,
+            _freeze=_freeze,
+            device=device,
+            dtype=dtype,
         )
 
-    @outside_graphs
+    @excluded_from_compile
     @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
@@ -100,31 +120,31 @@ class Embedding(torch.nn.Embedding):
             InputError: an id is out of range; nothing has changed.
         """
         weight = self.weight
-        if is_for_torch(weight):
+        if uses_torch_ops(weight):
             return self._by_torch(input)
         is_recorded = weight.requires_grad and torch.is_grad_enabled()
-        padding = -1 if self.padding_idx is None else self.padding_idx
+        padding_idx = -1 if self.padding_idx is None else self.padding_idx
         found, table = None, readable(weight, input)
         if self.max_norm is None and takes_compact(weight):
-            request = Request(table, input, None, False, None, ROWS, padding, is_recorded)
+            request = Lookup(table, input, None, False, None, ROWS, padding_idx, is_recorded)
             found = look_up([request])
         rows = self._by_operations(table, input) if found is None else found[0]
         if not is_recorded or rows.output.requires_grad:
             return rows.output
-        write_out_for_ddp(weight)
-        result: Tensor = _Rows.apply(weight, input, rows, padding, self.scale_grad_by_freq)
+        materialize_for_ddp(weight)
+        result: Tensor = _Rows.apply(weight, input, rows, padding_idx, self.scale_grad_by_freq)
         return result
 
-    def _by_operations(self, weight: Tensor, ids: Tensor) -> Found:
+    def _by_operations(self, weight: Tensor, ids: Tensor) -> LookupResult:
         """With torch's operations, and every check."""
         check_ids(self, weight, ids)
         if not takes_compact(self.weight):
-            return Found(self._by_torch(ids))
+            return LookupResult(self._by_torch(ids))
         with torch.no_grad():
             if self.max_norm is not None:
                 ids = ids.contiguous()
                 torch.embedding_renorm_(weight, ids, self.max_norm, self.norm_type)
-            return Found(torch.embedding(weight, ids))
+            return LookupResult(torch.embedding(weight, ids))
 
     def _by_torch(self, ids: Tensor) -> Tensor:
         """With torch's own gradient, a dense one."""
@@ -138,22 +158,118 @@ class Embedding(torch.nn.Embedding):
         )
 
 
-def takes_compact(weight: Tensor) -> bool:
-    """Whether a compact gradient goes straight to whoever updates the weight.
+class EmbeddingBag(torch.nn.EmbeddingBag):
+    """``torch.nn.EmbeddingBag`` whose gradient has one row for each bag, not for each id.
 
-    A weight that is computed from others passes its gradient on to operations that know nothing of
-    it.
+    It has the arguments and results of torch's module. Ids and offsets are checked before anything
+    is read or changed, and an error names the wrong one and its position. The gradient of the
+    weight is sparse in every mode. The optimizers of this library use the ids and the gradient of
+    the output directly; other code that reads the gradient's values gets an ordinary COO tensor.
+
+    With ``mode="max"``, the gradient holds single elements, the maximum of each bag, so an
+    optimizer with ``semantics="masked"`` updates only these.
+
+    ``scale_grad_by_freq`` divides the gradient of an id by the number of times that it occurs in
+    the call. (Torch 2.13 on the CPU divides by the count of another id if counts differ.)
+
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: length of a row.
+        max_norm: the largest norm of a row; longer rows are rescaled when they are looked up.
+        norm_type: the order of that norm.
+        scale_grad_by_freq: divide the gradient of an id by its number of occurrences in the call.
+        mode: how the rows of a bag are combined: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: has no effect; the gradient is always sparse.
+        include_last_offset: whether the last offset is the end of the last bag.
+        padding_idx: an id that is ignored; its row gets no gradient and starts as zeros.
+        device: the device of the weight.
+        dtype: the dtype of the weight.
+
+    Attributes:
+        name: the name of the table in error messages.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.EmbeddingBag(1000, 16, mode="mean")
+        >>> optimizer = sparsestep.Adam(table.parameters())
+        >>> ids, offsets = torch.tensor([5, 2, 5, 7]), torch.tensor([0, 0, 3])
+        >>> table(ids, offsets).sum().backward()
+        >>> optimizer.step()
     """
-    return weight.is_leaf
+
+    name = ""  # without a type: torch.jit.script takes annotations for its own
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Mode = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse=True,
+            _weight=_weight,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+            device=device,
+            dtype=dtype,
+        )
+
+    @excluded_from_compile
+    @scripted_as(torch.nn.EmbeddingBag.forward)
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up rows and reduce each bag of them to one.
+
+        Args:
+            input: ids, int64 or int32: 2-D with a bag in each row, or 1-D with ``offsets``.
+            offsets: where each bag begins; with ``include_last_offset`` also where the last ends.
+            per_sample_weights: a factor for each id, for ``mode="sum"``.
+
+        Returns:
+            A row for each bag; zeros for an empty one.
+
+        Raises:
+            InputError: an id is no row of the table, or the bags are not well-formed; nothing has
+                changed.
+        """
+        if uses_torch_ops(self.weight):
+            return torch_embedding_bag(
+                self, input, offsets, per_sample_weights, self.include_last_offset
+            )
+        return embed_bags([BagLookup(self, input, offsets, per_sample_weights)])[0]
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, found: Found, padding: int, by_frequency: bool
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        found: LookupResult,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
     ) -> Tensor:
-        ctx.save_for_backward(ids, found.positions, found.source)  # ids: they must not change
-        ctx.weight = (weight.shape, padding, by_frequency)
+        ctx.save_for_backward(ids, found.indices, found.value_index)  # ids: they must not change
+        ctx.weight = (weight.shape, padding_idx, scale_grad_by_freq)
         return found.output
 
     @staticmethod
@@ -162,11 +278,13 @@ class _Rows(torch.autograd.Function):
 
 
 def _gradient(ctx: Any, grad: Tensor) -> Any:
-    ids, positions, source = ctx.saved_tensors
-    shape, padding, by_frequency = ctx.weight
+    ids, indices, value_index = ctx.saved_tensors
+    shape, padding_idx, scale_grad_by_freq = ctx.weight
     rows = unshared(grad).reshape(ids.numel(), shape[1])
-    if positions is None:
-        found = part(shape, ids, rows, padding=padding, by_frequency=by_frequency)
+    if indices is None:
+        found = part(
+            shape, ids, rows, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
+        )
     else:
-        found = part_of(shape, positions, rows, source, by_frequency=by_frequency)
+        found = part_of(shape, indices, rows, value_index, scale_grad_by_freq=scale_grad_by_freq)
     return CompactGrad.of([found], shape, grad), None, None, None, None

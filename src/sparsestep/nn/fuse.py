@@ -16,8 +16,7 @@ from torch.optim.optimizer import ParamsT
 from sparsestep._torch import own_parameters
 from sparsestep.errors import InputError, message, usable, warn
 from sparsestep.memory.tensors import is_distributed
-from sparsestep.nn.bag import EmbeddingBag
-from sparsestep.nn.embedding import Embedding
+from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.optim.optimizer import RuleOptimizer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -73,7 +72,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         raise InputError(message(requirement, type(given).__name__))
     found = _tables(model)
     selected = _select(model, found, only)
-    reasons = {name: why_not(table) for name, table in selected.items()}
+    reasons = {name: reason_not_fusible(table) for name, table in selected.items()}
     left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
     if left:
         text = "these tables keep torch's gradient: " + ", ".join(left)
@@ -90,7 +89,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     }
     _check_not_wrapped(new)
     for name, table in new.items():
-        make_ours(table, name)
+        fuse_module(table, name)
         _log.info("fused %s, %s", name or "the model", table)
     return model
 
@@ -144,13 +143,14 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
     return {name: table for name, table in tables.items() if id(table) in wanted}
 
 
-def why_not(table: Any) -> str | None:
+def reason_not_fusible(table: Any) -> str | None:
     """Why a table cannot be made one of ours; ``None`` if it can, or is.
 
     Example:
-        >>> why_not(torch.nn.Embedding(5, 2)) is None
+        >>> reason_not_fusible(torch.nn.Embedding(5, 2)) is None
         True
-        >>> why_not(torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(5, 2)))
+        >>> table = torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(5, 2))
+        >>> reason_not_fusible(table)
         'its weight is computed from others'
     """
     if isinstance(table, Embedding | EmbeddingBag):
@@ -167,12 +167,12 @@ def why_not(table: Any) -> str | None:
     return None
 
 
-def make_ours(table: Any, name: str) -> None:
-    """Make a table one of ours, for which there is no ``why_not``.
+def fuse_module(table: Any, name: str) -> None:
+    """Make a table one of ours, for which there is no ``reason_not_fusible``.
 
     Example:
         >>> table = torch.nn.Embedding(5, 2)
-        >>> make_ours(table, "words")
+        >>> fuse_module(table, "words")
         >>> type(table), table.name
         (<class 'sparsestep.nn.embedding.Embedding'>, 'words')
     """

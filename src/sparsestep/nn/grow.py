@@ -164,7 +164,7 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
         torch.Size([5, 4])
     """
     with restoring_rng() as keep_rng:
-        commit = prepare_growth(module, rows, optimizers, init)
+        commit = prepare_grow(module, rows, optimizers, init)
         uninterrupted(lambda: [work() for work in (commit, keep_rng)])
 
 
@@ -180,7 +180,7 @@ class Spare(NamedTuple):
     after: int
 
 
-def prepare_growth(
+def prepare_grow(
     module: Any,
     rows: int,
     optimizers: tuple[Any, ...],
@@ -223,7 +223,7 @@ def prepare_growth(
     if rows == have and first == end:
         return lambda: None
     with error_prefix("grow"), usable("rows must be as many as memory can hold"):
-        others = [optimizer.prepare_growth(weight, rows, first) for optimizer in known]
+        others = [optimizer.prepare_grow(weight, rows, first) for optimizer in known]
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
     with memory_errors(), torch.no_grad(), without_torch_function():
         (nn.init.normal_ if init is None else init)(new[first:end])

@@ -20,7 +20,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def excluded_from_compile(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run a function as it is when torch.compile comes across it.
 
     This is ``torch.compiler.disable`` without its cost where nothing is compiled: it would import
@@ -52,7 +52,7 @@ def scripted_as(
     return decorate
 
 
-def is_for_torch(*weights: Tensor) -> bool:
+def uses_torch_ops(*weights: Tensor) -> bool:
     """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 
     The transforms of torch.func, export and tracing know no other, and where there are no numbers
@@ -63,14 +63,14 @@ def is_for_torch(*weights: Tensor) -> bool:
         is_transforming()
         or torch.compiler.is_exporting()
         or is_tracing()
-        or any(weight.is_meta or type(weight) not in _PLAIN for weight in weights)
+        or any(weight.is_meta or type(weight) not in _PARAMETER_TYPES for weight in weights)
     )
 
 
-_PLAIN = (torch.nn.Parameter, Tensor, Guarded)
+_PARAMETER_TYPES = (torch.nn.Parameter, Tensor, Guarded)
 
 
-def write_out_for_ddp(weight: Tensor) -> None:
+def materialize_for_ddp(weight: Tensor) -> None:
     """See to it that the gradient of a weight is an ordinary one by the time DDP looks at it.
 
     DDP reduces gradients in C++, which takes a compact one for a dense one. It does so when a
@@ -83,11 +83,11 @@ def write_out_for_ddp(weight: Tensor) -> None:
     if source_of(weight) is not None:  # a sharded table is none of DDP's
         return
     hooks = weight._post_accumulate_grad_hooks
-    if hooks is None or _write_out not in hooks.values():
-        weight.register_post_accumulate_grad_hook(_write_out)
+    if hooks is None or _materialize_grad not in hooks.values():
+        weight.register_post_accumulate_grad_hook(_materialize_grad)
 
 
-def _write_out(weight: Tensor) -> None:
+def _materialize_grad(weight: Tensor) -> None:
     grad = weight.grad
     if isinstance(grad, CompactGrad):
         weight.grad = grad.materialize_()

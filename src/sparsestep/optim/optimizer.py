@@ -693,7 +693,7 @@ class RuleOptimizer(_Base):
         if clock is not None and clock.owner is param:
             writes.add(*clock.reset_of(rows))
 
-    def prepare_growth(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
+    def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
         """Create the state of a parameter for more rows; everything that can raise.
 
         Args:

@@ -27,7 +27,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import Init, drawn
 from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
-from sparsestep.nn.vocabulary.id_table import Options, Saved
+from sparsestep.nn.vocabulary.id_table import IdTableSnapshot, Options
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
 
@@ -209,7 +209,7 @@ def _redistribute_block(ranks: Collectives, rows: int, block: RowBlock) -> Tenso
     return found
 
 
-# Ids that get new owners
+# IdTable that get new owners
 
 
 class VocabularyLayout(NamedTuple):
@@ -235,7 +235,7 @@ class VocabularyBlock(NamedTuple):
 class ReassignedIds(NamedTuple):
     """What a rank knows after ids have got their new owners."""
 
-    saved: Saved  # ids and rows of this rank
+    saved: IdTableSnapshot  # ids and rows of this rank
     now: int
     seed: int  # of the next new rows
     source: Tensor  # for each row of this rank the stored one that it continues, or NEW_ROW
@@ -271,7 +271,7 @@ def reassign_ids(
     candidates = _exchange_candidates(ranks, layout, block)
     candidates = candidates[max(0, len(candidates) - options.candidates) :]
     total = int(sightings.sum()) * options.rows // layout.rows
-    saved = Saved.room(options, options.shared + len(entries), len(candidates), total)
+    saved = IdTableSnapshot.room(options, options.shared + len(entries), len(candidates), total)
     mine = slice(options.shared, saved.used)
     saved.ids[mine], saved.counts[mine], saved.seen[mine], rows = entries.unbind(1)
     saved.candidate_ids[: len(candidates)] = candidates[:, 0]
@@ -521,7 +521,7 @@ class VocabularyReader:
             if key in stored:
                 tensor = stored[key]._replace(num_columns=num_columns)
                 self.entries[key] = self._target(field, tensor)
-        self.found: tuple[Saved, int, int] | None = None
+        self.found: tuple[IdTableSnapshot, int, int] | None = None
         self.remaps: dict[str, RowRemap] = {}
 
     def _target(self, field: str, stored: StoredTensor) -> Any:
@@ -566,8 +566,8 @@ class VocabularyReader:
         found = saving.write(*self.found)
         return {join_key(self.name, field): tensor for field, tensor in found.items()}
 
-    def _read_same_ranks(self) -> tuple[Saved, int, int]:
-        written = saving.write(Saved.room(self._options, 0, 0, 0), 0, 0)
+    def _read_same_ranks(self) -> tuple[IdTableSnapshot, int, int]:
+        written = saving.write(IdTableSnapshot.room(self._options, 0, 0, 0), 0, 0)
         for field, target in self._targets.items():
             written[field] = target.finish()[: len(written[field])]
         return saving.read(self._options, written)

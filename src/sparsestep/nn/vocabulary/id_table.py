@@ -1,18 +1,11 @@
-"""Which row each id has: the interface, and an implementation without the core.
-
-The core (``native_ids``) gives the same rows for the same calls. ``find`` changes nothing.
-``claim`` counts ids, assigns rows to new ones and evicts others, provisionally: nobody sees it
-until ``commit``, and an abandoned claim is as if it had never been made.
-"""
+"""IdTable: which row each id has, its options, and its snapshots."""
 
 from __future__ import annotations
 
-import heapq
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,7 +47,7 @@ class Options:
         return _FADES_AFTER * self.rows
 
 
-class Saved(NamedTuple):
+class IdTableSnapshot(NamedTuple):
     """All that is known, in tensors.
 
     Attributes:
@@ -78,7 +71,7 @@ class Saved(NamedTuple):
     sightings: int
 
     @classmethod
-    def room(cls, options: Options, used: int, candidates: int, sightings: int) -> Saved:
+    def room(cls, options: Options, used: int, candidates: int, sightings: int) -> IdTableSnapshot:
         """Zeros, to be filled in."""
         ids, counts, seen = (_zeros(options.rows) for _ in range(3))
         candidate_ids, candidate_counts = (_zeros(options.candidates) for _ in range(2))
@@ -107,287 +100,11 @@ class Claim(NamedTuple):
     number: int
 
 
-class Ids(Protocol):
-    """Ids that have rows, and those that are counted until they do."""
-
-    @property
-    def used(self) -> int:
-        """How many rows are in use, the shared ones included."""
-        ...
-
-    def find(self, ids: Tensor) -> tuple[Tensor, int]:
-        """The row of each id, a shared one where it has none, and how many have none."""
-        ...
-
-    def claim(self, ids: Tensor, now: int) -> Claim:
-        """Count ids and assign rows to new ones, provisionally.
-
-        Args:
-            ids: all that were seen, int64 of one dim.
-            now: the time. Ids that were seen at this time keep their rows.
-        """
-        ...
-
-    def commit(self, claim: Claim) -> None:
-        """Make a claim final. Raises, changing nothing, if there was another call since."""
-        ...
-
-    def save(self) -> Saved:
-        """All that is known."""
-        ...
-
-    def load(self, saved: Saved, now: int) -> bool:
-        """Replace everything; false, and nothing has changed, if an id occurs twice."""
-        ...
-
-
-def check_is_pending(is_pending: bool) -> None:
-    """Refuse to commit a claim if the vocabulary was used after it was made."""
-    if not is_pending:
-        requirement = "Vocabulary: init must not use the vocabulary whose rows it initializes"
-        raise InputError(message(requirement, "a call from init"))
-
-
-@dataclass
-class _Changes:
-    """What a claim of ``PlainIds`` changes once it is committed.
-
-    Attributes:
-        now: the time of the claim.
-        sightings: how many ids were seen.
-        used: rows in use afterwards.
-        counts: the count of each row that was seen.
-        ids: the new id of each row that was assigned.
-        candidates: the count of each candidate that was seen, in order; ``None`` if it no longer
-            is one.
-    """
-
-    now: int
-    sightings: int
-    used: int
-    counts: dict[int, int]
-    ids: dict[int, int]
-    candidates: dict[int, int | None]
-
-
-class PlainIds:
-    """Ids in Python's dicts and lists.
-
-    A claim only collects changes. The queue of rows to evict is the exception: it is rebuilt if a
-    claim was abandoned.
-
-    Example:
-        >>> ids = PlainIds(Options(rows=3, shared=1, admit=1, evict="lru"))
-        >>> for now, batch in enumerate(([10**18, -5], [-5, 7])):
-        ...     claim = ids.claim(torch.tensor(batch), now)
-        ...     ids.commit(claim)
-        ...     print(claim.rows.tolist(), claim.taken.tolist())
-        [1, 2] []
-        [2, 1] [1]
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._row_of: dict[int, int] = {}
-        self._ids, self._counts, self._seen = ([0] * options.rows for _ in range(3))
-        self._candidates: OrderedDict[int, int] = OrderedDict()
-        self.used: int = options.shared
-        self._sightings = 0
-        # A key for each row, which is at most that of the row by now.
-        self._queue: list[tuple[int, int, int]] = []
-        self._held: list[tuple[int, int, int]] = []  # of rows seen at this time
-        self._latest = -1
-        self._claims = 0
-        self._pending: _Changes | None = None
-
-    def find(self, ids: Tensor) -> tuple[Tensor, int]:
-        """See ``Ids``."""
-        shared, found, without = self._options.shared, [], 0
-        for each in ids.tolist():
-            row = self._row_of.get(each, -1)
-            if row < 0:
-                without += 1
-                row = 0 if shared == 1 else public_hash(each) % shared
-            found.append(row)
-        return torch.tensor(found, dtype=torch.int64, device="cpu"), without
-
-    def claim(self, ids: Tensor, now: int) -> Claim:
-        """See ``Ids``."""
-        if self._pending is not None:
-            self._arrange()
-        self._claims += 1
-        rows, without = self.find(ids)
-        changes = _Changes(now, len(ids), self.used, {}, {}, {})
-        self._pending = changes
-        for row in rows.tolist():
-            if row >= self._options.shared:
-                changes.counts[row] = changes.counts.get(row, self._counts[row]) + 1
-        if now != self._latest:
-            self._latest = now
-            self._release()
-        taken = self._admit(ids.tolist(), rows, changes)
-        changed_hands = torch.tensor(taken, dtype=torch.int64, device="cpu")
-        return Claim(rows, without, changed_hands, self._claims)
-
-    def _admit(self, listed: list[int], rows: Tensor, changes: _Changes) -> list[int]:
-        """Assign rows to new ids, and fill them in; the rows that were taken from others."""
-        new: dict[int, int] = {}
-        for each in listed:
-            if each not in self._row_of:
-                new[each] = new.get(each, 0) + 1
-        taken: list[int] = []
-        assigned: dict[int, int] = {}
-        candidates = _Candidates(self._candidates, changes.candidates, self._options.candidates)
-        for each, times in new.items():
-            count = times + candidates.count_of(each)
-            row = self._free_row(changes, taken) if count >= self._options.admit else None
-            if row is None:
-                candidates.remember(each, count)
-                continue
-            candidates.remove(each)
-            changes.counts[row], changes.ids[row], assigned[each] = count, each, row
-        for index, each in enumerate(listed):
-            if each in assigned:
-                rows[index] = assigned[each]
-        return taken
-
-    def commit(self, claim: Claim) -> None:
-        """See ``Ids``."""
-        changes = self._pending if claim.number == self._claims else None
-        check_is_pending(changes is not None)
-        assert changes is not None
-        for row, count in changes.counts.items():
-            self._counts[row], self._seen[row] = count, changes.now
-        for row in changes.ids:
-            if row < self.used:
-                del self._row_of[self._ids[row]]
-        for row, each in changes.ids.items():
-            self._ids[row], self._row_of[each] = each, row
-            heapq.heappush(self._queue, self._key(row))
-        for each, among in changes.candidates.items():
-            self._candidates.pop(each, None)
-            if among is not None:
-                self._candidates[each] = among
-        self.used = changes.used
-        self._fade(changes.sightings)
-        self._pending = None
-
-    def _key(self, row: int, changes: _Changes | None = None) -> tuple[int, int, int]:
-        count, seen = self._counts[row], self._seen[row]
-        if changes is not None and row in changes.counts:
-            count, seen = changes.counts[row], changes.now
-        return count if self._options.evict == "lfu" else 0, seen, row
-
-    def _free_row(self, changes: _Changes, taken: list[int]) -> int | None:
-        if changes.used < self._options.rows:
-            changes.used += 1
-            return changes.used - 1
-        if self._options.evict is None:
-            return None
-        while self._queue:
-            key = heapq.heappop(self._queue)
-            now = self._key(key[2], changes)
-            if key != now:
-                heapq.heappush(self._queue, now)
-            elif now[1] == changes.now:
-                self._held.append(key)
-            else:
-                taken.append(key[2])
-                return key[2]
-        return None
-
-    def _release(self) -> None:
-        for key in self._held:
-            heapq.heappush(self._queue, key)
-        self._held.clear()
-
-    def _fade(self, sightings: int) -> None:
-        self._sightings += sightings
-        if self._options.evict == "lfu" and self._sightings >= self._options.fades_after:
-            self._counts = [count // 2 for count in self._counts]
-            self._sightings = 0
-            self._arrange()
-
-    def _arrange(self) -> None:
-        self._queue = [self._key(row) for row in range(self._options.shared, self.used)]
-        heapq.heapify(self._queue)
-        self._held.clear()
-        self._pending = None
-
-    def save(self) -> Saved:
-        """See ``Ids``."""
-        saved = Saved.room(self._options, self.used, len(self._candidates), self._sightings)
-        found = zip(saved[:3], (self._ids, self._counts, self._seen), strict=True)
-        for tensor, numbers in found:
-            tensor.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-        for place, (each, count) in enumerate(self._candidates.items()):
-            saved.candidate_ids[place], saved.candidate_counts[place] = each, count
-        return saved
-
-    def load(self, saved: Saved, now: int) -> bool:
-        """See ``Ids``."""
-        ids = saved.ids.tolist()
-        row_of = {ids[row]: row for row in range(self._options.shared, saved.used)}
-        counted = saved.candidate_counts[: saved.candidates].tolist()
-        pairs = zip(saved.candidate_ids[: saved.candidates].tolist(), counted, strict=True)
-        candidates = OrderedDict(pairs)
-        count = saved.used - self._options.shared + saved.candidates
-        if len(row_of.keys() | candidates.keys()) != count:
-            return False
-        self._row_of, self._ids, self._candidates = row_of, ids, candidates
-        self._counts, self._seen = saved.counts.tolist(), saved.seen.tolist()
-        self.used, self._sightings = saved.used, saved.sightings
-        self._latest = now
-        self._claims += 1
-        self._arrange()
-        return True
-
-
-class _Candidates:
-    """Candidates with the changes of a claim.
-
-    Args:
-        known: their counts, the one seen last at the end; not changed.
-        changed: see ``_Changes``; filled in.
-        room: how many there may be.
-    """
-
-    def __init__(
-        self, known: OrderedDict[int, int], changed: dict[int, int | None], room: int
-    ) -> None:
-        self._known, self._changed, self._room = known, changed, room
-        self._oldest = iter(known)
-        self._size = len(known)
-        self._of_this_claim = 0
-
-    def count_of(self, each: int) -> int:
-        """How often an id was seen; 0 if it is not a candidate."""
-        return (self._changed[each] if each in self._changed else self._known.get(each)) or 0
-
-    def remove(self, each: int) -> None:
-        """It is no longer one, if it was."""
-        if self.count_of(each):
-            self._changed[each] = None
-            self._size -= 1
-
-    def remember(self, each: int, count: int) -> None:
-        """Set a count, in the place of the candidate that was not seen for longest."""
-        if not self.count_of(each):
-            if self._size == self._room:
-                if self._of_this_claim >= self._size:
-                    return
-                self.remove(next(old for old in self._oldest if old not in self._changed))
-            self._size += 1
-        self._changed.pop(each, None)
-        self._changed[each] = min(count, (1 << 16) - 1)
-        self._of_this_claim += 1
-
-
-def public_hash(number: int) -> int:
+def splitmix64(number: int) -> int:
     """The finalizer of splitmix64, which decides which of several shared rows an id has.
 
     Example:
-        >>> public_hash(1) == 0x5692161D100B05E5
+        >>> splitmix64(1) == 0x5692161D100B05E5
         True
     """
     bits = number & (1 << 64) - 1
@@ -399,18 +116,29 @@ def public_hash(number: int) -> int:
 _EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
 
 
-def new_ids(options: Options) -> Ids:
-    """One that has seen nothing."""
-    return PlainIds(options) if ext is None else NativeIds(options)
+class IdTable:
+    """Ids that have rows, and those that are counted until they do: ``native/core/vocabulary.h``.
 
+    ``find`` changes nothing. ``claim`` counts ids, assigns rows to new ones and evicts others,
+    provisionally: it has no effect until ``commit``, and none at all if it is abandoned.
 
-class NativeIds:
-    """In the core: see ``native/core/vocabulary.h``."""
+    Example:
+        >>> table = IdTable(Options(rows=3, shared=1, admit=1, evict="lru"))
+        >>> for now, batch in enumerate(([10**18, -5], [-5, 7]), 1):
+        ...     claim = table.claim(torch.tensor(batch), now)
+        ...     table.commit(claim)
+        ...     print(claim.rows.tolist(), claim.taken.tolist())
+        [1, 2] []
+        [2, 1] [1]
+    """
 
     def __init__(self, options: Options) -> None:
-        assert ext is not None
+        if ext is None:
+            requirement = "Vocabulary needs the compiled extension of sparsestep"
+            remedy = "Install a wheel, or build with a C++ compiler and without SPARSESTEP_PURE=1"
+            raise InputError(message(requirement, "an installation without it", remedy))
         self._options = options
-        # What row an id has does not depend on the keys, only how long it takes to find it.
+        # The row of an id does not depend on the keys, only how long it takes to find it.
         keys = (secrets.randbits(64), secrets.randbits(64))
         self._core = ext.vocabulary(
             options.rows,
@@ -424,41 +152,53 @@ class NativeIds:
 
     @property
     def used(self) -> int:
-        """See ``Ids``."""
+        """The number of rows in use, the shared ones included."""
         return self._core.sizes()[0]
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return self._core.bytes()
+
     def find(self, ids: Tensor) -> tuple[Tensor, int]:
-        """See ``Ids``."""
+        """Return the row of each id, a shared one if it has none, and how many have none."""
         rows = torch.empty_like(ids)
         return rows, self._core.find(ids, rows, torch.get_num_threads())
 
     def claim(self, ids: Tensor, now: int) -> Claim:
-        """See ``Ids``."""
+        """Count ids and assign rows to new ones, provisionally.
+
+        Args:
+            ids: all that were seen, int64 of one dim.
+            now: the time. Ids that were seen at this time keep their rows.
+        """
         rows, taken = torch.empty_like(ids), torch.empty_like(ids)
         threads = torch.get_num_threads()
         without, count, number = self._core.claim(ids, rows, now, taken, threads)
         return Claim(rows, without, taken[:count], number)
 
     def commit(self, claim: Claim) -> None:
-        """See ``Ids``."""
-        check_is_pending(self._core.commit(claim.number))
+        """Make a claim final. Raises, changing nothing, if there was another call since."""
+        if not self._core.commit(claim.number):
+            requirement = "Vocabulary: init must not use the vocabulary whose rows it initializes"
+            raise InputError(message(requirement, "a call from init"))
 
-    def save(self) -> Saved:
-        """See ``Ids``."""
-        saved = Saved.room(self._options, *self._core.sizes())
+    def save(self) -> IdTableSnapshot:
+        """Return a snapshot."""
+        saved = IdTableSnapshot.room(self._options, *self._core.sizes())
         self._core.save(*saved[:5])
         return saved
 
-    def load(self, saved: Saved, now: int) -> bool:
-        """See ``Ids``."""
+    def load(self, saved: IdTableSnapshot, now: int) -> bool:
+        """Replace everything; false, and nothing has changed, if an id occurs twice."""
         return self._core.load(*saved, now)
 
 
-_TENSORS = Saved._fields[:5]
+_TENSORS = ("ids", "counts", "seen", "candidate_ids", "candidate_counts")
 NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
 
 
-def write(saved: Saved, now: int, handed_over: int) -> dict[str, Tensor]:
+def write(saved: IdTableSnapshot, now: int, handed_over: int) -> dict[str, Tensor]:
     """What a checkpoint has.
 
     Args:
@@ -471,13 +211,13 @@ def write(saved: Saved, now: int, handed_over: int) -> dict[str, Tensor]:
     return {**found, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
 
-def read(options: Options, found: Mapping[str, Any]) -> tuple[Saved, int, int]:
+def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
     """What ``write`` has written, for a vocabulary with these options.
 
     Raises:
         InputError: it is for another one, or nothing that ``write`` has written.
     """
-    wanted = Saved.room(options, 0, 0, 0)
+    wanted = IdTableSnapshot.room(options, 0, 0, 0)
     shapes = {name: getattr(wanted, name).shape for name in _TENSORS}
     for name, shape in {**shapes, "numbers": torch.Size([5])}.items():
         tensor = found[name]
@@ -490,7 +230,7 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[Saved, int, int]:
             raise InputError(message(requirement, got, "Make it with the same rows and admit"))
     used, candidates, sightings, now, handed_over = found["numbers"].tolist()
     ids, counts, seen, few, times = (found[name].to("cpu").contiguous() for name in _TENSORS)
-    saved = Saved(ids, counts, seen, few, times, used, candidates, sightings)
+    saved = IdTableSnapshot(ids, counts, seen, few, times, used, candidates, sightings)
     requirement = "it must be what state_dict() has written"
     if not (
         options.shared <= used <= options.rows
@@ -507,15 +247,17 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[Saved, int, int]:
     return saved, now, handed_over
 
 
-def with_room(saved: Saved, options: Options) -> Saved:
+def with_room(saved: IdTableSnapshot, options: Options) -> IdTableSnapshot:
     """The same for a vocabulary that has more rows."""
-    room = Saved.room(options, saved.used, saved.candidates, saved.sightings)
+    room = IdTableSnapshot.room(options, saved.used, saved.candidates, saved.sightings)
     for new, old in zip(room[:5], saved[:5], strict=True):
         new[: len(old)] = old
     return room
 
 
-def merged(saved: Saved, theirs: Saved, options: Options, now: int) -> tuple[Saved, Tensor]:
+def merged(
+    saved: IdTableSnapshot, theirs: IdTableSnapshot, options: Options, now: int
+) -> tuple[IdTableSnapshot, Tensor]:
     """The same with the ids of another vocabulary; also which row each of its rows has here.
 
     Args:
@@ -551,7 +293,7 @@ def merged(saved: Saved, theirs: Saved, options: Options, now: int) -> tuple[Sav
     return candidates._replace(used=saved.used + new), cat([shared, rows])
 
 
-def _without(saved: Saved, ids: Tensor) -> Saved:
+def _without(saved: IdTableSnapshot, ids: Tensor) -> IdTableSnapshot:
     """The same without candidates that are among these ids."""
     stay = ~torch.isin(saved.candidate_ids, ids)
     stay[saved.candidates :] = False

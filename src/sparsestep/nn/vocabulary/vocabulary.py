@@ -19,14 +19,14 @@ from sparsestep.nn.grow import (
     Init,
     Table,
     do_nothing,
-    prepare_growth,
+    prepare_grow,
     restoring_rng,
     weight_of,
 )
-from sparsestep.nn.interop import outside_graphs
+from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.nn.vocabulary import id_table as saving
 from sparsestep.nn.vocabulary.attach import Attached
-from sparsestep.nn.vocabulary.id_table import Evict, Ids, Options, Saved, new_ids
+from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot, Options
 
 
 def hash_strings(strings: Iterable[str]) -> Tensor:
@@ -74,25 +74,89 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-class KnowsIds(nn.Module):
-    """A vocabulary as far as its knowledge goes."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+Agree: TypeAlias = Callable[[Exception | None], object]
+_MOST_ROWS = 2**31 - 1
+_MOST_ADMIT = 2**16 - 1
+
+
+class Vocabulary(nn.Module):
+    """Maps ids of any value to the rows of a table, and assigns rows as new ids appear.
+
+    An id gets its own row once it has been seen ``admit`` times; until then it shares row 0 with
+    all other ids without a row. In training mode, a lookup counts ids and assigns rows. After
+    ``eval()`` a lookup changes nothing.
+
+    When all rows are taken, a new id shares row 0 (``evict=None``), or takes over the row of the
+    least recently seen id (``"lru"``) or of the least frequently seen one (``"lfu"``; among
+    several, the least recent). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen,
+    so that ids which were popular long ago do not stay forever. When a row goes to another id,
+    tables that you have named with ``attach`` initialize it anew, and their optimizers forget its
+    state.
+
+    A call counts ids in this order: those that have a row, then the others in order of appearance,
+    each as often as it occurs. The ids of a call keep their rows until it returns; with ``attach``,
+    until the next step, so that gradients reach the ids they belong to. Which row an id has depends
+    on the previous calls and on nothing else.
+
+    Args:
+        rows: number of rows of the table, row 0 included; at most 2**31 - 1.
+        admit: how often an id has to be seen to get its own row. As many ids without a row are
+            counted as there are rows, namely the most recent ones.
+        evict: ``None``, ``"lru"`` or ``"lfu"``.
+        shared: number of rows, at the beginning, for ids without a row of their own; a hash of the
+            id selects one.
+
+    Attributes:
+        rows: number of rows.
+        taken_over: rows that went to another id in the latest call, in case you keep other data
+            per row.
+
+    Example:
+        >>> import sparsestep
+        >>> vocabulary = sparsestep.nn.Vocabulary(1000, evict="lru")
+        >>> table = sparsestep.nn.Embedding(1000, 16)
+        >>> optimizer = sparsestep.Adam(table.parameters())
+        >>> vocabulary.attach(table, optimizer)
+        >>> rows = vocabulary(torch.tensor([[10**18, -7], [-7, 42]]))
+        >>> rows
+        tensor([[1, 2],
+                [2, 3]])
+        >>> table(rows).sum().backward()
+        >>> optimizer.step()
+        >>> vocabulary.eval()(torch.tensor([42, 43]))  # nobody has seen 43
+        tensor([3, 0])
+    """
 
     _not_copied: ClassVar[tuple[str, ...]] = (
-        *("id_table", "lock", "attached", "_progress", "taken_over"),
+        "id_table",
+        "lock",
+        "attached",
+        "_progress",
+        "taken_over",
     )
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
+        _check_number("rows", rows, 1, _MOST_ROWS)
+        _check_number("admit", admit, 1, _MOST_ADMIT)
+        _check_number("shared", shared, 1, rows)
+        if evict not in (None, "lru", "lfu"):
+            raise InputError(
+                f"Vocabulary: {message('evict must be None, lru or lfu', repr(evict))}"
+            )
         super().__init__()
-        self.options = options
+        self.options = Options(rows, shared, admit, evict)
         self.now = 0  # passes as ids are seen
         self.num_reused = 0  # rows that went to another id; the seed of new values
         self._prepare()
 
     def _prepare(self) -> None:
-        """What is neither pickled nor copied."""
-        self.id_table: Ids = new_ids(self.options)
+        """Create what is neither pickled nor copied."""
+        self.id_table: IdTable = IdTable(self.options)
         self.lock = fork_safe_lock()
+        self.attached: list[Attached] = []
         self._progress: list[Any] = []
+        self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def rows(self) -> int:
@@ -142,7 +206,7 @@ class KnowsIds(nn.Module):
             values = weight.detach()[: self.options.shared + len(found)].clone()
         return nn.Embedding.from_pretrained(values, freeze=False), found
 
-    def merge(self, other: KnowsIds) -> Tensor:
+    def merge(self, other: Vocabulary) -> Tensor:
         """Add the ids of another vocabulary; ids that are new here get free rows.
 
         Counts are added up. No id loses its row, so there must be enough free rows.
@@ -165,7 +229,7 @@ class KnowsIds(nn.Module):
             >>> first.merge(second), first.as_dict()
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
-        if not isinstance(other, KnowsIds) or other.options.shared != self.options.shared:
+        if not isinstance(other, Vocabulary) or other.options.shared != self.options.shared:
             requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
         with other.lock, memory_errors():
@@ -175,142 +239,16 @@ class KnowsIds(nn.Module):
             self.id_table = merged
         return rows
 
-    def prepare_merge(self, theirs: Saved) -> tuple[Ids, Tensor]:
+    def prepare_merge(self, theirs: IdTableSnapshot) -> tuple[IdTable, Tensor]:
         """What there is to know with the ids of another vocabulary, and the rows of these."""
-        merged = new_ids(self.options)
+        merged = IdTable(self.options)
         saved, rows = saving.merged(self.id_table.save(), theirs, self.options, self.now)
         merged.load(saved, self.now)
         return merged, rows
 
-    # Checkpoints and copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            state = {k: v for k, v in vars(self).items() if k not in self._not_copied}
-            return {**state, "saved": self.id_table.save()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("saved")
-        super().__setstate__(state)
-        self._prepare()
-        self.id_table.load(saved, self.now)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        with self.lock:
-            found = saving.write(self.id_table.save(), self.now, self.num_reused)
-        for name, tensor in found.items():
-            destination[prefix + name] = tensor
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        names = saving.NAMES
-        missing = [name for name in names if prefix + name not in state_dict]
-        missing_keys += [prefix + name for name in missing]
-        if missing:
-            return
-        found = {name: state_dict[prefix + name] for name in names}
-        try:
-            with memory_errors():
-                saved, now, handed_over = saving.read(self.options, found)
-        except InputError as error:
-            error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
-            return
-        self.restore(saved, now, handed_over)
-
-    def restore(self, saved: Saved, now: int, handed_over: int) -> None:
-        """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
-        with self.lock, memory_errors():
-            ids = new_ids(self.options)
-            ids.load(saved, now)
-            self._change(id_table=ids, now=now, num_reused=handed_over, _progress=[])
-
-    def _change(self, **attributes: Any) -> None:
-        """Set attributes in one step that no signal handler can interrupt."""
-        vars(self).update(attributes)
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-Agree: TypeAlias = Callable[[Exception | None], object]
-_MOST_ROWS = 2**31 - 1
-_MOST_ADMIT = 2**16 - 1
-
-
-class Vocabulary(KnowsIds):
-    """Maps ids of any value to the rows of a table, and assigns rows as new ids appear.
-
-    An id gets its own row once it has been seen ``admit`` times; until then it shares row 0 with
-    all other ids without a row. In training mode, a lookup counts ids and assigns rows. After
-    ``eval()`` a lookup changes nothing.
-
-    When all rows are taken, a new id shares row 0 (``evict=None``), or takes over the row of the
-    least recently seen id (``"lru"``) or of the least frequently seen one (``"lfu"``; among
-    several, the least recent). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen,
-    so that ids which were popular long ago do not stay forever. When a row goes to another id,
-    tables that you have named with ``attach`` initialize it anew, and their optimizers forget its
-    state.
-
-    A call counts ids in this order: those that have a row, then the others in order of appearance,
-    each as often as it occurs. The ids of a call keep their rows until it returns; with ``attach``,
-    until the next step, so that gradients reach the ids they belong to. Which row an id has depends
-    on the previous calls and on nothing else.
-
-    Args:
-        rows: number of rows of the table, row 0 included; at most 2**31 - 1.
-        admit: how often an id has to be seen to get its own row. As many ids without a row are
-            counted as there are rows, namely the most recent ones.
-        evict: ``None``, ``"lru"`` or ``"lfu"``.
-        shared: number of rows, at the beginning, for ids without a row of their own; a hash of the
-            id selects one.
-
-    Attributes:
-        rows: number of rows.
-        taken_over: rows that went to another id in the latest call, in case you keep other data
-            per row.
-
-    Example:
-        >>> import sparsestep
-        >>> vocabulary = sparsestep.nn.Vocabulary(1000, evict="lru")
-        >>> table = sparsestep.nn.Embedding(1000, 16)
-        >>> optimizer = sparsestep.Adam(table.parameters())
-        >>> vocabulary.attach(table, optimizer)
-        >>> rows = vocabulary(torch.tensor([[10**18, -7], [-7, 42]]))
-        >>> rows
-        tensor([[1, 2],
-                [2, 3]])
-        >>> table(rows).sum().backward()
-        >>> optimizer.step()
-        >>> vocabulary.eval()(torch.tensor([42, 43]))  # nobody has seen 43
-        tensor([3, 0])
-    """
-
-    def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
-        _check_number("rows", rows, 1, _MOST_ROWS)
-        _check_number("admit", admit, 1, _MOST_ADMIT)
-        _check_number("shared", shared, 1, rows)
-        if evict not in (None, "lru", "lfu"):
-            raise InputError(
-                f"Vocabulary: {message('evict must be None, lru or lfu', repr(evict))}"
-            )
-        super().__init__(Options(rows, shared, admit, evict))
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        self.attached: list[Attached] = []
-        self._progress: list[Any] = []
-        self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
-
     # Lookups
 
-    @outside_graphs
+    @excluded_from_compile
     def forward(self, ids: Tensor) -> Tensor:
         """The row of each id.
 
@@ -461,7 +399,7 @@ class Vocabulary(KnowsIds):
         with self.lock, memory_errors(), restoring_rng() as keep_rng:
             commit = self.prepare_grow(rows)
             tables = [
-                prepare_growth(each.table, rows, tuple(each.optimizers), each.init)
+                prepare_grow(each.table, rows, tuple(each.optimizers), each.init)
                 for each in self.attached
                 if each.table.num_embeddings < rows
             ]
@@ -475,14 +413,69 @@ class Vocabulary(KnowsIds):
         """
         _check_number("rows", rows, self.rows, _MOST_ROWS)
         options = replace(self.options, rows=rows)
-        larger = new_ids(options)
+        larger = IdTable(options)
         larger.load(saving.with_room(self.id_table.save(), options), self.now)
 
         return partial(self._change, options=options, id_table=larger)
 
+    # Checkpoints and copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            state = {k: v for k, v in vars(self).items() if k not in self._not_copied}
+            return {**state, "saved": self.id_table.save()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        super().__setstate__(state)
+        self._prepare()
+        self.id_table.load(saved, self.now)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with self.lock:
+            found = saving.write(self.id_table.save(), self.now, self.num_reused)
+        for name, tensor in found.items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = saving.NAMES
+        missing = [name for name in names if prefix + name not in state_dict]
+        missing_keys += [prefix + name for name in missing]
+        if missing:
+            return
+        found = {name: state_dict[prefix + name] for name in names}
+        try:
+            with memory_errors():
+                saved, now, handed_over = saving.read(self.options, found)
+        except InputError as error:
+            error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
+            return
+        self.restore(saved, now, handed_over)
+
+    def restore(self, saved: IdTableSnapshot, now: int, handed_over: int) -> None:
+        """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
+        with self.lock, memory_errors():
+            ids = IdTable(self.options)
+            ids.load(saved, now)
+            self._change(id_table=ids, now=now, num_reused=handed_over, _progress=[])
+
+    def _change(self, **attributes: Any) -> None:
+        """Set attributes in one step that no signal handler can interrupt."""
+        vars(self).update(attributes)
+
 
 def flat_ids(ids: Any) -> Tensor:
-    """Ids as int64 of one dim on the CPU; raises where they are none.
+    """IdTable as int64 of one dim on the CPU; raises where they are none.
 
     Args:
         ids: as they were given.
