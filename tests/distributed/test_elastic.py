@@ -61,7 +61,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     is_first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if not is_first_try:
-        print("rank", dist.get_rank(), "of another try", flush=True)
+        print(f"rank {dist.get_rank()} of another try\n", end="", flush=True)  # one write
     train(Path(sys.argv[1]), is_killed=is_first_try and dist.get_rank() == 1)
     dist.destroy_process_group()
 
