@@ -7,6 +7,7 @@ instruction set that this machine has. ``EVERY`` also has rules that a user migh
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -98,6 +99,15 @@ class Variant:
 
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
+
+# Coupled weight decay by default; any weight decay.
+PARAMETERS = {cls: inspect.signature(cls).parameters for cls in OPTIMIZERS}
+WITH_COUPLED_DECAY = [
+    cls
+    for cls, options in PARAMETERS.items()
+    if "decoupled_weight_decay" in options and not options["decoupled_weight_decay"].default
+]
+WITH_DECAY = [cls for cls, options in PARAMETERS.items() if "weight_decay" in options]
 
 # The optimizers that have dense semantics.
 WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.idle_update is not None]

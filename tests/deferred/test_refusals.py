@@ -9,6 +9,7 @@ import torch
 
 import sparsestep
 from sparsestep.errors import InputError
+from sparsestep.optim import OPTIMIZERS
 from tests.deferred.runs import (
     DECAY,
     assert_close,
@@ -18,27 +19,33 @@ from tests.deferred.runs import (
     kept,
     standard,
 )
-from tests.table import INSTRUCTION_SETS, Variant, snapshot, unchanged
+from tests.table import (
+    INSTRUCTION_SETS,
+    WITH_COUPLED_DECAY,
+    WITH_DENSE,
+    Variant,
+    snapshot,
+    unchanged,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 COUPLED = "no closed form for coupled weight decay.*Use decoupled_weight_decay=True, or AdamW"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (sparsestep.Adam, {"weight_decay": 0.1}, COUPLED),
-    (sparsestep.SGD, {"weight_decay": 0.1}, COUPLED),
+    *((cls, {"weight_decay": 0.1}, COUPLED) for cls in WITH_COUPLED_DECAY if cls in WITH_DENSE),
+    *(
+        (cls, {}, f"defines its update for rows without a gradient.*{Variant(cls, {}).rule.name!r}")
+        for cls in OPTIMIZERS
+        if cls not in WITH_DENSE
+    ),
     (sparsestep.SGD, {"weight_decay": 0.1, "momentum": 0.9}, COUPLED),
-    (sparsestep.Adagrad, {"weight_decay": 0.1}, COUPLED),
-    (sparsestep.RMSprop, {"weight_decay": 0.1}, COUPLED),
-    (sparsestep.RowwiseAdagrad, {"weight_decay": 0.1}, COUPLED),
-    (sparsestep.RowwiseAdam, {"weight_decay": 0.1}, COUPLED),
     (sparsestep.SparseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
     (sparsestep.Adam, {"bias_correction": "per_row"}, "bias_correction must be global"),
     (sparsestep.AdamW, {"bias_correction": "per_row", "amsgrad": True}, "must be global"),
     (sparsestep.RowwiseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
     (sparsestep.AdamW, {"stochastic_rounding": True}, "does not support stochastic_rounding"),
     (sparsestep.SGD, {"differentiable": True}, "does not support differentiable"),
-    (sparsestep.RAdam, {}, "defines its update for rows without a gradient.*'radam'"),
     (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}, "must be less than 1. Got 1.0"),
     (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}, "must be less than 1. Got 1.5"),
     (sparsestep.SGD, {"lr": 10.0, **DECAY}, "must be less than 1. Got 1.0"),

@@ -16,6 +16,7 @@ from sparsestep.errors import InputError
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.optim.gradients import coo
 from tests.table import (
+    WITH_DECAY,
     Variant,
     each_engine,
     each_optimizer,
@@ -158,33 +159,20 @@ def test_an_empty_gradient_counts_and_changes_nothing_else(
 
 
 @each_engine
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (sparsestep.SparseAdam, {}),
-        (sparsestep.Adam, {}),
-        (sparsestep.AdamW, {}),
-        (sparsestep.RAdam, {}),
-        (sparsestep.Adagrad, {"weight_decay": 0.1}),
-        (sparsestep.RowwiseAdagrad, {"weight_decay": 0.1}),
-        (sparsestep.RowwiseAdam, {}),
-        (sparsestep.SGD, {"momentum": 0.9}),
-        (sparsestep.RMSprop, {"momentum": 0.9}),
-        (sparsestep.Lion, {}),
-        (sparsestep.Ftrl, {"l1": 2.0, "initial_accumulator_value": 1.0}),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_a_stored_zero_is_touched(cls: type[RuleOptimizer], options: dict, engine: str):
-    param = torch.nn.Parameter(torch.ones(3, 2))
+@each_stateful
+def test_a_stored_zero_is_touched(variant: Variant, engine: str):
+    param = torch.nn.Parameter(torch.full((3, 2), 2.0))
+    has_momentum = {"exp_avg", "momentum_buffer"} & set(variant.rule.state_names)
+    options = {} if has_momentum or variant.cls not in WITH_DECAY else {"weight_decay": 0.1}
     with running_on(engine) as name:
-        opt = cls([param], lr=0.1, engine=name, **options)
+        opt = variant([param], lr=0.1, engine=name, **options)
         param.grad = coo([0, 1], (3, 2))
         opt.step()
         once = param.detach().clone()
         param.grad = coo([0], (3, 2), value=0.0)
         opt.step()
-    if cls is sparsestep.Ftrl:  # its value is a function of what it has seen: nothing new, no move
+    if variant.cls is sparsestep.Ftrl:
+        # Its value is a function of the gradients so far: a zero does not move it.
         assert steps_of(opt, param) == 2
     else:
         assert bool((param[0] != once[0]).all())  # its momentum or decay goes on

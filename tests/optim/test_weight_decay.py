@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.table import each_engine, running_on, same_bits
+from tests.table import WITH_COUPLED_DECAY, WITH_DECAY, each_engine, running_on, same_bits
 
-COUPLED = [
-    sparsestep.Adam,
-    sparsestep.RAdam,
-    sparsestep.Adagrad,
-    sparsestep.RowwiseAdagrad,
-    sparsestep.RowwiseAdam,
-    sparsestep.SGD,
-    sparsestep.RMSprop,
-]
-DECOUPLED = [*COUPLED, sparsestep.AdamW, sparsestep.Lion]
 TOUCHED, RESTING = [1, 4], [0, 2, 3, 5]
 
 
@@ -40,7 +29,7 @@ VALUES = torch.tensor([[1.0, -2.0, 0.5], [0.25, 4.0, -1.0]])
 
 
 @each_engine
-@pytest.mark.parametrize("optimizer", COUPLED, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("optimizer", WITH_COUPLED_DECAY, ids=lambda o: o.__name__)
 def test_coupled_decay_is_a_part_of_the_gradient_of_what_was_touched(
     optimizer: type[RuleOptimizer], engine: str
 ):
@@ -51,13 +40,13 @@ def test_coupled_decay_is_a_part_of_the_gradient_of_what_was_touched(
 
 
 @each_engine
-@pytest.mark.parametrize("optimizer", DECOUPLED, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("optimizer", WITH_DECAY, ids=lambda o: o.__name__)
 def test_decoupled_decay_shrinks_what_was_touched_and_nothing_else(
     optimizer: type[RuleOptimizer], engine: str
 ):
     """A gradient of zeros moves nothing by itself, so that the decay alone is seen."""
     options = {"weight_decay": 0.25}
-    if optimizer not in (sparsestep.AdamW, sparsestep.Lion):
+    if optimizer in WITH_COUPLED_DECAY:
         options["decoupled_weight_decay"] = True
     after = decayed(optimizer, torch.zeros(2, 3), engine, **options)
     assert same_bits(after[TOUCHED], 0.875 * BEGIN[TOUCHED])
