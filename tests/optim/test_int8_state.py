@@ -19,7 +19,7 @@ from tests.table import INSTRUCTION_SETS, running_on, state_tensors
 LARGEST = {}
 for each in sorted(table.VARIANTS, key=lambda variant: len(variant.rule.state)):
     per_element = [spec for spec in each.rule.state if not spec.per_row]
-    if per_element and all(spec.int8 for spec in per_element):
+    if per_element and all(spec.int8_format for spec in per_element):
         LARGEST[each.cls] = (each.cls, each.options)
 VARIANTS = list(LARGEST.values())
 each_variant = pytest.mark.parametrize(
