@@ -21,7 +21,7 @@ from tests.subject import Subject, by_hand_class
 from tests.table import Variant
 
 # Fewer examples for each of the many combinations; SPARSESTEP_HYPOTHESIS=fuzz has no such limit.
-IN_CI = settings.get_current_profile_name() == "ci"
+IN_CI = settings.get_current_profile_name() in ("ci", "mutants")
 EXAMPLES = 16 if IN_CI else settings.default.max_examples
 
 
