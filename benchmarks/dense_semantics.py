@@ -26,7 +26,7 @@ import sparsestep
 from benchmarks.harness.race import Stepping, add_rounds, medians
 from benchmarks.harness.workload import SETS, uniform_coo_grads
 from sparsestep.cli.options import int_in_range
-from sparsestep.deferred.rows import RowClock
+from sparsestep.deferred.rows import DeferredRows
 
 ROWS, DIM, LOOKUPS, ROUNDS = 1_000_000, 64, 65_536, 60
 BEHIND = 4  # steps between two catch-ups of the whole table
@@ -99,13 +99,13 @@ def show_history(steps: int) -> None:
     param = Parameter(torch.zeros(1, 1))
     optimizer = sparsestep.AdamW([param], lr=LR, weight_decay=DECAY, semantics="dense")
     settings = optimizer.settings(0)
-    clock = RowClock(settings, rows=1, done=0, new=True)
+    clock = DeferredRows(settings, rows=1, done=0, new=True)
     times = []
     for number in range(steps):
         begin = perf_counter()
         if clock.history.is_full:
             clock.history.begin_anew()
-        clock.advance(settings)
+        clock.commit_step(settings)
         if number >= steps - COUNTED:
             times.append(perf_counter() - begin)
     assert clock.history.now == steps

@@ -238,7 +238,7 @@ class Snapshot:
 def _deferred(optimizer: RuleOptimizer) -> dict[Any, tuple[Any, ...]]:
     """What dense semantics remembers about deferred rows."""
     return {
-        key: (clock.last.clone(), clock.history.base, clock.history.steps)
+        key: (clock.last_step.clone(), clock.history.base, clock.history.steps)
         for key, clock in optimizer.deferred.items()
     }
 

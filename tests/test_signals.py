@@ -67,7 +67,7 @@ for _ in range(25):
         assert float(opt.state[layer]["step"]) == float(opt.state[layer]["sum"][0, 0])
     if semantics == "dense":
         clock = opt.deferred[id(table)]
-        assert int(clock.last.max()) == clock.history.now, "a row runs ahead"
+        assert int(clock.last_step.max()) == clock.history.now, "a row runs ahead"
 stop.set()
 thread.join()
 print(caught)

@@ -214,6 +214,6 @@ OF_TORCH = [
 def bookkeeping(opt: RuleOptimizer) -> list[Any]:
     """What is remembered about rows that are behind."""
     return [
-        (key, clock.last.clone(), clock.history.base, clock.history.steps)
+        (key, clock.last_step.clone(), clock.history.base, clock.history.steps)
         for key, clock in opt.deferred.items()
     ]

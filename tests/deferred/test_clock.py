@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.deferred.rows import RowClock
+from sparsestep.deferred.rows import DeferredRows
 from tests.deferred.idle_rows import KINDS, rates, settings_of
 from tests.table import INSTRUCTION_SETS, Variant, each_engine, running_on, same_bits
 
@@ -19,7 +19,7 @@ each_kind = pytest.mark.parametrize("variant", KINDS, ids=str)
 
 def pending(
     variant: Variant, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0
-) -> tuple[RowClock, Tensor, list[Tensor]]:
+) -> tuple[DeferredRows, Tensor, list[Tensor]]:
     """A parameter whose rows have just had a gradient, all but the last one."""
     generator = torch.Generator().manual_seed(seed)
     rule = variant.rule
@@ -37,18 +37,18 @@ def pending(
         state[2] = torch.maximum(state[1], state[2])
     if rule.name == "rmsprop_centered_momentum":
         state[2] = state[2].clamp(-0.1, 0.1) * state[0].sqrt()
-    clock = RowClock(settings_of(variant, 0.0), shape[0], 3, new=False)
-    clock.last[-1] = ~3
+    clock = DeferredRows(settings_of(variant, 0.0), shape[0], 3, new=False)
+    clock.last_step[-1] = ~3
     return clock, param.to(dtype), state
 
 
-def miss(clock: RowClock, variant: Variant, lrs: list[float]) -> None:
+def miss(clock: DeferredRows, variant: Variant, lrs: list[float]) -> None:
     for lr in lrs:
-        clock.advance(settings_of(variant, lr))
+        clock.commit_step(settings_of(variant, lr))
 
 
 def one_by_one(
-    clock: RowClock, variant: Variant, lrs: list[float], param: Tensor, state: list[Tensor]
+    clock: DeferredRows, variant: Variant, lrs: list[float], param: Tensor, state: list[Tensor]
 ) -> list[Tensor]:
     """The rule itself with gradients of zero, in float64."""
     rule, decay = clock.rule, variant.options.get("weight_decay", 0.0)
@@ -80,10 +80,10 @@ def test_a_row_that_missed_some_steps(variant: Variant, engine: str, missed: int
     exact = one_by_one(clock, variant, lrs, param, state)
     miss(clock, variant, lrs)
     with running_on(engine) as name:
-        clock.catch_up_rows(param, state, None, engine=name)
+        clock.catch_up(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours, wanted) <= 1e-13
-    assert clock.last.tolist() == [3 + missed] * 8 + [~(3 + missed)]
+    assert clock.last_step.tolist() == [3 + missed] * 8 + [~(3 + missed)]
 
 
 LONG = [KINDS[1], KINDS[2], KINDS[6], KINDS[8], KINDS[10], KINDS[13], KINDS[15]]
@@ -99,14 +99,14 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
     engines = INSTRUCTION_SETS[-1:]
     if clock.history.converges or not engines:  # or it would take the reference too long
         engines = ["reference", *engines]
-    runs: list[tuple[RowClock, Tensor, list[Tensor], str, bool]] = []
+    runs: list[tuple[DeferredRows, Tensor, list[Tensor], str, bool]] = []
     for dtype in (torch.float64, torch.float32):
         for engine in engines:
             for halfway in (False, True):
                 own = (param.to(dtype, copy=True), [t.to(dtype, copy=True) for t in state])
                 runs.append((clock_like(clock), *own, engine, halfway))
     for number, lr in enumerate(lrs):
-        clock.advance(settings_of(variant, lr))
+        clock.commit_step(settings_of(variant, lr))
         if number == 5000:
             catch_up_each(clock, [run for run in runs if run[-1]])
     catch_up_each(clock, runs)
@@ -119,19 +119,19 @@ def test_a_row_that_missed_ten_thousand_steps(variant: Variant):
             )
 
 
-def clock_like(clock: RowClock) -> RowClock:
+def clock_like(clock: DeferredRows) -> DeferredRows:
     """Another parameter with the same history."""
-    other = object.__new__(RowClock)
+    other = object.__new__(DeferredRows)
     other.__dict__.update(clock.__dict__)
-    other._stamps = copy.deepcopy(clock._stamps)
+    other._steps = copy.deepcopy(clock._steps)
     return other
 
 
-def catch_up_each(clock: RowClock, runs: list[Any]) -> None:
+def catch_up_each(clock: DeferredRows, runs: list[Any]) -> None:
     for one, param, state, engine, _ in runs:
         one.history = clock.history
         with running_on(engine) as name:
-            one.catch_up_rows(param, state, None, engine=name)
+            one.catch_up(param, state, None, engine=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -139,13 +139,13 @@ def catch_up_each(clock: RowClock, runs: list[Any]) -> None:
 def test_an_average_whose_sign_counts_never_fades_to_zero(dtype: torch.dtype, engine: str):
     """Lion drifts along it for as long as the row is idle; dense steps never make it zero."""
     variant = Variant(sparsestep.Lion, {"betas": (0.9, 0.5)})
-    clock = RowClock(settings_of(variant, 0.0), 3, 0, new=False)
+    clock = DeferredRows(settings_of(variant, 0.0), 3, 0, new=False)
     average = torch.tensor([[1e-3], [-1e-3], [0.0]], dtype=dtype)
     param = torch.zeros(3, 1, dtype=dtype)
     with running_on(engine) as name:
         for _ in range(2):
             miss(clock, variant, [2.0**-10] * 1200)
-            clock.catch_up_rows(param, [average], None, engine=name)
+            clock.catch_up(param, [average], None, engine=name)
     assert param.flatten().tolist() == [-2.34375, 2.34375, 0.0]
     assert average.sign().flatten().tolist() == [1.0, -1.0, 0.0]
     assert float(average.abs().max()) < 1e-7
@@ -162,12 +162,12 @@ def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
         before = [t.clone() for t in (param, *state)]
         miss(clock, variant, lrs)
         with running_on(engine) as name:
-            clock.catch_up_rows(param, state, given, engine=name)
+            clock.catch_up(param, state, given, engine=name)
         chosen = torch.zeros(9, dtype=torch.bool)
         chosen[given.flatten().long()] = True
         for ours, was in zip((param, *state), before, strict=True):
             assert same_bits(ours[~chosen], was[~chosen])
-        assert clock.last.tolist() == [
+        assert clock.last_step.tolist() == [
             (23 if chosen[row] else 3) if row < 8 else ~3 for row in range(9)
         ]
         results.append([t[7] for t in (param, *state)])
@@ -176,34 +176,34 @@ def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
 
 
 @each_engine
-def test_stamps(engine: str):
+def test_last_steps(engine: str):
     """A row that is about to be updated counts as current after that step, and as touched."""
     variant = Variant(sparsestep.SGD, {"momentum": 0.5})
-    clock = RowClock(settings_of(variant, 0.0), 5, 7, new=True)
+    clock = DeferredRows(settings_of(variant, 0.0), 5, 7, new=True)
     param, buffer = torch.zeros(5, 1), torch.zeros(5, 1)
-    assert clock.last.tolist() == [~7] * 5
+    assert clock.last_step.tolist() == [~7] * 5
     with running_on(engine) as name:
 
         def catch_up_rows(rows: list[int] | None, touch: bool) -> int:
             given = None if rows is None else torch.tensor(rows)
-            stale = clock.catch_up_rows(param, [buffer], given, engine=name)
+            stale = clock.catch_up(param, [buffer], given, engine=name)
             if touch:
-                clock.stamp(given)
+                clock.set_last_step(given)
             return stale
 
         catch_up_rows([1], touch=True)
-        assert clock.last.tolist() == [~7, 8, ~7, ~7, ~7]
+        assert clock.last_step.tolist() == [~7, 8, ~7, ~7, ~7]
         miss(clock, variant, [1.0])
         catch_up_rows([0, 1, 2], touch=False)
-        assert clock.last.tolist() == [~8, 8, ~8, ~7, ~7]
+        assert clock.last_step.tolist() == [~8, 8, ~8, ~7, ~7]
         miss(clock, variant, [1.0])
         catch_up_rows([], touch=True)
-        assert clock.last.tolist() == [~8, 8, ~8, ~7, ~7]
+        assert clock.last_step.tolist() == [~8, 8, ~8, ~7, ~7]
         catch_up_rows([1, 2, 3], touch=True)
-        assert clock.last.tolist() == [~8, 10, 10, 10, ~7]
+        assert clock.last_step.tolist() == [~8, 10, 10, 10, ~7]
         miss(clock, variant, [1.0])
         clock.catch_up_all(param, [buffer], engine=name)
-    assert clock.last.tolist() == [~10, 10, 10, 10, ~10]
+    assert clock.last_step.tolist() == [~10, 10, 10, 10, ~10]
     assert (clock.history.base, clock.history.steps) == (10, 0)
 
 
@@ -243,15 +243,15 @@ STALE = {
 def test_how_many_rows_were_stale(case: str, engine: str):
     cls, options, lr, stale = STALE[case]
     variant = Variant(cls, options)
-    clock = RowClock(settings_of(variant, 0.0), 4, 0, new=True)
-    clock.last[:2] = 0  # these have had a gradient
+    clock = DeferredRows(settings_of(variant, 0.0), 4, 0, new=True)
+    clock.last_step[:2] = 0  # these have had a gradient
     param = torch.ones(4, 3)
     state = [torch.ones(4) if k.per_row else torch.ones(4, 3) for k in variant.rule.state]
     miss(clock, variant, [lr, lr])
     with running_on(engine) as name:
         found = [
-            clock.catch_up_rows(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
-            clock.catch_up_rows(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
+            clock.catch_up(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
+            clock.catch_up(param, state, torch.tensor([0, 1, 2, 0]), engine=name),
         ]
     assert found == [stale, 0]
 
@@ -269,11 +269,11 @@ def test_a_leader_that_stays_is_not_stale(engine: str, dtype: torch.dtype):
             opt.step()
         clock = opt.deferred[id(param)]
         real = (param.detach(), [opt.state[param][n] for n in ("linear", "sum")])
-        assert clock.catch_up_rows(*real, torch.arange(4), engine=name) == 0
+        assert clock.catch_up(*real, torch.arange(4), engine=name) == 0
         opt.param_groups[0]["lr"] = 0.2
         param.grad = torch.sparse_coo_tensor([[9]], torch.randn(1, 3).to(dtype), (50, 3))
         opt.step()
-        assert clock.catch_up_rows(*real, torch.arange(9), engine=name) == 4
+        assert clock.catch_up(*real, torch.arange(9), engine=name) == 4
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -291,7 +291,7 @@ def test_many_rows_are_shared_out(engine: str, threads: int):
     miss(clock, variant, lrs)
     torch.set_num_threads(threads)
     with running_on(engine) as name:
-        stale = clock.catch_up_rows(param, state, rows, engine=name)
+        stale = clock.catch_up(param, state, rows, engine=name)
     chosen = torch.zeros(3000, dtype=torch.bool)
     chosen[rows] = True
     assert stale == int(chosen.sum())
@@ -323,7 +323,7 @@ def test_tensors_that_lie_otherwise(engine: str, strides: str):
     assert not param.is_contiguous()
     miss(clock, variant, lrs)
     with running_on(engine) as name:
-        clock.catch_up_rows(param, state, torch.tensor([8, 3]), engine=name)
-        clock.catch_up_rows(param, state, None, engine=name)
+        clock.catch_up(param, state, torch.tensor([8, 3]), engine=name)
+        clock.catch_up(param, state, None, engine=name)
     for ours, wanted in zip((param, *state), exact, strict=True):
         assert distance(ours.reshape(wanted.shape), wanted) <= 1e-13

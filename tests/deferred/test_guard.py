@@ -24,7 +24,7 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
     train(model, opt, range(10))
     clock = opt.deferred[id(model.table.weight)]
     weight = model.table.weight
-    behind = (clock.last.abs() < 9).nonzero().squeeze(1)
+    behind = (clock.last_step.abs() < 9).nonzero().squeeze(1)
     assert behind.numel() > 4
     for read, rows in (
         (lambda: functional.embedding(behind[:1], weight), behind[:1]),
@@ -35,11 +35,11 @@ def test_a_guard_reads_no_more_rows_than_are_asked_for():
             behind[:0],
         ),
     ):
-        before = clock.last.clone()
+        before = clock.last_step.clone()
         read()
-        assert (clock.last != before).nonzero().squeeze(1).tolist() == rows.tolist()
+        assert (clock.last_step != before).nonzero().squeeze(1).tolist() == rows.tolist()
     weight.sum()
-    assert not clock.is_behind
+    assert not clock.has_deferred
 
 
 def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch):
@@ -50,11 +50,11 @@ def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch):
     opt.track(model, guard=True)
     train(model, opt, range(5))
     with monkeypatch.context() as patched:
-        patched.setattr("sparsestep.optim.step.SparseEngines.prepare", fail)
+        patched.setattr("sparsestep.optim.step.EngineDispatcher.prepare", fail)
         with pytest.raises(MemoryError):
             train(model, opt, range(5, 6))
     model.table.weight.sum()
-    assert not opt.deferred[id(model.table.weight)].is_behind
+    assert not opt.deferred[id(model.table.weight)].has_deferred
 
 
 def test_a_guard_that_is_removed_leaves_an_ordinary_parameter():
@@ -80,7 +80,7 @@ def test_two_optimizers_may_guard_one_table(first: int):
     one = other if first == 0 else opt
     train(model, one, range(5))
     model.table.weight.sum()
-    assert not one.deferred[id(model.table.weight)].is_behind
+    assert not one.deferred[id(model.table.weight)].has_deferred
     handles[1 - first].remove()
     assert type(model.table.weight) is nn.Parameter
 
@@ -105,7 +105,7 @@ def test_a_state_dict_of_guarded_tables_is_saved_and_copied(again):
     train(model, opt, range(5))
     found = again(state)
     weight = model.table.weight
-    assert not opt.deferred[id(weight)].is_behind
+    assert not opt.deferred[id(weight)].has_deferred
     for name, tensor in found.items():
         assert type(tensor) is Tensor
         assert same_bits(tensor, state[name].clone())

@@ -10,24 +10,24 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.deferred import history as histories
-from sparsestep.deferred.rows import History
+from sparsestep.deferred.history import StepHistory
 from sparsestep.rules.idle import AdamDrift
 from tests.deferred.idle_rows import ADAM, KINDS, rates, settings_of
 from tests.table import Variant
 
 
-def new_history(variant: Variant, base: int = 0) -> History:
+def new_history(variant: Variant, base: int = 0) -> StepHistory:
     settings = settings_of(variant, 0.0)
     assert settings.rule.idle_update is not None
-    return History(settings.rule.idle_update, settings.hyperparams, base)
+    return StepHistory(settings.rule.idle_update, settings.hyperparams, base)
 
 
-def tables(history: History) -> list[Tensor]:
+def tables(history: StepHistory) -> list[Tensor]:
     by_step = [history.inverse_decay, history.sizes, history.roots, history.sums]
     return [*by_step, *history.powers.values()]
 
 
-def advance(history: History, variant: Variant, lrs: list[float]) -> list[tuple[float, ...]]:
+def advance(history: StepHistory, variant: Variant, lrs: list[float]) -> list[tuple[float, ...]]:
     """Take note of steps; returns size, root and shrink of each."""
     taken = []
     decay = variant.options.get("weight_decay", 0.0)
@@ -35,11 +35,11 @@ def advance(history: History, variant: Variant, lrs: list[float]) -> list[tuple[
         hyper = {**history.hyper, "lr": lr}
         size, root = history.motion.size(history.now + 1, hyper)
         taken.append((size, root, 1 - lr * decay))
-        history.advance(*taken[-1])
+        history.append(*taken[-1])
     return taken
 
 
-def directly(history: History, taken: list[tuple[float, ...]], since: int, term: int) -> float:
+def directly(history: StepHistory, taken: list[tuple[float, ...]], since: int, term: int) -> float:
     """The sum over all steps after ``since``, added up one by one."""
     motion = history.motion
     ratio = history.decays[motion.buffer]
@@ -115,7 +115,7 @@ def test_more_steps_than_the_first_capacity(steps: int):
 def test_a_history_that_begins_anew_is_as_a_new_one():
     anew = new_history(ADAM)
     advance(anew, ADAM, rates(400))
-    anew.begin_anew()
+    anew.clear()
     assert (anew.base, anew.steps, anew.now) == (400, 0, 400)
     fresh = new_history(ADAM, base=400)
     for history in (anew, fresh):
@@ -132,7 +132,7 @@ def test_how_far_back_a_step_matters():
     slowest = 0.9 / 0.999**2  # of the four terms
     assert history.converges
     assert slowest**history.horizon <= 1e-18 < slowest ** (history.horizon - 1)
-    assert history.most_replayed <= history.horizon
+    assert history.replay_limit <= history.horizon
 
 
 @pytest.mark.parametrize("betas", [(0.95, 0.9), (0.9, 0.81), (0.9, 0.0), (0.5, 1e-200)])
@@ -146,29 +146,29 @@ def test_where_the_series_does_not_converge(betas: tuple[float, float]):
 def test_without_a_first_moment_nothing_is_left_after_a_step():
     for betas in ((0.0, 0.9), (0.0, 0.0)):
         history = new_history(Variant(sparsestep.AdamW, {"betas": betas}))
-        assert (history.converges, history.horizon, history.most_replayed) == (True, 1, 1)
+        assert (history.converges, history.horizon, history.replay_limit) == (True, 1, 1)
 
 
 def test_a_history_is_full_after_so_many_steps(monkeypatch):
     history = new_history(ADAM)
-    monkeypatch.setattr(histories, "_MOST_STEPS", 10)
+    monkeypatch.setattr(histories, "_MAX_STEPS", 10)
     advance(history, ADAM, rates(7))
     assert not history.is_full
     advance(history, ADAM, rates(1))
     assert history.is_full
-    history.begin_anew()
+    history.clear()
     assert not history.is_full
 
 
 @pytest.mark.parametrize(
     "variant", [*SUMMED, Variant(sparsestep.Lion, {"weight_decay": 0.1})], ids=str
 )
-def test_a_history_that_forgets_its_oldest_steps_is_as_one_that_began_later(variant: Variant):
+def test_a_history_without_its_oldest_steps_is_as_one_that_began_later(variant: Variant):
     long, short = new_history(variant), new_history(variant, base=300)
     lrs = rates(500)
     advance(long, variant, lrs)
     advance(short, variant, lrs[300:])
-    long.forget(300)
+    long.drop_oldest(300)
     assert (
         (long.base, long.steps, long.now) == (short.base, short.steps, short.now) == (300, 200, 500)
     )
@@ -191,7 +191,7 @@ def test_a_history_is_full_when_decay_has_left_almost_nothing():
     history = new_history(ADAM)
     steps = 0
     while not history.is_full:
-        history.advance(0.1, 1.0, 1e-4)
+        history.append(0.1, 1.0, 1e-4)
         steps += 1
     assert steps == 38
     assert history.sums.isfinite().all()
@@ -208,11 +208,11 @@ def test_a_step_without_memory_for_a_longer_history_changes_nothing(monkeypatch)
         opt.step()
     before = param.detach().clone(), history.steps
 
-    def fail(self: History, capacity: int) -> None:
+    def fail(self: StepHistory, capacity: int) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(History, "_reserve", fail)
+        patch.setattr(StepHistory, "_reserve", fail)
         with pytest.raises(MemoryError):
             opt.step()
     assert torch.equal(param, before[0])

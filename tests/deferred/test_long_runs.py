@@ -10,8 +10,8 @@ import torch
 
 import sparsestep
 from sparsestep.deferred import history as histories
-from sparsestep.deferred.history import History
-from sparsestep.deferred.rows import RowClock
+from sparsestep.deferred.history import StepHistory
+from sparsestep.deferred.rows import DeferredRows
 from tests.deferred.runs import (
     Run,
     assert_close,
@@ -56,25 +56,25 @@ def test_histories_longer_than_what_is_reserved(cls: Any):
 @on_both_engines
 @pytest.mark.parametrize("from_the_start", [True, False])
 @pytest.mark.parametrize("at_once", [False, True], ids=["a few with each step", "at once"])
-def test_a_history_that_is_full_begins_anew(
+def test_a_full_history_is_cleared(
     variant: Variant, engine: str, from_the_start: bool, at_once: bool, monkeypatch
 ):
     run = standard()
     param = run.param()
-    begun, forgotten = [], []
-    begin_anew, forget = History.begin_anew, History.forget
-    monkeypatch.setattr(History, "begin_anew", lambda h: (begun.append(h.now), begin_anew(h)))
-    monkeypatch.setattr(History, "forget", lambda h, n: (forgotten.append(n), forget(h, n)))
+    cleared, dropped = [], []
+    clear, drop = StepHistory.clear, StepHistory.drop_oldest
+    monkeypatch.setattr(StepHistory, "clear", lambda h: (cleared.append(h.now), clear(h)))
+    monkeypatch.setattr(StepHistory, "drop_oldest", lambda h, n: (dropped.append(n), drop(h, n)))
     if at_once:
-        monkeypatch.setattr(History, "is_half_full", False)
+        monkeypatch.setattr(StepHistory, "is_half_full", False)
     with running_on(engine) as name:
         opt = variant([param], lr=0.1, semantics="dense", engine=name)
         if from_the_start:  # then no series reaches far enough to be used
-            monkeypatch.setattr(histories, "_MOST_STEPS", 13)
+            monkeypatch.setattr(histories, "_MAX_STEPS", 13)
         run.train(opt, param, range(1))
-        monkeypatch.setattr(histories, "_MOST_STEPS", 13)
+        monkeypatch.setattr(histories, "_MAX_STEPS", 13)
         run.train(opt, param, range(1, 60))
-        assert (len(begun) > 3, len(forgotten) > 3) == (at_once, not at_once)
+        assert (len(cleared) > 3, len(dropped) > 3) == (at_once, not at_once)
         opt.catch_up()
     assert_close(kept(opt, param), oracle(variant), room_for(variant))
 
@@ -82,18 +82,18 @@ def test_a_history_that_is_full_begins_anew(
 @on_both_engines
 def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch):
     """However long training goes on: what a step catches up is bounded by its share of the rows."""
-    monkeypatch.setattr(histories, "_MOST_STEPS", 40)
+    monkeypatch.setattr(histories, "_MAX_STEPS", 40)
     run = Run(100, (200, 2))
     param = run.param()
     variant = Variant(sparsestep.AdamW, {"weight_decay": 0.1})
     caught_up = []
-    bring = RowClock.catch_up_rows
+    catch_up = DeferredRows.catch_up
 
-    def counted(clock: RowClock, *args: Any, **options: Any) -> int:
+    def counted(clock: DeferredRows, *args: Any, **options: Any) -> int:
         caught_up.append(args[2].unique().numel())
-        return bring(clock, *args, **options)
+        return catch_up(clock, *args, **options)
 
-    monkeypatch.setattr(RowClock, "catch_up_rows", counted)
+    monkeypatch.setattr(DeferredRows, "catch_up", counted)
     with running_on(engine) as name:
         opt = variant([param], lr=0.1, semantics="dense", engine=name)
         run.train(opt, param)
@@ -106,7 +106,7 @@ def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch):
 
 @on_both_engines
 def test_rows_outside_a_mask_stay_where_they_are_when_a_history_is_long(engine: str, monkeypatch):
-    monkeypatch.setattr(histories, "_MOST_STEPS", 13)
+    monkeypatch.setattr(histories, "_MAX_STEPS", 13)
     run = standard()
     variant = Variant(sparsestep.AdamW, {"weight_decay": 0.1})
     mask = torch.arange(24) % 3 != 1
@@ -147,18 +147,18 @@ def test_the_first_step_on_a_large_table_writes_nothing_but_what_it_touches(engi
                 opt.catch_up(param, at[t:])
                 param.grad = coo(at[t:], torch.ones(5 - t, 1), param.shape)
                 opt.step()
-        stamps = opts[0].deferred[id(weight)]._stamps
-        assert stamps.pages_left == -(-rows // 1024) - 3
+        steps = opts[0].deferred[id(weight)]._steps
+        assert steps.pages_left == -(-rows // 1024) - 3
         for opt in opts:
             opt.catch_up()
-    assert not stamps.pages_left
+    assert not steps.pages_left
     assert torch.equal(weight[ids], few[[0, 1, 2, 3, 0]])
-    assert torch.equal(stamps.last[ids], opts[1].deferred[id(few)].last[[0, 1, 2, 3, 0]])
-    assert (stamps.last < 0).sum() == rows - 4
+    assert torch.equal(steps.values[ids], opts[1].deferred[id(few)].last_step[[0, 1, 2, 3, 0]])
+    assert (steps.values < 0).sum() == rows - 4
 
 
 def test_decay_that_leaves_almost_nothing():
-    """The history begins anew before numbers become too large."""
+    """The history is cleared before numbers become too large."""
     run = Run(80, peak=0.1)
     variant = Variant(sparsestep.AdamW, {"weight_decay": 9.999})
     exact = dense_run(variant, run)

@@ -49,7 +49,7 @@ def test_a_module_that_holds_a_table_itself(cls: Any):
         opt.track(model)
         if cls is Saying:
             losses.append(train(model, opt, range(12)))
-            assert opt.deferred[id(model.weight)].is_behind
+            assert opt.deferred[id(model.weight)].has_deferred
         else:
             with pytest.warns(sparsestep.SlowWarning, match="Direct .*20 rows.*method rows_read"):
                 losses.append(train(model, opt, range(12)))

@@ -56,7 +56,7 @@ class Scene:
         found += [record[name].clone() for name in sorted(record)]
         clock = self.optimizer.deferred.get(id(self.table.weight))
         if clock is not None:
-            found += [clock.rows, clock.fresh.clone(), clock.last.clone()]
+            found += [clock.num_rows, clock.never_updated.clone(), clock.last_step.clone()]
         return found
 
 

@@ -88,9 +88,9 @@ def test_how_many_rows_were_behind_is_what_bringing_all_of_them_says():
     """So a step with a dense gradient knows whether it was taken at old values."""
     param, opt = momentum()
     clock, state = opt.deferred[id(param)], [opt.state[param]["momentum_buffer"]]
-    assert clock.is_behind
+    assert clock.has_deferred
     assert clock.catch_up_all(param.detach(), state) == 3
-    assert not clock.is_behind
+    assert not clock.has_deferred
     assert clock.catch_up_all(param.detach(), state) == 0
 
 

@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Change, str]] = {
 
 def everything(opt: sparsestep.AdamW) -> list[Any]:
     idle = [
-        (key, clock, clock.last.clone(), clock.history.base, clock.history.steps)
+        (key, clock, clock.last_step.clone(), clock.history.base, clock.history.steps)
         for key, clock in opt.deferred.items()
     ]
     return [id(opt.param_groups), id(opt.state), copy.deepcopy(opt.defaults), idle]

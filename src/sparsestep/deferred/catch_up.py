@@ -1,7 +1,9 @@
-"""What rows have missed, done by the core; ``reference.py`` has the same in torch operations."""
+"""Catch-up of deferred rows: native, and in torch operations as the reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -9,25 +11,27 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep._native import ext, isa
+from sparsestep._process import uninterrupted
 from sparsestep._torch import disable_compiler
-from sparsestep.deferred.history import History
+from sparsestep.deferred.history import StepHistory
+from sparsestep.engines.finishing import finish, reserve
 from sparsestep.rules.rule import Rule
 
 _MOTIONS = ext.idle_updates() if ext else []
 
 
-def catch_up(
-    history: History,
+def catch_up_native(
+    history: StepHistory,
     rule: Rule,
     last: Tensor,
     param: Tensor,
     state: list[Tensor],
     rows: Tensor | None,
 ) -> int | None:
-    """Bring rows up to date; returns how many were not where they should have been.
+    """Catch up in the core.
 
     Args:
-        history: what the steps since would have done.
+        history: the steps since.
         rule: whose steps they are.
         last: the step that each row has reached.
         param: the parameter, real.
@@ -35,7 +39,8 @@ def catch_up(
         rows: which ones; ``None`` for all.
 
     Returns:
-        ``None``, and nothing done, where the core cannot.
+        Number of rows whose parameter was not current. ``None`` if the core declines; then nothing
+        has changed.
     """
     if torch.compiler.is_compiling():  # the core stays outside graphs
         found: int | None = _uncompiled(history, rule, last, param, state, rows)
@@ -53,14 +58,14 @@ def catch_up(
     if done is None:
         return None
     behind, stale = done
-    # A row may be behind and its parameter right.
+    # The state of a row may be deferred while its parameter is right.
     if stale or (behind and motion.recomputes):
         increment_version([param])
     return stale
 
 
-def _work(history: History, rule: Rule, param: Tensor) -> Any:
-    """What is the same for all rows."""
+def _work(history: StepHistory, rule: Rule, param: Tensor) -> Any:
+    """The arguments that are the same for all rows."""
     assert ext is not None
     motion, names = history.motion, [spec.name for spec in rule.state]
     work = ext.CatchUp()
@@ -75,10 +80,10 @@ def _work(history: History, rule: Rule, param: Tensor) -> Any:
         work.square = names.index(motion.square)
         work.square_decay = history.decays.get(motion.square, 1.0)
     work.eps = history.eps
-    work.largest_ratio = history.largest_ratio_for(param.dtype)
+    work.largest_ratio = history.max_series_ratio(param.dtype)
     work.converges = history.converges
     work.horizon = history.horizon
-    work.most_replayed = history.most_replayed
+    work.most_replayed = history.replay_limit
     work.inverse_decay = history.inverse_decay
     work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
     if motion.recomputes:
@@ -86,4 +91,133 @@ def _work(history: History, rule: Rule, param: Tensor) -> Any:
     return work
 
 
-_uncompiled = disable_compiler(catch_up)
+_uncompiled = disable_compiler(catch_up_native)
+
+
+@torch.no_grad()
+def catch_up_reference(
+    history: StepHistory,
+    rule: Rule,
+    last: Tensor,
+    param: Tensor,
+    state: list[Tensor],
+    rows: Tensor | None,
+) -> int:
+    """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``.
+
+    A row's part of the history is looked up on the CPU, then moved to the parameter's device.
+    """
+    rows = torch.arange(len(last), device="cpu") if rows is None else rows.cpu().unique()
+    old = last[rows].long()
+    fresh = old < 0
+    since = torch.where(fresh, ~old, old) - history.base
+    behind = since < history.steps
+    stamps = rows, torch.where(fresh, ~history.now, history.now).to(torch.int32)
+    rows, since, fresh = rows[behind], since[behind], fresh[behind]
+    stamp = partial(last.index_put_, (stamps[0],), stamps[1])
+    if not rows.numel() or not param.numel():
+        stamp()
+        return 0
+    there = rows.to(param.device)
+    before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
+    named = dict(zip((spec.name for spec in rule.state), states, strict=True))
+    motion, missed = history.motion, MissedSteps(history, since, ~fresh, param)
+    after = motion.move(before, named, missed)
+    written = [
+        (tensor, motion.decay(name, named[name], missed, tensor.dtype))
+        for tensor, name in zip(state, named, strict=True)
+    ]
+    stale = int(motion.is_stale(missed, before, after).sum())
+    if stale or motion.recomputes:  # else autograd is told of a change in vain
+        written.append((param, after))
+    calls: list[Callable[[], object]] = [
+        partial(
+            tensor.detach().index_put_,
+            (there,),
+            new.to(tensor.dtype).reshape(len(there), *tensor.shape[1:]),
+        )
+        for tensor, new in written
+    ]
+    reserve()
+    uninterrupted(partial(finish, [*calls, stamp]))
+    return stale
+
+
+class MissedSteps:
+    """The steps that some rows missed, as the argument of an idle update (``rules/idle.py``).
+
+    Args:
+        history: all steps.
+        since: how many steps after its base each row has seen, on the CPU.
+        had_gradient: which rows ever had one, on the CPU.
+        param: where and of which dtype the entries are.
+    """
+
+    def __init__(
+        self, history: StepHistory, since: Tensor, had_gradient: Tensor, param: Tensor
+    ) -> None:
+        self._history = history
+        self._since = since
+        self._had_gradient = had_gradient
+        self._device = param.device
+        self.hyperparams: Mapping[str, Any] = history.hyper
+        self.decays: Mapping[str, float] = history.decays
+        self.eps: float = history.eps
+        self.converges: bool = history.converges
+        self.largest_ratio: float = history.max_series_ratio(param.dtype)
+
+    def _column(self, of_rows: Tensor) -> Tensor:
+        """Numbers of rows beside their entries."""
+        return of_rows.to(self._device)[..., None]
+
+    @cached_property
+    def shrink(self) -> Tensor:
+        """What weight decay has left of the parameter."""
+        history = self._history
+        return self._column(history.inverse_decay[self._since] / history.latest_inverse_decay)
+
+    @property
+    def had_gradient(self) -> Tensor:
+        """Which rows ever had a gradient."""
+        return self._column(self._had_gradient)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """The sum over the steps missed, of each term of the motion's series."""
+        history = self._history
+        return self._column(history.sums[:, self._since] / history.latest_inverse_decay)
+
+    @property
+    def relevant_steps(self) -> Tensor:
+        """How many steps were missed, of those that matter to the sums."""
+        missed = self._history.steps - self._since
+        return self._column(missed.clamp(max=self._history.horizon).double())
+
+    def total_size(self, first: int | None = None) -> Tensor:
+        """The sum of the sizes of the steps missed; of the ``first`` few alone, if so many."""
+        history, since = self._history, self._since
+        end = history.steps if first is None else since + first
+        totals = history.sums[0]
+        return self._column((totals[end] - totals[since]) / history.latest_inverse_decay)
+
+    def what_is_left(self, name: str) -> Tensor:
+        """The factor by which a state has decayed in all of them."""
+        return self._column(self._history.powers[name][self._history.steps - self._since])
+
+    def replay(self, buffer: str, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The steps of some rows, one by one; as far as they matter."""
+        history, since = self._history, self._since[rows.cpu()]
+        if not since.numel():
+            return
+        n, decay = history.steps, history.powers.get(buffer)
+        for k in range(1, min(history.replay_limit, n - int(since.min())) + 1):
+            step = since + k
+            was_taken = step <= n
+            step = step.clamp(max=n)
+            size = history.sizes[step] * history.inverse_decay[step] / history.latest_inverse_decay
+            size = size if decay is None else size * decay[k]
+            yield (
+                k,
+                self._column(torch.where(was_taken, size, 0.0)),
+                self._column(history.roots[step]),
+            )

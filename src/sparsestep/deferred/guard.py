@@ -1,4 +1,4 @@
-"""A table whose rows are brought up to date by whatever reads it through torch.
+"""``optimizer.track(model, guard=True)``: deferred rows catch up before torch reads them.
 
 A guarded parameter is the same object in the same memory, but torch asks it before each operation
 (``__torch_function__``). What reads rows brings these rows up to date first, what reads anything
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsestep._torch import rebuild_parameter, without_torch_function
-from sparsestep.deferred.rows import Owner, rows_in
+from sparsestep.deferred.rows import DeferredOptimizer, valid_rows
 
 _NAME = "_sparsestep_guard"  # of the attribute of a tensor that has one
 
@@ -32,8 +32,8 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
-# What says something about a tensor and does not look at its numbers.
-_ABOUT = (
+# Metadata: never reads the data.
+_METADATA = (
     _getters("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
     | _getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xla")
     | _getters("is_mps", "is_xpu", "is_hpu", "is_mkldnn", "is_sparse_csr", "is_ort", "is_vulkan")
@@ -85,8 +85,8 @@ def _selected(table: Any, dim: Any = None, index: Any = None) -> tuple[Any, Any]
     return (table, index) if type(dim) is int and dim == 0 else (None, None)
 
 
-# What reads rows: a table and the ids of its rows.
-_BY_ROWS: dict[Any, Callable[..., tuple[Any, Any]]] = {
+# Functions that read rows: the table and the ids among their arguments.
+_ROW_READS: dict[Any, Callable[..., tuple[Any, Any]]] = {
     functional.embedding: _of("ids", "weight"),
     functional.embedding_bag: _of("ids", "weight"),
     torch.embedding: _of("weight", "ids"),
@@ -96,40 +96,44 @@ _BY_ROWS: dict[Any, Callable[..., tuple[Any, Any]]] = {
 }
 
 
-class Guard:
-    """Keeps a table of an optimizer from being read while rows are behind."""
+class ReadGuard:
+    """Catches up deferred rows of a table before they are read."""
 
-    def __init__(self, optimizer: Owner, table: Tensor) -> None:
+    def __init__(self, optimizer: DeferredOptimizer, table: Tensor) -> None:
         self._optimizer: Any = weakref.ref(optimizer)  # the table keeps the guard
         self._table: Any = weakref.ref(table)
-        if not isinstance(table, Guarded):
+        if not isinstance(table, GuardedParameter):
             setattr(table, _NAME, [])
-            table.__class__ = Guarded
+            table.__class__ = GuardedParameter
         getattr(table, _NAME).append(self)  # several, where optimizers share the table
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Bring up to date what a function is about to read."""
+        """Catch up the rows that a function is about to read."""
         optimizer, table = self._optimizer(), self._table()
         if optimizer is None or table is None:
             return
-        clock = optimizer.deferred.get(id(table))
-        if clock is None or clock.busy or not clock.is_behind:
+        deferred = optimizer.deferred.get(id(table))
+        if deferred is None or deferred.in_step or not deferred.has_deferred:
             return
         rows = self._rows(table, func, args, kwargs)
         optimizer.catch_up_rows(table, rows)
 
     @staticmethod
     def _rows(table: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = _BY_ROWS.get(func)
+        reads = _ROW_READS.get(func)
         if reads is None:
             return None
         weight, ids = reads(*args, **kwargs)
-        if isinstance(weight, Tensor) and weight.shape == table.shape and _is_alias(weight, table):
-            return rows_in(ids, table)
+        if (
+            isinstance(weight, Tensor)
+            and weight.shape == table.shape
+            and _shares_storage(weight, table)
+        ):
+            return valid_rows(ids, table)
         return None
 
     def remove(self) -> None:
-        """Let it be read as it is."""
+        """Remove the guard."""
         table = self._table()
         if table is None:
             return
@@ -140,7 +144,7 @@ class Guard:
             table.__class__ = nn.Parameter
 
 
-class _Watched:
+class _GuardedMixin:
     """How torch asks a tensor before it does something with it."""
 
     @classmethod
@@ -149,7 +153,7 @@ class _Watched:
     ) -> Any:
         kwargs = kwargs or {}
         with without_torch_function():
-            if func in _ABOUT:
+            if func in _METADATA:
                 return func(*args, **kwargs)
             guarded = list(_guarded((args, kwargs)))
             if func not in _VIEWS:
@@ -157,11 +161,11 @@ class _Watched:
                     guard.before(func, args, kwargs)
             result = func(*args, **kwargs)
             for tensor in guarded:
-                result = _passed_on(result, tensor)
+                result = _guard_views(result, tensor)
             return result
 
 
-class GuardedView(_Watched, Tensor):
+class GuardedView(_GuardedMixin, Tensor):
     """A view of a guarded table, as in a state dict. Copies of it are ordinary tensors."""
 
     def _current(self) -> Tensor:
@@ -180,7 +184,7 @@ class GuardedView(_Watched, Tensor):
         return self._current().__reduce_ex__(protocol)
 
 
-class Guarded(_Watched, nn.Parameter):
+class GuardedParameter(_GuardedMixin, nn.Parameter):
     """A guarded table. Copies of it are ordinary parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -207,7 +211,7 @@ def readable(table: Tensor, ids: Any) -> Tensor:
         table: a parameter, guarded or not.
         ids: the rows to be read.
     """
-    if type(table) is not Guarded:
+    if type(table) is not GuardedParameter:
         return table
     with without_torch_function():
         for guard in getattr(table, _NAME):
@@ -217,7 +221,7 @@ def readable(table: Tensor, ids: Any) -> Tensor:
 
 def _guarded(found: Any) -> Iterator[Tensor]:
     """The guarded tensors among arguments."""
-    if isinstance(found, _Watched):
+    if isinstance(found, _GuardedMixin):
         if hasattr(found, _NAME):
             assert isinstance(found, Tensor)
             yield found
@@ -229,7 +233,7 @@ def _guarded(found: Any) -> Iterator[Tensor]:
             yield from _guarded(each)
 
 
-def _is_alias(one: Tensor, other: Tensor) -> bool:
+def _shares_storage(one: Tensor, other: Tensor) -> bool:
     return (
         one.layout is torch.strided
         and one.device == other.device
@@ -237,11 +241,11 @@ def _is_alias(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _passed_on(result: Any, tensor: Tensor) -> Any:
+def _guard_views(result: Any, tensor: Tensor) -> Any:
     """Results in the memory of a guarded tensor are guarded as well."""
     if isinstance(result, tuple | list) and type(result) in (tuple, list):
-        return type(result)(_passed_on(each, tensor) for each in result)
-    if type(result) is Tensor and _is_alias(result, tensor):
+        return type(result)(_guard_views(each, tensor) for each in result)
+    if type(result) is Tensor and _shares_storage(result, tensor):
         result.__class__ = GuardedView
         setattr(result, _NAME, getattr(tensor, _NAME))
     return result

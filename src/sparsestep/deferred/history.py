@@ -1,4 +1,4 @@
-"""What the steps of an optimizer would have done to a row without a gradient.
+"""The past steps of an optimizer, as sums from which a row without a gradient catches up.
 
 For Adam a row that is current after step j and needed after step n has moved by
 
@@ -29,22 +29,22 @@ from sparsestep.rules.idle import AdamDrift, IdleUpdate
 # What a term may be smaller than, relative to the first, to be left out.
 _NEGLIGIBLE = 1e-18
 # How many past steps are kept at most, and how much decay.
-_MOST_STEPS = 1 << 16
-_MOST_INVERSE_DECAY = 1e150
-_MUCH_INVERSE_DECAY = 1e50
-_LARGEST_RATIO = {torch.float64: 1e-4}
-_USUAL_LARGEST_RATIO = 0.02
+_MAX_STEPS = 1 << 16
+_MAX_INVERSE_DECAY = 1e150
+_SWEEP_INVERSE_DECAY = 1e50
+_SERIES_RATIO = {torch.float64: 1e-4}
+_DEFAULT_SERIES_RATIO = 0.02
 _TERMS = AdamDrift.terms
 
 
-class History:
-    """What the steps since ``base`` would have done to an idle row, whatever its last step.
+class StepHistory:
+    """The steps since ``base``, as sums that serve an idle row whatever its last step.
 
     All of it lies in the CPU's memory, wherever the parameter is: Python writes a few numbers per
     step, and what is read is a few numbers per row.
 
     Attributes:
-        motion: what the rule does without a gradient.
+        motion: the rule's idle update.
         hyper: its options; of the learning rates, the latest that was not zero.
         base: the step that every row has reached.
         steps: how many steps were taken since.
@@ -57,7 +57,7 @@ class History:
         sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
             the total of all sizes so far, where the motion ``has_total``.
         horizon: how many steps back a move still matters to the sums.
-        most_replayed: how many steps matter to an entry that is replayed.
+        replay_limit: how many steps matter to an entry that is replayed.
         converges: whether there are sums.
     """
 
@@ -72,7 +72,7 @@ class History:
     roots: Tensor
     sums: Tensor
     horizon: int
-    most_replayed: int
+    replay_limit: int
     converges: bool
     eps: float
 
@@ -85,32 +85,32 @@ class History:
         self.decays = motion.decays(hyper)
         self.eps = motion.eps(hyper)
         self._prepare_series(motion.ratios(self.decays))
-        self._tables: Tensor = _shared(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
+        self._tables: Tensor = _as_tensor(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
         self._reserve(256)
 
     def _prepare_series(self, ratios: list[float]) -> None:
         """Find how many steps back a move still matters, and whether there can be sums at all."""
         self.horizon = max(map(_horizon, ratios), default=1)
-        self.converges = self.horizon < _MOST_STEPS
+        self.converges = self.horizon < _MAX_STEPS
         # An entry that is replayed is done when its first term's ratio has died out.
-        self.most_replayed = _horizon(ratios[0]) if ratios else 1
+        self.replay_limit = _horizon(ratios[0]) if ratios else 1
         horizon = self.horizon if self.converges else 1
         powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
         self._terms = len(ratios)
         if ratios:
             self._ratios = stack(powers)
             self._weight = array("d", [0.0]) * self._terms
-            self._weights = _shared(self._weight).unsqueeze(1)
+            self._weights = _as_tensor(self._weight).unsqueeze(1)
 
     def reserve(self) -> None:
-        """Make room for one more step, so that ``advance`` allocates nothing of that size."""
+        """Make room for one more step, so that ``append`` allocates nothing of that size."""
         if self.steps + 1 >= self.capacity:
             self._reserve(2 * self.capacity)
 
     def _reserve(self, capacity: int) -> None:
         # Written as an array, which is much cheaper than one number at a time into a tensor.
         numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
-        tables = _shared(numbers).view(-1, capacity)
+        tables = _as_tensor(numbers).view(-1, capacity)
         tables[:, : self._tables.shape[1]] = self._tables
         by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
         powers = {name: by_factor[factor] for name, factor in self.decays.items()}
@@ -122,9 +122,9 @@ class History:
         self.sums, self._summed, self.powers = sums, summed, powers
 
     @staticmethod
-    def largest_ratio_for(dtype: torch.dtype) -> float:
+    def max_series_ratio(dtype: torch.dtype) -> float:
         """The largest eps / sqrt(v) for which four terms of the series are enough."""
-        return _LARGEST_RATIO.get(dtype, _USUAL_LARGEST_RATIO)
+        return _SERIES_RATIO.get(dtype, _DEFAULT_SERIES_RATIO)
 
     @property
     def now(self) -> int:
@@ -133,21 +133,21 @@ class History:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether it is time to bring rows up to date, a few with each step."""
-        return self.steps >= _MOST_STEPS // 2 or self.latest_inverse_decay > _MUCH_INVERSE_DECAY
+        """Whether to catch up a few rows with each step, so that old steps can be dropped."""
+        return self.steps >= _MAX_STEPS // 2 or self.latest_inverse_decay > _SWEEP_INVERSE_DECAY
 
     @property
     def is_full(self) -> bool:
-        """Whether every row has to be brought up to date before the next step."""
-        return self.steps + 2 >= _MOST_STEPS or self.latest_inverse_decay > _MOST_INVERSE_DECAY
+        """Whether every row has to catch up before the next step."""
+        return self.steps + 2 >= _MAX_STEPS or self.latest_inverse_decay > _MAX_INVERSE_DECAY
 
-    def begin_anew(self) -> None:
-        """Forget the past; every row has reached ``now``."""
+    def clear(self) -> None:
+        """Drop all steps; every row has reached ``now``."""
         self.sums[:, : self.steps + 1] = 0.0
         self.base, self.steps, self.latest_inverse_decay = self.now, 0, 1.0
 
-    def forget(self, steps: int) -> None:
-        """Forget the oldest steps; every row has reached the last of them."""
+    def drop_oldest(self, steps: int) -> None:
+        """Drop the oldest steps; every row has reached the last of them."""
         left, tables = self.steps - steps, self._tables
         rest = tables[:, steps : self.steps + 1].clone()
         if self.motion.has_total:  # of which differences count
@@ -160,12 +160,12 @@ class History:
         finish((partial(kept.copy_, rest), emptied.zero_))
         self.base, self.steps, self.latest_inverse_decay = base, left, latest
 
-    def advance(self, size: float, root: float, shrink: float) -> None:
-        """Take note of a step, unless it raises.
+    def append(self, size: float, root: float, shrink: float) -> None:
+        """Append a step. Atomic: on error, nothing has changed.
 
         Args:
             size: that of its move.
-            root: what ``Quotient`` divides the square root by; 1.0 for other motions.
+            root: what ``AdamDrift`` divides the square root by; 1.0 for other motions.
             shrink: what weight decay leaves of the parameter.
         """
         self.reserve()
@@ -178,10 +178,10 @@ class History:
         if self.motion.has_total:
             numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
         elif self._terms and self.converges:
-            self._add(n, move, root)
+            self._accumulate(n, move, root)
         self.steps, self.latest_inverse_decay = n, inverse_decay
 
-    def _add(self, n: int, move: float, root: float) -> None:
+    def _accumulate(self, n: int, move: float, root: float) -> None:
         """Add the n-th step's move to the sums of those before it, as far as it matters."""
         ratios, horizon = self._ratios, self.horizon
         for term in range(self._terms):
@@ -192,7 +192,7 @@ class History:
         self._summed.narrow(1, n - horizon, horizon).addcmul_(ratios, self._weights)
 
 
-def _shared(numbers: array[float]) -> Tensor:
+def _as_tensor(numbers: array[float]) -> Tensor:
     """A tensor in the memory of an array."""
     return torch.frombuffer(numbers, dtype=torch.float64)
 
@@ -207,5 +207,5 @@ def _horizon(ratio: float) -> int:
     if ratio <= 0.0:
         return 1
     if ratio >= 1.0:
-        return _MOST_STEPS
-    return min(_MOST_STEPS, max(1, math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))))
+        return _MAX_STEPS
+    return min(_MAX_STEPS, max(1, math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))))

@@ -1,4 +1,4 @@
-"""Rows are brought up to date before a model reads them."""
+"""``optimizer.track(model)``: deferred rows catch up before the model reads them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import own_parameters
-from sparsestep.deferred.guard import Guard, Guarded
-from sparsestep.deferred.rows import Owner, rows_in
+from sparsestep.deferred.guard import GuardedParameter, ReadGuard
+from sparsestep.deferred.rows import DeferredOptimizer, valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
 
 _trackers: Any = WeakIdKeyDictionary()  # a weak reference to the optimizer, by parameter
 
 
-def track(owner: Owner, params: Iterable[Tensor]) -> None:
-    """Take note of who brings rows of these parameters up to date."""
+def _register_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> None:
+    """Register the optimizer that tracks these parameters."""
     for param in params:
         _trackers[param] = weakref.ref(owner)
 
 
-def untrack(owner: Owner, params: Iterable[Tensor]) -> None:
-    """Take note that it no longer does."""
+def _unregister_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> None:
+    """Undo ``_register_tracker``."""
     for param in params:
         if param in _trackers and _trackers[param]() is owner:
             del _trackers[param]
 
 
-def warn_of_another(name: str, params: Iterable[Tensor]) -> None:
-    """Say so if parameters of an optimizer with masked semantics are tracked by another.
+def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
+    """Warn if parameters of an optimizer with masked semantics are tracked by another.
 
-    Frameworks that make an optimizer anew from the options of its groups lose the semantics.
+    Frameworks that recreate an optimizer from the options of its groups lose the semantics.
     """
     if not _trackers:
         return
@@ -53,38 +53,35 @@ def warn_of_another(name: str, params: Iterable[Tensor]) -> None:
         )
 
 
-CatchUp = Callable[[nn.Module], None]
+CatchUpFn = Callable[[nn.Module], None]
 
 
-class Watch:
-    """Stands in for two methods of a module that holds a table; copies of it have their own.
-
-    Python and torch look both of them up on the module itself before they look at its class.
-    """
+class ModuleHooks:
+    """Overrides ``train`` and ``__getstate__`` on a module instance. Copies are not hooked."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # the module keeps the watch
-        self._before: list[CatchUp] = []
+        self._module = weakref.ref(module)  # the module keeps the hooks
+        self._before: list[CatchUpFn] = []
         self._own = {"train": self._train, "__getstate__": self._state}
         self._others = {name: vars(module)[name] for name in self._own if name in vars(module)}
 
     @classmethod
-    def of(cls, module: nn.Module) -> Watch | None:
-        """That of a module, if it has one."""
+    def of(cls, module: nn.Module) -> ModuleHooks | None:
+        """The hooks of a module, if it has any."""
         found = getattr(vars(module).get("train"), "__self__", None)
         return found if isinstance(found, cls) else None
 
     @classmethod
-    def add(cls, module: nn.Module, catch_up: CatchUp) -> Callable[[], None]:
-        """Have something called before all of a module is read; returns what undoes it."""
-        watch = cls.of(module)
-        if watch is None:
-            watch = cls(module)
-            vars(module).update(watch._own)
-        watch._before.append(catch_up)
-        return functools.partial(watch._remove, catch_up)
+    def add(cls, module: nn.Module, catch_up: CatchUpFn) -> Callable[[], None]:
+        """Call a function before all of a module is read; returns the function that undoes it."""
+        hooks = cls.of(module)
+        if hooks is None:
+            hooks = cls(module)
+            vars(module).update(hooks._own)
+        hooks._before.append(catch_up)
+        return functools.partial(hooks._remove, catch_up)
 
-    def _remove(self, catch_up: CatchUp) -> None:
+    def _remove(self, catch_up: CatchUpFn) -> None:
         self._before.remove(catch_up)
         module = self._module()
         if module is not None and not self._before:
@@ -93,7 +90,7 @@ class Watch:
             vars(module).update(self._others)
 
     def catch_up(self) -> nn.Module:
-        """Bring what the module holds up to date."""
+        """Catch up the module's tables."""
         module = self._module()
         assert module is not None
         for before in self._before:
@@ -110,7 +107,7 @@ class Watch:
         return result
 
     def _state(self) -> Any:
-        """What is pickled or copied: current, and without the watch."""
+        """The state to pickle or copy: current, and without the hooks."""
         module = self.catch_up()
         own = getattr(type(module), "__getstate__", lambda module: vars(module))
         state = self._others.get("__getstate__", functools.partial(own, module))()
@@ -119,8 +116,8 @@ class Watch:
         return {**{k: v for k, v in state.items() if k not in self._own}, **self._others}
 
 
-def follow_averages() -> None:
-    """Have ``AveragedModel`` read current rows: it reads parameters without asking the model."""
+def hook_averaged_model() -> None:
+    """Make ``AveragedModel`` read current rows; torch has no hook there."""
     update = AveragedModel.update_parameters
     if hasattr(update, "__wrapped__"):
         return
@@ -128,9 +125,9 @@ def follow_averages() -> None:
     @functools.wraps(update)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         for module in model.modules():
-            watch = Watch.of(module)
-            if watch is not None:
-                watch.catch_up()
+            hooks = ModuleHooks.of(module)
+            if hooks is not None:
+                hooks.catch_up()
         update(self, model)
 
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
@@ -139,120 +136,126 @@ def follow_averages() -> None:
 class Tracking:
     """The handle of ``optimizer.track(model)``; ``remove()`` undoes it.
 
-    A copy of the model is current but not watched: its weights are not this optimizer's.
+    A copy of the model is current but not tracked: its weights are not this optimizer's.
     """
 
-    def __init__(self, optimizer: Owner | None, model: nn.Module, *, guard: bool = False) -> None:
+    def __init__(
+        self, optimizer: DeferredOptimizer | None, model: nn.Module, *, guard: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
             return
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        _check(optimizer, model, known)
-        tables = {id(p): p for p in _tables(model) if id(p) in known}
-        self._watch_as_a_whole(model)
+        _check_model(optimizer, model, known)
+        tables = {id(p): p for p in _trackable_params(model) if id(p) in known}
+        self._hook_state_dict(model)
         for module in model.modules():
             own = any(id(p) in tables for p in own_parameters(module).values())
             # A sharded table has others read its rows, and reads them for others.
             for reader in getattr(module, "looked_up_by", (module,)):
-                self._watch_reads(reader, own=own)
+                self._hook_forward(reader, own=own)
             if not own:
                 continue
             if module is not model:  # it may be saved and loaded alone
-                self._watch_as_a_whole(module)
-            self._undo.append(Watch.add(module, self._catch_up))
-        track(optimizer, tables.values())
-        self._undo.append(lambda: untrack(optimizer, tables.values()))
-        follow_averages()
+                self._hook_state_dict(module)
+            self._undo.append(ModuleHooks.add(module, self._catch_up))
+        _register_tracker(optimizer, tables.values())
+        self._undo.append(lambda: _unregister_tracker(optimizer, tables.values()))
+        hook_averaged_model()
         if guard:
             # What is no ordinary parameter has ideas of its own about what torch does with it.
-            plain = (table for table in tables.values() if type(table) in (nn.Parameter, Guarded))
-            self._undo += [Guard(optimizer, table).remove for table in plain]
+            plain = (
+                table
+                for table in tables.values()
+                if type(table) in (nn.Parameter, GuardedParameter)
+            )
+            self._undo += [ReadGuard(optimizer, table).remove for table in plain]
         if "torch._dynamo" in sys.modules:  # what was compiled before does not call the hooks
             torch.compiler.reset()
 
-    def _watch_reads(self, module: nn.Module, *, own: bool) -> None:
+    def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if not own:
                 return
-            before: Any = self._before_reading
+            before: Any = self._before_lookup
             if module.max_norm is not None:  # it writes the rows that it has read, no others
-                self._undo.append(module.register_forward_hook(self._after_writing).remove)
+                self._undo.append(module.register_forward_hook(self._after_renorm).remove)
         elif hasattr(type(module), "rows_read"):  # it reads tables by itself
-            before = self._before_reading_all
+            before = self._before_declared_reads
         elif own:
-            before = self._before_reading_whole
+            before = self._before_dense_read
         else:
             return
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
-    def _watch_as_a_whole(self, module: nn.Module) -> None:
+    def _hook_state_dict(self, module: nn.Module) -> None:
         # What is loaded stands as it is: what was missed before must not be made up for after.
         self._undo += [
             module.register_state_dict_pre_hook(self._catch_up).remove,
             module.register_load_state_dict_pre_hook(self._catch_up).remove,
         ]
 
-    def _before_reading(
+    def _before_lookup(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._read(weight, args[0] if args else kwargs.get("input"))
 
-    def _before_reading_all(
+    def _before_declared_reads(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         for weight, ids in module.rows_read(*args, **kwargs):
             self._read(weight, ids)
 
-    def _before_reading_whole(self, module: nn.Module, *_: Any) -> None:
+    def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
         reader = type(module).__name__ if torch.is_grad_enabled() else None
         if torch.compiler.is_compiling():
-            torch.compiler.disable(self._bring_whole)(module, reader)
+            torch.compiler.disable(self._catch_up_module)(module, reader)
         else:
-            self._bring_whole(module, reader)
+            self._catch_up_module(module, reader)
 
-    def _bring_whole(self, module: nn.Module, reader: str | None = None) -> None:
+    def _catch_up_module(self, module: nn.Module, reader: str | None = None) -> None:
         optimizer = self._optimizer
         for param in own_parameters(module).values():
             if param is not None and optimizer is not None:
-                table = _known(optimizer, param)
-                clock = optimizer.deferred.get(id(table))
-                if clock is not None and clock.is_behind:
+                table = _param_aliased_by(optimizer, param)
+                deferred = optimizer.deferred.get(id(table))
+                if deferred is not None and deferred.has_deferred:
                     optimizer.catch_up_rows(table, None)
-                    clock.read_by = reader
+                    deferred.dense_reader = reader
 
-    def _after_writing(self, module: nn.Module, *_: Any) -> None:
+    def _after_renorm(self, module: nn.Module, *_: Any) -> None:
         weight = module.weight
         if self._optimizer is not None and isinstance(weight, Tensor):
-            clock = self._optimizer.deferred.get(id(weight))
-            if clock is not None:
-                clock.written(weight)
+            deferred = self._optimizer.deferred.get(id(weight))
+            if deferred is not None:
+                deferred.note_write(weight)
 
     def _read(self, weight: Tensor, ids: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.compiler.disable(self._bring)(weight, ids)
+            torch.compiler.disable(self._catch_up_ids)(weight, ids)
         else:
-            self._bring(weight, ids)
+            self._catch_up_ids(weight, ids)
 
-    def _bring(self, weight: Tensor, ids: Any) -> None:
+    def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
         # What is no row is left to the module, which says so.
         if self._optimizer is not None:
-            inside = rows_in(ids, weight)
+            inside = valid_rows(ids, weight)
             if inside is not None:
-                self._optimizer.catch_up_rows(_known(self._optimizer, weight), inside)
+                self._optimizer.catch_up_rows(_param_aliased_by(self._optimizer, weight), inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            self._bring_whole(module)
+            self._catch_up_module(module)
         else:
             self._optimizer.catch_up()
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop tracking."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -273,8 +276,8 @@ class Tracking:
         return _untracked, ()
 
 
-def _known(optimizer: Owner, weight: Tensor) -> Tensor:
-    """The optimizer's parameter in the memory of a tensor: functional_call puts aliases there."""
+def _param_aliased_by(optimizer: DeferredOptimizer, weight: Tensor) -> Tensor:
+    """The optimizer's parameter that a tensor aliases, as ``functional_call`` passes them."""
     if not optimizer.deferred or id(weight) in optimizer.deferred or weight.is_meta:
         return weight
     address = weight.data_ptr()
@@ -286,7 +289,7 @@ def _known(optimizer: Owner, weight: Tensor) -> Tensor:
     return weight
 
 
-def _tables(model: nn.Module) -> Iterator[Tensor]:
+def _trackable_params(model: nn.Module) -> Iterator[Tensor]:
     """Parameters that may be read row by row.
 
     Those of embeddings, and those that a module of the user's own holds: torch's other layers read
@@ -300,7 +303,7 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
             yield from module.parameters()
 
 
-def _check(optimizer: Owner, model: Any, known: set[int]) -> None:
+def _check_model(optimizer: DeferredOptimizer, model: Any, known: set[int]) -> None:
     who = type(optimizer).__name__
     if not isinstance(model, nn.Module):
         requirement = f"{who}: track needs a model, an nn.Module"

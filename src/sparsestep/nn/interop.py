@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forw
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._torch import is_exporting, is_tracing, is_transforming
-from sparsestep.deferred.guard import Guarded
+from sparsestep.deferred.guard import GuardedParameter
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
 
@@ -67,7 +67,7 @@ def uses_torch_ops(*weights: Tensor) -> bool:
     )
 
 
-_PARAMETER_TYPES = (torch.nn.Parameter, Tensor, Guarded)
+_PARAMETER_TYPES = (torch.nn.Parameter, Tensor, GuardedParameter)
 
 
 def materialize_for_ddp(weight: Tensor) -> None:

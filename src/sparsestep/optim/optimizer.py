@@ -21,8 +21,8 @@ from torch.optim.optimizer import ParamsT, StateDict
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep._torch import disable_compiler, global_hooks, profiler_enabled, profiler_range
-from sparsestep.deferred.rows import RowClock, rows_of
-from sparsestep.deferred.tracking import Tracking, warn_of_another
+from sparsestep.deferred.rows import DeferredRows, as_real_rows
+from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
@@ -141,7 +141,7 @@ class RuleOptimizer(_Base):
         self.iterations: int = 0  # how often step() or zero_grad() was called
         self.updates: int = 0  # how often parameters were updated without step()
         self.groups: ParamGroups = ParamGroups()
-        self.deferred: dict[int, RowClock] = {}
+        self.deferred: dict[int, DeferredRows] = {}
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
         self.dense_embeddings: dict[int, tuple[Tensor, bool]] = {}
         self.store: states.StateStore = states.StateStore()
@@ -180,7 +180,7 @@ class RuleOptimizer(_Base):
                         derive_idle_update(settings.rule, 1, settings.hyperparams)
                 masks.check_masks(param_group.get("mask"), param_group["params"], by_row=by_row)
                 if self.semantics == "masked":
-                    warn_of_another(type(self).__name__, param_group["params"])
+                    warn_if_tracked_elsewhere(type(self).__name__, param_group["params"])
             except Exception:
                 self.param_groups.pop()
                 raise
@@ -468,15 +468,15 @@ class RuleOptimizer(_Base):
                 raise InputError(f"{type(self).__name__}: {message(requirement, got)}")
             known = [param]
         for each in known:
-            clock = self.deferred.get(id(each))
-            if rows is not None and (clock is not None or param is not None):
+            deferred = self.deferred.get(id(each))
+            if rows is not None and (deferred is not None or param is not None):
                 memory = memory_of(each)
                 with error_prefix(type(self).__name__):
                     rows = states.check_rows("rows to catch up", rows, memory)
-            if clock is None:
+            if deferred is None:
                 continue
             self.catch_up_rows(each, rows)
-            clock.announced = True
+            deferred.caught_up_by_user = True
 
     def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
         """Catch up rows of one parameter that are known to be valid.
@@ -485,21 +485,21 @@ class RuleOptimizer(_Base):
             param: the parameter.
             rows: row indices, int64 or int32 of one dim; ``None`` for all.
         """
-        clock = self.deferred.get(id(param))
-        if clock is None or clock.owner is not param or not clock.is_behind:
+        deferred = self.deferred.get(id(param))
+        if deferred is None or deferred.param is not param or not deferred.has_deferred:
             return
-        state = clock.state_in(self.state.get(param))
+        state = deferred.state_tensors(self.state.get(param))
         if state is None:  # cleared: the parameter starts over, so nothing was missed
             return
         memory = memory_of(param)
-        real = rows_of(memory, state)
-        clock.check(*real)
-        clock.notice(memory)
+        real = as_real_rows(memory, state)
+        deferred.check(*real)
+        deferred.warn_if_modified(memory)
         if rows is None:
-            uninterrupted(partial(clock.catch_up_all, *real, engine=self.engine))
+            uninterrupted(partial(deferred.catch_up_all, *real, engine=self.engine))
             return
-        rows = clock.that_may_move(rows.to(param.device))
-        clock.catch_up_rows(*real, rows, engine=self.engine)
+        rows = deferred.movable(rows.to(param.device))
+        deferred.catch_up(*real, rows, engine=self.engine)
 
     def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
         """Bring rows up to date before a model reads them.
@@ -686,12 +686,12 @@ class RuleOptimizer(_Base):
         if mapped_files:
             about_to_write(param, tensors, rows)
         rows = rows.to("cpu").contiguous()
-        for tensor, value in zip(rows_of(memory, tensors)[1], values, strict=True):
+        for tensor, value in zip(as_real_rows(memory, tensors)[1], values, strict=True):
             fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
             writes.add(tensor, rows, fresh)
-        clock = self.deferred.get(id(param))
-        if clock is not None and clock.owner is param:
-            writes.add(*clock.reset_of(rows))
+        deferred = self.deferred.get(id(param))
+        if deferred is not None and deferred.param is param:
+            writes.add(*deferred.prepare_reset(rows))
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
         """Create the state of a parameter for more rows; everything that can raise.
@@ -724,25 +724,29 @@ class RuleOptimizer(_Base):
             for name, value in (param_state or {}).items()
             if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
         }
-        clock, grow_clock = self.deferred.get(id(param)), None
-        if clock is not None and clock.owner is param and clock.state_in(param_state) is not None:
-            grow_clock = clock.prepare_to_grow(rows)
-        return partial(self._commit_growth, param, param_state, new, grow_clock)
+        deferred, grow_rows = self.deferred.get(id(param)), None
+        if (
+            deferred is not None
+            and deferred.param is param
+            and deferred.state_tensors(param_state) is not None
+        ):
+            grow_rows = deferred.prepare_growth(rows)
+        return partial(self._commit_growth, param, param_state, new, grow_rows)
 
     def _commit_growth(
         self,
         param: Tensor,
         param_state: dict[str, Any] | None,
         new: dict[str, Tensor],
-        grow_clock: Callable[[], None] | None,
+        grow_rows: Callable[[], None] | None,
     ) -> None:
         if param_state:
             param_state.update(new)
         self.store.drop(param)
         self._cached_plan = None
-        if grow_clock is not None:
-            grow_clock()
-            self.deferred[id(param)].written(memory_of(param))
+        if grow_rows is not None:
+            grow_rows()
+            self.deferred[id(param)].note_write(memory_of(param))
         else:
             self.deferred.pop(id(param), None)  # its state was cleared: it starts over
 
@@ -769,8 +773,12 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 name = param_name(group, group_index, index)
-                clock = self.deferred.get(id(param))
-                behind = clock.count_behind() if clock is not None and clock.owner is param else 0
+                deferred = self.deferred.get(id(param))
+                behind = (
+                    deferred.num_deferred()
+                    if deferred is not None and deferred.param is param
+                    else 0
+                )
                 used = self.used_engines.get(id(param))
                 found.append(explain_param(name, param, self.state.get(param), used, behind))
         return Explanation(tuple(found))
@@ -840,8 +848,8 @@ class RuleOptimizer(_Base):
         for param in self.params():
             # A state_dict has no parameters, so catch up deferred rows first, unless the parameter
             # was written since: then it was loaded already.
-            clock = self.deferred.get(id(param))
-            if clock is not None and not clock.was_written(param):
+            deferred = self.deferred.get(id(param))
+            if deferred is not None and not deferred.was_modified(param):
                 self.catch_up_rows(param, None)
         self.deferred.clear()
         for group, missing in zip(state["param_groups"], loading.missing, strict=True):

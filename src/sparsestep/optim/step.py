@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import coo_indices, disable_compiler, profiler_range
-from sparsestep.deferred.rows import PendingCatchUps, RowClock
+from sparsestep.deferred.rows import DeferredRows, StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish
@@ -252,7 +252,7 @@ class StepsParams(Declares, Protocol):
     state: defaultdict[Tensor, Any]
     groups: ParamGroups
     store: states.StateStore
-    deferred: dict[int, RowClock]
+    deferred: dict[int, DeferredRows]
     used_engines: dict[int, tuple[Tensor, str, str]]
     dense_embeddings: dict[int, tuple[Tensor, bool]]
     iterations: int
@@ -286,9 +286,9 @@ class Step:
         if recorded and self._native is not None:
             self._native.traces.adopt(recorded)
         self._torch: TorchFusedEngine | None = None  # made when there is something for them
-        self._catch_ups: PendingCatchUps | None = None
+        self._catch_up: StepCatchUp | None = None
         if optimizer.semantics == "dense":
-            self._catch_ups = PendingCatchUps(optimizer.deferred, optimizer.engine)
+            self._catch_up = StepCatchUp(optimizer.deferred, optimizer.engine)
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
         # Of parameters with a dense gradient: whether that is an embedding's.
         self._are_embeddings: list[tuple[ParamUpdate, bool]] = []
@@ -359,8 +359,8 @@ class Step:
             if known is None or known[0] is not update.key:
                 is_embedding = looks_like_embedding(update.grad)
                 self._are_embeddings.append((update, is_embedding))
-        if self._catch_ups is not None:
-            self._catch_ups.add(update, selection)
+        if self._catch_up is not None:
+            self._catch_up.add(update, selection)
         if selection is None and update.settings.uses_torch_kernel:
             if self._torch is None:
                 kernel = self._optimizer.torch_kernel
@@ -389,7 +389,7 @@ class Step:
             return indices
         for_core = None
         if selections is not None:
-            if self._catch_ups is not None:  # what a mask excludes must not be brought up to date
+            if self._catch_up is not None:  # what a mask excludes must not be brought up to date
                 return indices
             for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
         declined = native.claim_standard(
@@ -402,15 +402,13 @@ class Step:
             grads,
             first,
         )
-        if self._catch_ups is not None:
+        if self._catch_up is not None:
             given = [param.grad for param in params] if grads is None else grads
             left = set(declined)
             for index, param, grad in zip(indices, params, given, strict=True):
                 if grad is not None and index not in left:
                     try:
-                        self._catch_ups.add(
-                            self._claimed(group, settings, index, param, grad), None
-                        )
+                        self._catch_up.add(self._claimed(group, settings, index, param, grad), None)
                     except InputError as error:
                         raise type(error)(f"{settings.describe_param(index)}: {error}") from None
         return declined
@@ -427,7 +425,7 @@ class Step:
     @property
     def is_native_only(self) -> bool:
         """Whether the core has claimed every gradient at once, and nothing is left for others."""
-        return not self._updates and not self._torch and not self._catch_ups
+        return not self._updates and not self._torch and not self._catch_up
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
@@ -466,8 +464,8 @@ class Step:
 
     def cancel(self) -> None:
         """Give up what was prepared."""
-        if self._catch_ups is not None:
-            self._catch_ups.cancel()
+        if self._catch_up is not None:
+            self._catch_up.cancel()
 
     def commit(self) -> None:
         """Write what was prepared."""
@@ -517,9 +515,9 @@ class Step:
         self._engines.check()
         if self._torch is not None:
             self._torch.prepare()
-        if self._catch_ups is not None:
+        if self._catch_up is not None:
             with profiler_range("sparsestep: catch up"):
-                self._catch_ups.prepare()
+                self._catch_up.prepare()
         self._engines.prepare()  # from values that are up to date
         if self._are_embeddings:
             self._warn_of_embeddings()
@@ -533,10 +531,10 @@ class Step:
         apart = [u.key for u in (*self._updates, *dense) if u.key is not u.param]
         if apart:
             self._calls.append(partial(increment_version, apart))
-        if self._catch_ups is not None:
-            for key, clock in self._catch_ups.new:
-                self._enter(self._optimizer.deferred, key, clock)
-            self._calls += self._catch_ups.calls
+        if self._catch_up is not None:
+            for key, deferred in self._catch_up.new:
+                self._enter(self._optimizer.deferred, key, deferred)
+            self._calls += self._catch_up.calls
 
     def _commit(self) -> None:
         """Write everything; nothing can fail."""
