@@ -81,3 +81,20 @@ def test_the_walk_of_a_function():
     step()
     found = functions_called(step)
     assert len(found) <= 100, found
+
+
+@needs_tensors_that_the_core_reads
+def test_the_walk_of_a_loop_with_a_bag():
+    bag = sparsestep.nn.EmbeddingBag(10, 4, mode="sum")
+    optimizer = sparsestep.Adam(bag.parameters())
+
+    def loop() -> None:
+        bag(IDS.view(2, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        loop()
+    found = functions_called(loop)
+    assert len(found) <= 40, found
+    assert found[-2] == "engines/native.py:replay_step"

@@ -59,12 +59,12 @@ def uses_torch_ops(*weights: Tensor) -> bool:
     (the device ``meta``, fake tensors) there is nothing to check. A weight of another kind may have
     ideas of its own.
     """
-    return (
-        is_transforming()
-        or torch.compiler.is_exporting()
-        or is_tracing()
-        or any(weight.is_meta or type(weight) not in _PARAMETER_TYPES for weight in weights)
-    )
+    if is_transforming() or torch.compiler.is_exporting() or is_tracing():
+        return True
+    for weight in weights:  # noqa: SIM110  (any() takes a frame for each weight)
+        if weight.is_meta or type(weight) not in _PARAMETER_TYPES:
+            return True
+    return False
 
 
 _PARAMETER_TYPES = (torch.nn.Parameter, Tensor, GuardedParameter)

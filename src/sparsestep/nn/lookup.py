@@ -739,7 +739,7 @@ class _Pooled(torch.autograd.Function):
                 saved = saved._replace(weight=memory_of(each.weight))
             tensors_saved += saved
         ctx.save_for_backward(*tensors_saved)
-        return tuple(each.output for each in done)
+        return tuple([each.output for each in done])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
