@@ -82,7 +82,7 @@ disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _private(
 assert_async: Callable[[Tensor, str], None] = _private(
     "torch._assert_async",
     "refuse indices on a GPU where the host is not to wait for it",
-    lambda condition, message: None,  # the step still writes nothing, but nobody is told
+    lambda condition, message: None,  # an invalid index still prevents the update, but silently
 )
 
 # Subclasses of tensors
@@ -105,8 +105,8 @@ rebuild_parameter: Callable[..., nn.Parameter] = _private(
 )
 _storage_use_count: Callable[[int], int] | None = _private(
     "torch._C._storage_Use_Count",
-    "see whether anybody else holds on to memory",
-    None,  # then nobody can tell, and it is copied
+    "see whether other tensors share memory",
+    None,  # unknown, so it is copied
 )
 graph_task_id: Callable[[], int] = _private(
     "torch._C._current_graph_task_id",
@@ -224,7 +224,7 @@ def coo_values(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place; -1 for an inference tensor, where nobody counts."""
+    """How often a tensor was written in place; -1 for an inference tensor, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -169,7 +169,7 @@ def _shorten(got: object) -> str:
     return text if len(text) < 300 else f"{text[:260]} …"
 
 
-# Whose lines are nobody's mistake: a warning points at the first line outside of these.
+# Frames skipped when attributing warnings.
 _SKIPPED_FRAMES = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,

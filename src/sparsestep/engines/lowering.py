@@ -1,4 +1,4 @@
-"""From a recorded formula to the program that the core runs over the tiles of a row.
+"""From a traced formula to the program that the core runs over the tiles of a row.
 
 The core goes over a row once for each *phase* of the program. All phases but the last end in
 numbers of the row (its mean, sum or largest element) and write nothing; what the next one needs of
@@ -153,7 +153,7 @@ class PhaseLowering:
         steps: dict[int, FusedOp] = {}
 
         def used_once(argument: Argument) -> FusedOp | None:
-            """What makes a value that nobody else uses."""
+            """Return the operation of a value with no other use."""
             if isinstance(argument, ConstantRef) or argument.place in self._wanted:
                 return None
             return steps.get(argument.place) if uses[argument.place] == 1 else None

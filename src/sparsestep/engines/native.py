@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from sparsestep._C import _NativeGroup as NativeGroup
     from sparsestep._C import _Program as NativeProgram
 
-# By structure. A program is small, and there are as many as there are formulas; one whose
-# structure changes with every step is not to fill the memory.
+# By structure. The cache is bounded: a rule may change structure every step.
 _lowered: dict[tuple[Any, ...], NativeProgram] = {}
 _MAX_LOWERED = 256
 
@@ -57,7 +56,7 @@ class StepTraces:
     """The programs of one step.
 
     Attributes:
-        refused: why a formula could not be recorded, by id of its settings.
+        errors: why a formula could not be traced, by id of its settings.
     """
 
     def __init__(self) -> None:
@@ -65,13 +64,13 @@ class StepTraces:
         self.errors: dict[int, str] = {}
 
     def adopt(self, traced: Iterable[TracedGroup]) -> None:
-        """Take what was recorded for this very step already: a formula is called once in each."""
+        """Adopt traces of this very step: a formula is called once per step."""
         self._recorded.update({each.key: each for each in traced})
 
     def native_group(
         self, settings: GroupSettings, step: int, *, in_double: bool
     ) -> NativeGroup | None:
-        """What the core is told of a param group; ``None`` where its rule cannot be recorded.
+        """Return the core's view of a param group; ``None`` if its rule cannot be traced.
 
         Args:
             settings: of the group.
@@ -150,7 +149,7 @@ def retrace(
     group: dict[str, Any],
     state: Mapping[Tensor, Any],
 ) -> TracedGroup | None:
-    """What ``step_again`` is told of a param group, recorded anew.
+    """Trace a param group again, for ``replay_step``.
 
     Args:
         values: those of the group when it was read.
@@ -159,7 +158,7 @@ def retrace(
         state: of the optimizer.
 
     Returns:
-        ``None`` where the step is to be planned: the formula cannot be recorded this time, the
+        ``None`` where the step is to be planned: the formula cannot be traced this time, the
         group says something else, or has no gradient.
     """
     if len(values) != len(group) or not all(map(is_, group.values(), values)):
@@ -167,7 +166,7 @@ def retrace(
     step = next_step_number(group["params"], state)
     try:
         return _trace_group(settings, step) if step else None
-    except Exception:  # is said by whoever plans the step
+    except Exception:  # planning the step raises it again
         return None
 
 
@@ -231,7 +230,7 @@ class NativeEngine:
         grads: Sequence[Gradient | None] | None,
         first: int,
     ) -> Sequence[int]:
-        """Let the core read the parameters of a group that are in the usual form.
+        """Fast path: let the core claim the parameters of a group that it can read itself.
 
         That is a row-sparse gradient on the CPU, or a dense one with a selection; state that fits;
         everything contiguous. It declines whatever is unusual, so all cases and all messages are on
@@ -281,7 +280,7 @@ class NativeEngine:
         )
 
     def trace_error(self, settings: GroupSettings) -> str | None:
-        """Why a rule's formula could not be recorded, where that is so."""
+        """Return why a rule's formula could not be traced, or ``None``."""
         return self.traces.errors.get(id(settings))
 
     def prepare(self) -> None:
@@ -296,13 +295,13 @@ class NativeEngine:
 def native_group(settings: GroupSettings) -> NativeGroup | None:
     """What the core is told of a param group; ``None`` where it does not know the rule."""
     rule = settings.rule
-    twin = _RULES.get(rule.name)
-    if ext is None or twin is None or not rule.has_native_kernel:
+    kernel = _RULES.get(rule.name)
+    if ext is None or kernel is None or not rule.has_native_kernel:
         return None
     found: NativeGroup | None = settings.core.get("group")
     if found is None:
         found = settings.core["group"] = ext.NativeGroup(
-            twin[0],
+            kernel[0],
             rule.state_names,
             rule.counts_steps,
             settings.grad_sign,
@@ -318,13 +317,13 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
 
 
 class CachedPlan(NamedTuple):
-    """The param groups of an optimizer in a step that can be done again.
+    """What the core knows about each param group, so that an identical step needs one call.
 
     Attributes:
-        told: the values of each when it was read, what the core was told of it, if anything, and
-            its masks.
-        recorded: those whose formula is recorded anew in every step, by number.
-        made: what was recorded for a step that could not be done again after all.
+        cached_groups: for each group, its values when it was read, the core's view of it, if any,
+            and its masks.
+        traced: groups whose formula is traced in every step, by index.
+        unused_traces: traces of a step that could not be replayed after all.
     """
 
     cached_groups: list[CachedGroup]
@@ -348,7 +347,7 @@ def replay_step(
 
     Returns:
         Whether it was done. If not, nothing was: a group says something else now, or a gradient is
-        not in the usual form.
+        not one that the core reads.
     """
     assert ext is not None
     cached_groups, traced, unused_traces = cached

@@ -3,7 +3,7 @@
 A half-precision number keeps no update smaller than half of its last place when it is rounded to
 nearest. Rounded at random, up with the probability that is its distance to the lower neighbour, it
 moves just as often as it should. The random bits are a function of a seed and of the element alone:
-the same whatever the order, the threads, the instruction set or the engine. The native twin is
+the same whatever the order, the threads, the instruction set or the engine. The C++ counterpart is
 ``native/kernels/rows.h``.
 """
 

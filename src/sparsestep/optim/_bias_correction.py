@@ -3,7 +3,7 @@
 The averages begin at zero, so after ``t`` updates they hold only ``1 - beta^t`` of what they
 should. Torch counts the parameter's steps. A row of an embedding that is first seen at step 2001
 then counts as long corrected and moves almost three times as far as the first rows did; with
-``bias_correction="per_row"`` each row counts its own updates. The native twin is
+``bias_correction="per_row"`` each row counts its own updates. The native kernel is
 ``native/rules/bias_correction.h``.
 """
 
@@ -63,7 +63,7 @@ def rules_with_bias_correction(
     """The rules of a formula that takes its bias correction as an argument.
 
     Args:
-        name: that of the native twin, with ``_per_row`` where rows are counted.
+        name: the native kernel's, with ``_per_row`` where rows are counted.
         update: ``(param, grad, *state, correction=..., betas=..., eps=...)``.
         state: what it keeps; with the rows' counts, one more.
         idle_update: what it does without a gradient, as long as steps are counted.

@@ -23,8 +23,8 @@ class CustomOptimizer(RuleOptimizer):
 
     Args:
         params: parameters or param groups, as for every torch optimizer.
-        engine: ``"auto"``, ``"native"`` or ``"reference"``. The formula is recorded and run by the
-            core. If it cannot be recorded, ``"auto"`` falls back to calling it, and warns once.
+        engine: ``"auto"``, ``"native"`` or ``"reference"``. The formula is traced and run by the
+            core. If it cannot be traced, ``"auto"`` falls back to calling it, and warns once.
         semantics: ``"masked"`` or ``"dense"``. What the formula does without a gradient is derived
             from it; if that has no closed form, ``"dense"`` raises an error.
         mask: a bool tensor that selects rows or elements to train; a list for several parameters.

@@ -315,11 +315,11 @@ class FunctionalOptimizer:
             if key in options:
                 raise TypeError(f"{name}() got multiple values for argument {key!r}")
             options[key] = value
-        for key, usual in self.only_in_torch.items():
-            value = options.pop(key, usual)
-            if value != usual:
+        for key, default in self.only_in_torch.items():
+            value = options.pop(key, default)
+            if value != default:
                 requirement = (
-                    f"{name}: {key} is an option of torch's class only and must be {usual}"
+                    f"{name}: {key} is an option of torch's class only and must be {default}"
                 )
                 raise InputError(message(requirement, value, "Leave it out"))
         may_be_empty = options.pop("_allow_empty_param_list", False)
@@ -436,7 +436,7 @@ class FunctionalOptimizer:
                 names.append(f"param {index}")
             try:
                 self._update(index, grad)
-            except Exception:  # then nobody has heard of it yet
+            except Exception:  # undo: it was not visible to other threads yet
                 del params[index:]
                 if names is not None:
                     del names[index:]
@@ -513,8 +513,8 @@ def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:
     """What the constructor takes: by position what torch's functional class does, then by name."""
     by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     known = dict(inspect.signature(cls.optimizer_class, eval_str=True).parameters)
-    for key, usual in cls.only_in_torch.items():
-        known[key] = inspect.Parameter(key, by_place, default=usual, annotation=type(usual))
+    for key, default in cls.only_in_torch.items():
+        known[key] = inspect.Parameter(key, by_place, default=default, annotation=type(default))
     key = "_allow_empty_param_list"
     known[key] = inspect.Parameter(key, by_place, default=False, annotation=bool)
     params = known.pop("params").replace(annotation=Iterable[Tensor])

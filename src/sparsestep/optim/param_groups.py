@@ -124,7 +124,7 @@ class ParamGroups:
     def selections(
         optimizer: Declares, group: ParamGroup, settings: GroupSettings
     ) -> Selections | None:
-        """What the masks of a group select, looked at anew only when something has changed."""
+        """Return the selections of a group's masks; they are reused until a mask changes."""
         given = group.get("mask")
         if given is None:
             return None

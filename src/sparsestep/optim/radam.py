@@ -61,8 +61,8 @@ def update(
     return param - move, exp_avg, exp_avg_sq
 
 
-# Without a motion: an idle row moves like one of momentum SGD in the first steps and like one of
-# Adam in all others, and a motion is of one kind.
+# No idle update: an idle row moves as under momentum SGD at first and as under Adam later,
+# and an idle update has one kind.
 _STATE = (
     StateSpec("exp_avg", int8_format="signed"),
     StateSpec("exp_avg_sq", int8_format="unsigned"),

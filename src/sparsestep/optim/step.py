@@ -274,17 +274,17 @@ class Step:
 
     Args:
         optimizer: whose step it is.
-        recorded: formulas that were recorded for it already.
+        traced: param groups that were traced for it already.
 
     Attributes:
         repeats: (group, parameter) of parameters that were given more than once.
     """
 
-    def __init__(self, optimizer: StepsParams, recorded: Sequence[TracedGroup] = ()) -> None:
+    def __init__(self, optimizer: StepsParams, traced: Sequence[TracedGroup] = ()) -> None:
         self._optimizer = optimizer
         self._native = new_native_engine(optimizer.engine)
-        if recorded and self._native is not None:
-            self._native.traces.adopt(recorded)
+        if traced and self._native is not None:
+            self._native.traces.adopt(traced)
         self._torch: TorchFusedEngine | None = None  # made when there is something for them
         self._catch_up: StepCatchUp | None = None
         if optimizer.semantics == "dense":
@@ -382,7 +382,7 @@ class Step:
         params: list[Tensor],
         grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
-        """Let the core claim what is in its usual form; the indices of the other parameters."""
+        """Let the core claim what matches its fast path; return the indices of the others."""
         optimizer, native = self._optimizer, self._native
         indices = range(first, first + len(params))
         if native is None or group.get("differentiable"):
@@ -658,7 +658,7 @@ class StepInBackward:
         if latest != rounds:
             count = 0
         if count == self._backwards:
-            # Whoever calls step() or zero_grad() at all calls it between two steps.
+            # A loop that calls step() or zero_grad() at all calls it once per step.
             if rounds != self._began:
                 param.grad = None
                 raise InputError(self._one_too_many())

@@ -1,8 +1,8 @@
-"""The motion of a rule that does not declare one: derived from its recorded formula.
+"""The idle update of a rule that does not declare one, derived from its traced formula.
 
 ``zero_gradient`` says what becomes of parameter and state in a step without a gradient. Where every
 state is a multiple of itself, and the parameter a multiple of itself plus a move along one state,
-that is one of the motions of ``motion.py``. How far a step goes may depend on the step and on all
+that is one of the classes of ``idle.py``. How far a step goes may depend on the step and on all
 options; what is derived is looked at again for each step, before anything is written.
 """
 
@@ -181,7 +181,7 @@ def _fold_constants(name: str, numbers: Sequence[float]) -> float:
     return float(OPERATIONS[name](*given))
 
 
-# A value and itself: so stand-ins make zeros and ones.
+# Operations with equal operands; tracing emits these for ``zeros_like`` and ``ones_like``.
 _SAME_OPERAND = {"lt": 0.0, "gt": 0.0, "ne": 0.0, "sub": 0.0, "le": 1.0, "ge": 1.0, "eq": 1.0}
 
 
@@ -355,7 +355,7 @@ class IdleForm(NamedTuple):
     """What a step does to an entry whose gradient is zero.
 
     Attributes:
-        kind: the motion.
+        kind: the class of the idle update.
         buffer: the state along which the parameter moves, if it does.
         square: the state by whose root that is divided, if it is.
         decays: factors of the states, but for those that stay.
@@ -379,7 +379,7 @@ def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyper) -> IdleForm:
     """What a rule does in a step without a gradient.
 
     Raises:
-        NoMotionError: none of the motions does that.
+        NoClosedFormError: no class of idle updates matches.
     """
     names = ["param", "grad", *(spec.name for spec in rule.state)]
     param, *state = _evaluate(rule, step, hyperparams)
@@ -397,7 +397,7 @@ def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyper) -> IdleForm:
 
 
 def _change(name: str, value: SymbolicValue, names: list[str]) -> str:
-    """Describe what a step without a gradient does to a value that has no motion."""
+    """Describe what a step without a gradient does to a value without a closed form."""
     if isinstance(value, NoClosedForm):
         return f"{name} has no closed-form {'update' if name == 'param' else 'decay'}"
     return f"{name} becomes {format_value(value, names)}"
@@ -473,7 +473,7 @@ def _state_name(rule: Rule, term: Term) -> str:
 
 
 class _StepSizes:
-    """What steps do, as a motion asks for it; the latest is remembered."""
+    """Step sizes of a derived idle update; the latest step is cached."""
 
     def __init__(self, rule: Rule, like: IdleForm) -> None:
         self._rule = rule
@@ -481,7 +481,7 @@ class _StepSizes:
         self._latest: tuple[int, Hyper, tuple[float, float, float] | None] = (0, {}, None)
 
     def fits(self, step: int, hyperparams: Hyper) -> bool:
-        """Whether a step is of this motion; raises where it is of none."""
+        """Whether a step has this form; raises if it has none."""
         return self._of(step, hyperparams) is not None
 
     def size(self, step: int, hyperparams: Hyper) -> tuple[float, float]:
@@ -531,7 +531,7 @@ class _StepSizes:
 
 
 def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
-    """The motion of a rule, as it is from a step on.
+    """Derive the idle update of a rule from a step on.
 
     Raises:
         InputError: it has none.
@@ -542,8 +542,8 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
         ...     mean = 0.75 * mean + 0.25 * grad
         ...     return param - lr * mean, mean
         >>> rule = Rule("mine", update, (StateSpec("mean"),), traceable_update=update)
-        >>> motion = derive_idle_update(rule, 1, {"lr": 2.0})
-        >>> type(motion).__name__, motion.buffer, motion.decays({}), motion.size(1, {"lr": 2.0})
+        >>> idle = derive_idle_update(rule, 1, {"lr": 2.0})
+        >>> type(idle).__name__, idle.buffer, idle.decays({}), idle.size(1, {"lr": 2.0})
         ('GeometricDrift', 'mean', {'mean': 0.75}, (2.0, 1.0))
     """
     # A rate of zero would hide where to; a first step may be special.
@@ -578,7 +578,7 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
 
 
 def unsupported_message(name: str, why: str = "") -> str:
-    """Phrase that a rule has no motion."""
+    """Phrase that a rule has no idle update."""
     if not why:
         requirement = (
             "semantics='dense' needs a rule that defines its update for rows without a gradient"

@@ -1,9 +1,9 @@
 """What a rule does to entries whose gradient is zero, for ``semantics="dense"``.
 
-A rule declares it as one of the motions below. In every step without a gradient each of its state
+A rule declares it as one of the classes below. In every step without a gradient each of its state
 tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
-motion says how the parameter moves besides. All steps that a row missed are done at once: a motion
-gets them as ``SkippedSteps`` and computes in torch operations where they lead to. Its C++ twin, in
+class says how the parameter moves besides. All steps that a row skipped are applied at once, given
+as ``SkippedSteps``, in torch operations. The C++ counterpart, in
 ``native/kernels/idle.h``, does the same.
 """
 
@@ -53,7 +53,7 @@ class SkippedSteps(Protocol):
 
     @property
     def sums(self) -> Tensor:
-        """The sum over the steps missed, of each term of the motion's series."""
+        """The sum over the steps missed, of each term of the series."""
         ...
 
     @property
@@ -102,13 +102,13 @@ class IdleUpdate:
         shrink: ``(step, options)`` to what the formula itself leaves of the parameter, besides
             decoupled weight decay; ``None`` for all of it.
         eps: options to what ``AdamDrift`` adds to the root.
-        fits: ``(step, options)`` to whether that step is of this motion; ``None`` where all are.
+        fits: ``(step, options)`` to whether that step has this form; ``None`` if all have.
         buffer: the name of the state that gives the direction, if one does.
         square: the name of the state that divides, if one does.
-        native: the name of the C++ twin.
+        native: the name of the C++ kernel.
         has_total: whether it needs the total of all sizes so far, instead of a series.
         recomputes: whether it computes the parameter from its state: it writes it in any case, and
-            its twin takes the options of the rule.
+            its kernel takes the options of the rule.
     """
 
     decays: Callable[[Hyperparams], Mapping[str, float]] = _no_decay
@@ -265,7 +265,7 @@ class AdamDrift(IdleUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFromState(IdleUpdate):
-    """The parameter is a function of its state and the options: it is computed anew.
+    """The parameter is a function of its state and the options: it is recomputed.
 
     It rests in steps whose learning rate is zero. Nothing decays, the parameter included.
 
@@ -282,7 +282,7 @@ class RecomputeFromState(IdleUpdate):
     recomputes: ClassVar[bool] = True
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
-        """Computed anew, unless it rested in all of the steps."""
+        """Recompute, unless every step size was zero."""
         if not skipped.hyperparams["lr"]:
             return param
         return torch.where(

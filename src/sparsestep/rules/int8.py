@@ -13,8 +13,8 @@ and averages of squares: eight bits for the size. A square above zero gets at le
 that no formula divides by zero because of the storage.
 
 Codes are rounded up or down at random, in proportion: an average that moves by a thousandth of
-itself would otherwise never move. Row by row the largest value decides the scale, anew with every
-update; since it is a power of two, what has not moved keeps its code. The native twin is
+itself would otherwise never move. Row by row the largest value decides the scale, in every
+update; since it is a power of two, what has not moved keeps its code. The C++ counterpart is
 ``native/kernels/int8.h``; both give the same codes for the same values.
 """
 

@@ -297,7 +297,7 @@ Mask: TypeAlias = Masks
 # a process computes is no part of a checkpoint.
 OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
 
-# The value that an extra has where nobody sets it.
+# Defaults of optional param-group keys.
 GROUP_DEFAULTS: dict[str, Any] = {
     "bias_correction": "global",
     "decoupled_weight_decay": False,

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors: a formula that is called on them writes its program."""
+"""Tracing: a formula called on tracers gives a straight-line program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ConstantRef(NamedTuple):
     place: int
 
 
-# Made once: a formula is recorded in every step.
+# Made once: a formula is traced in every step.
 _VALUES = tuple(map(ValueRef, range(256)))
 _NUMBERS = tuple(map(ConstantRef, range(256)))
 

@@ -1,6 +1,6 @@
 """The Triton engine: on a GPU, kernels that are printed from the formula.
 
-The formula is recorded (``rules/trace.py``) and printed as a kernel (``codegen.py``).
+The formula is traced (``rules/trace.py``) and printed as a kernel (``codegen.py``).
 A step sorts the positions, stably, and launches: a kernel that sums long runs in blocks, where
 there can be any, and one that sums each run in order and lets the rule update the row. Nothing is
 added atomically, so the bits are the same in every run. The host waits once, for whether all
@@ -54,7 +54,7 @@ class KernelLaunch:
 
     Attributes:
         update: the update.
-        numbers: those of its formula, recorded.
+        numbers: the constants of its traced formula.
         form: of its kernel.
         indexed: its gradient.
         entries: how many.

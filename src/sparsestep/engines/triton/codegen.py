@@ -1,4 +1,4 @@
-"""A recorded formula as the source of a Triton kernel: sums a run of entries and applies the rule.
+"""A traced formula as the source of a Triton kernel: sums a run of entries and applies the rule.
 
 What is printed is short and meant to be read (``printed``): loads, one line for each operation of
 the program, stores. What all kernels share is in ``triton_kernels``.
@@ -78,7 +78,7 @@ def kernel_spec(program: Program, **rest: Any) -> KernelSpec:
 def load_kernel(form: KernelSpec) -> Any:
     """The kernel, for Triton to compile where it is launched.
 
-    The text is kept for whoever asks for it, Triton above all; it is in no file.
+    The text is kept for Triton, which asks for it; it is in no file.
     """
     from sparsestep.engines.triton import kernels as triton_kernels
 
