@@ -60,8 +60,8 @@ def test_positions_and_defaults_are_those_of_torchs_functional_class(
     ours = cls([torch.zeros(1)])
     for option in cls.positional:
         theirs = signature[option].default
-        if option in cls.only_in_torch:
-            assert cls.only_in_torch[option] == theirs
+        if option in cls.torch_only:
+            assert cls.torch_only[option] == theirs
         elif option in ("foreach", "fused"):
             assert not ours.defaults[option]
         elif (name, option) == ("SGD", "lr"):  # torch's two classes differ
@@ -78,7 +78,7 @@ def test_positions_and_defaults_are_those_of_torchs_functional_class(
     [("warmup_lr_multiplier", 2.0), ("warmup_num_iters", 10.0), ("coalesce_grad", False)],
 )
 def test_what_only_torch_has_is_refused_unless_it_changes_nothing(option: str, value: Any):
-    usual = sparsestep.FunctionalAdagrad.only_in_torch[option]
+    usual = sparsestep.FunctionalAdagrad.torch_only[option]
     message = f"^FunctionalAdagrad: {option} is an option of torch's class only and must be {usual}"
     with pytest.raises(InputError, match=message):
         sparsestep.FunctionalAdagrad([torch.zeros(1)], **{option: value})

@@ -4,13 +4,11 @@ Those are for gradients that are passed by hand: a function, and a functional op
 ``OPTIMIZERS`` is the registry: what is listed here is covered by the property tests.
 """
 
-import sys
-
 from sparsestep.optim.adagrad import Adagrad
 from sparsestep.optim.adam import Adam
 from sparsestep.optim.adamw import AdamW
 from sparsestep.optim.ftrl import Ftrl
-from sparsestep.optim.functional import FunctionalOptimizer, signature_of
+from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.lion import Lion
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.radam import RAdam
@@ -36,11 +34,8 @@ OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
 
 # For each optimizer, in their order.
 FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = tuple(
-    vars(sys.modules[each.__module__])[f"Functional{each.__name__}"] for each in OPTIMIZERS
+    FunctionalOptimizer.registry[each] for each in OPTIMIZERS
 )
-
-for _each in FUNCTIONAL:  # for help() and Sphinx
-    vars(_each)["__init__"].__signature__ = signature_of(_each)
 
 __all__ = [
     "FUNCTIONAL",

@@ -42,7 +42,7 @@ def global_correction(step: int, lr: float, betas: Pair) -> BiasCorrection:
 
     Example:
         >>> global_correction(1, 0.5, (0.5, 0.75))
-        Correction(step_size=1.0, root=0.5)
+        BiasCorrection(step_size=1.0, root=0.5)
     """
     beta1, beta2 = betas
     return BiasCorrection(lr / (1 - beta1**step), math.sqrt(1 - beta2**step))

@@ -203,33 +203,29 @@ def adagrad_(
     )
 
 
-class FunctionalAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.Adagrad` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.Adagrad`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalAdagrad([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = Adagrad
-    positional: ClassVar[tuple[str, ...]] = (
-        *("lr", "lr_decay", "weight_decay", "initial_accumulator_value"),
-        *("warmup_lr_multiplier", "warmup_num_iters", "eps", "coalesce_grad"),
-        *("foreach", "fused", "maximize"),
-    )
-    only_in_torch: ClassVar[dict[str, Any]] = {
+class FunctionalAdagrad(
+    FunctionalOptimizer,
+    optimizer=Adagrad,
+    positional=(
+        "lr",
+        "lr_decay",
+        "weight_decay",
+        "initial_accumulator_value",
+        "warmup_lr_multiplier",
+        "warmup_num_iters",
+        "eps",
+        "coalesce_grad",
+        "foreach",
+        "fused",
+        "maximize",
+    ),
+    torch_only={
         "warmup_lr_multiplier": 1.0,
         "warmup_num_iters": 0.0,
         "coalesce_grad": True,
-    }
+    },
+):
+    """:class:`sparsestep.Adagrad` for gradients that you pass yourself."""
 
     @signature_from(Adagrad)
     def __init__(self, *args: Any, **options: Any) -> None:

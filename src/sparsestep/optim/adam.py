@@ -289,26 +289,12 @@ def adam_(
     )
 
 
-class FunctionalAdam(FunctionalOptimizer):
-    """:class:`sparsestep.Adam` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.Adam`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = Adam
-    positional: ClassVar[tuple[str, ...]] = (
-        *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
-    )
+class FunctionalAdam(
+    FunctionalOptimizer,
+    optimizer=Adam,
+    positional=("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+):
+    """:class:`sparsestep.Adam` for gradients that you pass yourself."""
 
     @signature_from(Adam)
     def __init__(self, *args: Any, **options: Any) -> None:

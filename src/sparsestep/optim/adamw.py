@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim.adam import RULES, FunctionalAdam, _AdamBase
-from sparsestep.optim.functional import apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.rules import options as checks
 from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
 
@@ -180,23 +179,8 @@ def adamw_(
     )
 
 
-class FunctionalAdamW(FunctionalAdam):
-    """:class:`sparsestep.AdamW` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.AdamW`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalAdamW([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = AdamW
+class FunctionalAdamW(FunctionalOptimizer, optimizer=AdamW, positional=FunctionalAdam.positional):
+    """:class:`sparsestep.AdamW` for gradients that you pass yourself."""
 
     @signature_from(AdamW)
     def __init__(self, *args: Any, **options: Any) -> None:

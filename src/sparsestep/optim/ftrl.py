@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,24 +201,8 @@ def ftrl_(
     )
 
 
-class FunctionalFtrl(FunctionalOptimizer):
-    """:class:`sparsestep.Ftrl` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.Ftrl`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalFtrl([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = Ftrl
-    positional: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2")
+class FunctionalFtrl(FunctionalOptimizer, optimizer=Ftrl, positional=("lr", "beta", "l1", "l2")):
+    """:class:`sparsestep.Ftrl` for gradients that you pass yourself."""
 
     @signature_from(Ftrl)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -8,7 +8,7 @@ parallel.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index, methodcaller
 from threading import RLock
@@ -286,6 +286,21 @@ def signature_from(
     return lambda constructor: constructor
 
 
+_DOCSTRING = """
+Args:
+    *args: the parameters, then options by position, in the order of torch's functional class.
+    **options: the options of :class:`sparsestep.{name}`.
+
+Example:
+    >>> import torch, sparsestep
+    >>> weight = torch.ones(3, 2)
+    >>> optimizer = sparsestep.Functional{name}([weight], lr=0.1)
+    >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
+    >>> (weight != 1).any(dim=1).tolist()
+    [False, True, False]
+"""
+
+
 class FunctionalOptimizer:
     """Base of the functional optimizers; a subclass names the optimizer that does the work.
 
@@ -300,10 +315,31 @@ class FunctionalOptimizer:
     """
 
     optimizer_class: ClassVar[type[RuleOptimizer]]
-    # The options that may be given by position, in the order that torch's functional class has.
     positional: ClassVar[tuple[str, ...]] = ("lr",)
-    # Those that only torch's class has, and the value that means what is done here.
-    only_in_torch: ClassVar[dict[str, Any]] = {}
+    torch_only: ClassVar[Mapping[str, Any]] = {}
+    registry: ClassVar[dict[type[RuleOptimizer], type[FunctionalOptimizer]]] = {}
+
+    def __init_subclass__(
+        cls,
+        optimizer: type[RuleOptimizer] | None = None,
+        positional: tuple[str, ...] = ("lr",),
+        torch_only: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Complete the docstring and signature of a class, and register it.
+
+        Args:
+            optimizer: the optimizer class that does the work; ``None`` for a subclass of yours.
+            positional: options that may be passed by position, in the order of torch's class.
+            torch_only: options that only torch's class has, with the values that mean the same.
+        """
+        if optimizer is None:
+            return
+        cls.optimizer_class, cls.positional = optimizer, positional
+        cls.torch_only = torch_only or {}
+        text = _DOCSTRING.format(name=optimizer.__name__)
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n{text}"
+        vars(cls)["__init__"].__signature__ = signature_of(cls)  # for help() and Sphinx
+        cls.registry[optimizer] = cls
 
     def __init__(self, params: Iterable[Tensor], *args: Any, **options: Any) -> None:
         name = type(self).__name__
@@ -315,7 +351,7 @@ class FunctionalOptimizer:
             if key in options:
                 raise TypeError(f"{name}() got multiple values for argument {key!r}")
             options[key] = value
-        for key, default in self.only_in_torch.items():
+        for key, default in self.torch_only.items():
             value = options.pop(key, default)
             if value != default:
                 requirement = (
@@ -513,7 +549,7 @@ def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:
     """What the constructor takes: by position what torch's functional class does, then by name."""
     by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     known = dict(inspect.signature(cls.optimizer_class, eval_str=True).parameters)
-    for key, default in cls.only_in_torch.items():
+    for key, default in cls.torch_only.items():
         known[key] = inspect.Parameter(key, by_place, default=default, annotation=type(default))
     key = "_allow_empty_param_list"
     known[key] = inspect.Parameter(key, by_place, default=False, annotation=bool)

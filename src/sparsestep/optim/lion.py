@@ -165,24 +165,10 @@ def lion_(
     )
 
 
-class FunctionalLion(FunctionalOptimizer):
-    """:class:`sparsestep.Lion` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.Lion`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalLion([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = Lion
-    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+class FunctionalLion(
+    FunctionalOptimizer, optimizer=Lion, positional=("lr", "betas", "weight_decay")
+):
+    """:class:`sparsestep.Lion` for gradients that you pass yourself."""
 
     @signature_from(Lion)
     def __init__(self, *args: Any, **options: Any) -> None:

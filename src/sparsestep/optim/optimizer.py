@@ -567,11 +567,12 @@ class RuleOptimizer(_Base):
                     self.state[param] = param_state
 
     def _complete_on_demand(self) -> None:
-        """See to it that state exists when it is asked for."""
+        """Have torch's checkpoints find state for every parameter."""
         if not isinstance(self.state, states.Records):
-            self.state = states.Records(self.state, self._complete_state)
+            self.state = states.Records(self.state, self.complete_state)
 
-    def _complete_state(self) -> None:
+    def complete_state(self) -> None:
+        """Create missing state of parameters that require a gradient, for a checkpoint."""
         self._materialize(lambda param: param.requires_grad)
         if len(self.state):  # a parameter that needs no state has an empty one beside others
             for group in self.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,24 +261,10 @@ def radam_(
     )
 
 
-class FunctionalRAdam(FunctionalOptimizer):
-    """:class:`sparsestep.RAdam` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.RAdam`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalRAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = RAdam
-    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+class FunctionalRAdam(
+    FunctionalOptimizer, optimizer=RAdam, positional=("lr", "betas", "eps", "weight_decay")
+):
+    """:class:`sparsestep.RAdam` for gradients that you pass yourself."""
 
     @signature_from(RAdam)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -321,26 +321,21 @@ def rmsprop_(
     )
 
 
-class FunctionalRMSprop(FunctionalOptimizer):
-    """:class:`sparsestep.RMSprop` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.RMSprop`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalRMSprop([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = RMSprop
-    positional: ClassVar[tuple[str, ...]] = (
-        *("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "foreach", "maximize"),
-    )
+class FunctionalRMSprop(
+    FunctionalOptimizer,
+    optimizer=RMSprop,
+    positional=(
+        "lr",
+        "alpha",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "centered",
+        "foreach",
+        "maximize",
+    ),
+):
+    """:class:`sparsestep.RMSprop` for gradients that you pass yourself."""
 
     @signature_from(RMSprop)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -171,29 +171,12 @@ def rowwise_adagrad_(
     )
 
 
-class FunctionalRowwiseAdagrad(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.RowwiseAdagrad`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalRowwiseAdagrad([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdagrad
-    positional: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "weight_decay",
-        "initial_accumulator_value",
-        "eps",
-    )
+class FunctionalRowwiseAdagrad(
+    FunctionalOptimizer,
+    optimizer=RowwiseAdagrad,
+    positional=("lr", "weight_decay", "initial_accumulator_value", "eps"),
+):
+    """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdagrad)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -203,24 +203,10 @@ def rowwise_adam_(
     )
 
 
-class FunctionalRowwiseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.RowwiseAdam`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalRowwiseAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = RowwiseAdam
-    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+class FunctionalRowwiseAdam(
+    FunctionalOptimizer, optimizer=RowwiseAdam, positional=("lr", "betas", "eps", "weight_decay")
+):
+    """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdam)
     def __init__(self, *args: Any, **options: Any) -> None:

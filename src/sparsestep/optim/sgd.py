@@ -274,29 +274,24 @@ def sgd_(
     )
 
 
-class FunctionalSGD(FunctionalOptimizer):
+class FunctionalSGD(
+    FunctionalOptimizer,
+    optimizer=SGD,
+    positional=(
+        "lr",
+        "momentum",
+        "dampening",
+        "weight_decay",
+        "nesterov",
+        "maximize",
+        "foreach",
+        "fused",
+    ),
+):
     """:class:`sparsestep.SGD` for gradients that you pass yourself.
 
     The default ``lr`` is 1e-3, as for ``torch.optim.SGD``; torch's functional class has 1e-2.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.SGD`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalSGD([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
     """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = SGD
-    positional: ClassVar[tuple[str, ...]] = (
-        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-        *("maximize", "foreach", "fused"),
-    )
 
     @signature_from(SGD)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -205,24 +205,10 @@ def sparse_adam_(
     )
 
 
-class FunctionalSparseAdam(FunctionalOptimizer):
-    """:class:`sparsestep.SparseAdam` for gradients that you pass yourself.
-
-    Args:
-        *args: the parameters, then options by position, in the order of torch's functional class.
-        **options: the options of :class:`sparsestep.SparseAdam`.
-
-    Example:
-        >>> import torch, sparsestep
-        >>> weight = torch.ones(3, 2)
-        >>> optimizer = sparsestep.FunctionalSparseAdam([weight], lr=0.1)
-        >>> optimizer.step([sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))])
-        >>> (weight != 1).any(dim=1).tolist()
-        [False, True, False]
-    """
-
-    optimizer_class: ClassVar[type[RuleOptimizer]] = SparseAdam
-    positional: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "maximize")
+class FunctionalSparseAdam(
+    FunctionalOptimizer, optimizer=SparseAdam, positional=("lr", "betas", "eps", "maximize")
+):
+    """:class:`sparsestep.SparseAdam` for gradients that you pass yourself."""
 
     @signature_from(SparseAdam)
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from sparsestep._torch import scalar_dtype
+from sparsestep._torch import is_called_by_checkpoint, scalar_dtype
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
 from sparsestep.memory import lazy as pages
@@ -25,29 +24,24 @@ from sparsestep.rules.rule import Rule, StateSpec
 _COUNTS = {*FLOAT_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
-# Who has what is missing made by asking whether there is any state.
-_CHECKPOINTS = ("torch.distributed.checkpoint.", "sparsestep.")
-
-
 class Records(defaultdict[Tensor, Any]):
-    """An optimizer's state by parameter. A checkpoint that asks whether there is any has it made.
+    """An optimizer's state by parameter; torch's checkpoints find it complete.
 
-    ``torch.distributed.checkpoint`` asks; where there is none it runs a step of zeros to have some,
-    which would count, and where some parameters have none, what it saves cannot be loaded. Anybody
-    else, PyKEEN for one, wants to know whether there was a step.
+    ``torch.distributed.checkpoint`` tests whether there is any. If not, it runs a step of zero
+    gradients, as large as the tables; if some parameters have none, what it saves cannot be loaded.
+    Other callers, PyKEEN for one, test whether there was a step, and get that answer.
 
     Args:
-        records: what there is.
-        complete: makes what is missing; a method, which is not spec alive.
+        records: the state so far.
+        complete: a method that creates missing state; held weakly.
     """
 
-    def __init__(self, param_states: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
-        super().__init__(dict, param_states)
+    def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
+        super().__init__(dict, records)
         self._complete = WeakMethod(complete)
 
     def __bool__(self) -> bool:
-        asking: str = sys._getframe(1).f_globals.get("__name__", "")
-        complete = self._complete() if asking.startswith(_CHECKPOINTS) else None
+        complete = self._complete() if is_called_by_checkpoint() else None
         if complete is not None:
             complete()
         return len(self) > 0

@@ -58,7 +58,7 @@ class Contents:
 
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
         optimizer.catch_up()
-        bool(optimizer.state)  # makes what is missing: a checkpoint has the state of all parameters
+        optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
         self._tables: dict[int, _OfTable] = {}
         self.places: dict[str, Place] = {}

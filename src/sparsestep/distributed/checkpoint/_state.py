@@ -110,8 +110,8 @@ class CheckpointState:
     def entries(self, *, copy: bool = False) -> dict[str, Any]:
         """What this rank stores, by key; copied, if training goes on meanwhile."""
         self._optimizer.catch_up()
+        self._optimizer.complete_state()
         state = self._optimizer.state
-        bool(state)  # materializes the state of every parameter
         found: dict[str, Any] = {}
         for name, tensor in self.model_tensors().items():
             found[f"model.{name}"] = to_stored(self.tables.get(name), tensor, copy=copy)
