@@ -239,7 +239,7 @@ def test_the_signature_is_what_the_constructor_takes(cls: type[FunctionalOptimiz
     placed = [o.name for o in options if o.kind is o.POSITIONAL_OR_KEYWORD]
     assert placed == [*cls.positional, "_allow_empty_param_list"]
     own = set(inspect.signature(cls.optimizer_class).parameters) - {"params"}
-    assert named | (set(cls.positional) - set(cls.only_in_torch)) == own
+    assert named | (set(cls.positional) - set(cls.torch_only)) == own
     cls([torch.zeros(1)], **{option.name: option.default for option in options})
 
 
@@ -275,7 +275,7 @@ def test_options_by_position_are_options_by_name(cls: type[FunctionalOptimizer])
     by_name = cls([torch.zeros(1)], **dict(zip(cls.positional, values, strict=True)))
     assert by_position.defaults == by_name.defaults
     for name, value in zip(cls.positional, values, strict=True):
-        assert name in cls.only_in_torch or by_position.param_group[name] == value
+        assert name in cls.torch_only or by_position.param_group[name] == value
 
 
 @each_functional
