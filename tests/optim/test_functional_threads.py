@@ -225,7 +225,7 @@ def test_an_exception_in_one_thread_leaves_the_others_working():
 
     threads = Threads(right, wrong, right, once, right).run()
     assert len(refused) == 600
-    assert [type(error) for error in threads.raised] == [InputError]
+    assert [isinstance(error, InputError) for error in threads.raised] == [True]
     assert param[3].tolist() == [-0.5 * 1200] * 4
     assert other[3].tolist() == [-0.5 * 600] * 4
     assert float(param.abs().sum()) == 2400.0
