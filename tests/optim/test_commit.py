@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -180,6 +181,30 @@ def test_steps_of_several_threads_wait_for_each_other(optimizer: type[torch.opti
         sys.setswitchinterval(interval)
     assert alone[1] == together[1] == 24
     assert same_bits(alone[0], together[0])
+
+
+def test_two_threads_are_never_in_a_step_at_once():
+    meeting: list[threading.Barrier] = []
+    met: list[int] = []
+
+    @sparsestep.rule(state={})
+    def meet(param, grad, *, step, lr=0.1):
+        if meeting:
+            with suppress(threading.BrokenBarrierError):
+                met.append(meeting[0].wait(0.5))
+        return param - lr * grad
+
+    table = nn.Parameter(torch.zeros(SHAPE))
+    table.grad = rows(1, 4)
+    opt = meet([table], engine="reference")
+    opt.step()
+    meeting.append(threading.Barrier(2))
+    workers = [threading.Thread(target=opt.step) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not met
 
 
 FORK = """
