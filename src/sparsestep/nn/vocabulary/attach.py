@@ -99,8 +99,8 @@ class Attached:
     def _note_written(self, weight: Tensor) -> None:
         increment_version([weight])
         for optimizer in self.optimizers:
-            clock = optimizer.deferred.get(id(weight))
-            if clock is not None:
-                clock.written(parameters.memory_of(weight))
+            deferred = optimizer.deferred.get(id(weight))
+            if deferred is not None:
+                deferred.note_write(parameters.memory_of(weight))
         if mapped_files:
             written([weight])
