@@ -104,7 +104,7 @@ def show_history(steps: int) -> None:
     for number in range(steps):
         begin = perf_counter()
         if clock.history.is_full:
-            clock.history.begin_anew()
+            clock.history.clear()
         clock.commit_step(settings)
         if number >= steps - COUNTED:
             times.append(perf_counter() - begin)
