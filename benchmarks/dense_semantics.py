@@ -99,7 +99,7 @@ def show_history(steps: int) -> None:
     param = Parameter(torch.zeros(1, 1))
     optimizer = sparsestep.AdamW([param], lr=LR, weight_decay=DECAY, semantics="dense")
     settings = optimizer.settings(0)
-    clock = DeferredRows(settings, rows=1, done=0, new=True)
+    clock = DeferredRows(settings, num_rows=1, done=0, new=True)
     times = []
     for number in range(steps):
         begin = perf_counter()
