@@ -65,9 +65,10 @@ def one_thread(_unchanged_settings):
 
 @pytest.fixture(autouse=True)
 def _unchanged_settings():
-    """Give back the thread count and the instruction set that a test found."""
+    """Give back the thread count, the instruction set and the grad mode that a test found."""
     threads, isa = torch.get_num_threads(), _native.instruction_set()
     yield
+    torch.set_grad_enabled(True)  # an interrupt inside torch's no_grad may leave it off
     torch.set_num_threads(threads)
     if isa is not None:
         _native.use_instruction_set(isa)

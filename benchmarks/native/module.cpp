@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "limit.h"
 #include "core/cpu.h"
 #include "core/threads.h"
+#include "limit.h"
 
 namespace nb = nanobind;
 using namespace sparsestep;
