@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import torch
 import sparsestep
 from sparsestep.memory.mapped_file import HEADER_BYTES, file_of
 from sparsestep.storage import mapped, prefetch, prefetching
-from sparsestep.storage import prefetch as ahead
 from tests.storage.training import embedding, table_in, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,8 @@ def asked(monkeypatch) -> list[tuple[str, list[int]]]:
     def ask(file, rows):
         found.append((os.path.basename(file.path), rows.tolist()))
 
-    monkeypatch.setattr(ahead._reader, "ask", ask)
+    module = importlib.import_module("sparsestep.storage.prefetch")  # the name is the function's
+    monkeypatch.setattr(module._reader, "ask", ask)
     return found
 
 

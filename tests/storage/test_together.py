@@ -317,3 +317,14 @@ def test_rows_of_any_shape(tmp_path: Path):
                 param.grad = torch.sparse_coo_tensor([rows], values, shape)
                 opt.step()
         assert same_bits(*tables)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1)], ids=str)
+def test_state_of_an_earlier_optimizer_is_cleared_in_rows_of_one_element(shape, tmp_path: Path):
+    param = nn.Parameter(mapped(tmp_path / "table", shape, optimizer=adam))
+    for _ in range(2):
+        opt = adam([param])
+        opt.materialize_state()
+        assert not any(tensor.any() for tensor in state_of(opt))
+        param.grad = torch.ones(shape)
+        opt.step()

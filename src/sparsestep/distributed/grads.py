@@ -24,6 +24,7 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
+from sparsestep.distributed.collectives import Collectives
 from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -37,7 +38,7 @@ class ShardedGradSource:
     def __init__(self, group: TableGroup) -> None:
         self.index: int = group.index
         self._group = group
-        self.collectives = group.collectives
+        self.collectives: Collectives = group.collectives
         world_size = self.collectives.world_size
         self._names: dict[int, str] = {}
         self._sharded: set[int] = set()

@@ -173,7 +173,7 @@ class ByTable(Placement):
         owner: the rank.
     """
 
-    kind = "tables"
+    kind: ClassVar[PlacementKind] = "tables"
     owner: int = 0
 
     def __post_init__(self) -> None:
@@ -218,7 +218,7 @@ class ByTable(Placement):
 class ByRow(Placement):
     """Round-robin rows: row ``i`` is row ``i // world_size`` of rank ``i % world_size``."""
 
-    kind = "rows"
+    kind: ClassVar[PlacementKind] = "rows"
 
     def _rows_on(self, rank: int, world_size: int) -> int:
         return len(range(rank, self.rows, world_size))
@@ -269,7 +269,7 @@ class ByRow(Placement):
 class Replicated(Placement):
     """The whole table on every rank."""
 
-    kind = "copy"
+    kind: ClassVar[PlacementKind] = "copy"
     is_sharded = False
 
     def _rows_on(self, rank: int, world_size: int) -> int:

@@ -94,7 +94,7 @@ def _clear(file: MappedFile, name: str) -> None:
         for some in range(first, last, step):
             chunk = torch.arange(some, min(some + step, last), device="cpu")
             file.prefetch(chunk)  # reading in order would cache, and then write, holes as well
-            values = tensor[some : some + len(chunk)].contiguous()
+            values = tensor[some : some + len(chunk)].clone(memory_format=torch.contiguous_format)
             chunk = chunk[values.view(torch.uint8).view(len(chunk), -1).ne(0).any(1)]
             file.reserve(chunk)
             tensor.index_fill_(0, chunk, 0)

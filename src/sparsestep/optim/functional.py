@@ -362,7 +362,7 @@ class FunctionalOptimizer:
         params = list(params)
         if not params and not may_be_empty:
             raise InputError(f"{name}: optimizer got an empty parameter list.")
-        self.optimizer = self.optimizer_class([{"params": params}], **options)
+        self.optimizer: RuleOptimizer = self.optimizer_class([{"params": params}], **options)
         self._prepare()
 
     def _prepare(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -145,15 +146,15 @@ class Vocabulary(nn.Module):
                 f"Vocabulary: {message('evict must be None, lru or lfu', repr(evict))}"
             )
         super().__init__()
-        self.options = Options(rows, shared, admit, evict)
-        self.now = 0  # passes as ids are seen
-        self.num_reused = 0  # rows that went to another id; the seed of new values
+        self.options: Options = Options(rows, shared, admit, evict)
+        self.now: int = 0  # passes as ids are seen
+        self.num_reused: int = 0  # rows that went to another id; the seed of new values
         self._prepare()
 
     def _prepare(self) -> None:
         """Create what is neither pickled nor copied."""
         self.id_table: IdTable = IdTable(self.options)
-        self.lock = fork_safe_lock()
+        self.lock: threading.RLock = fork_safe_lock()
         self.attached: list[Attached] = []
         self._progress: list[Any] = []
         self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
