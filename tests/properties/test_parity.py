@@ -39,7 +39,7 @@ def comparable(case: Case) -> Case:
     assume(kept)
     return replace(
         case,
-        start=[case.start[index].contiguous() for index in kept],
+        start=[case.start[index].clone(memory_format=torch.contiguous_format) for index in kept],
         steps=[[step[index] for index in kept] for step in case.steps],
     )
 
