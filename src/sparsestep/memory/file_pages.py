@@ -168,7 +168,7 @@ def is_short_of_space(of: Rows, rows: Tensor | None, descriptor: int) -> bool:
     """Whether writing rows might need more blocks than the disk has, even if they have theirs.
 
     The first write to a clean page needs blocks for the whole folio that it is cached in. If
-    somebody has read the file in order, that is up to 2 MiB, holes included.
+    the file was read in order, that is up to 2 MiB, holes included.
     """
     if rows is None or not hasattr(os, "fstatvfs"):
         return False

@@ -29,7 +29,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux; the second from 6.1 on
 # benchmarks/first_steps.py.
 _BYTES_PER_TOUCH = 4
 
-# Whoever touches so little of a table never gets there.
+# Tables that would wait longer than this are never moved.
 _MOST_ROUNDS = 1 << 20
 
 

@@ -56,11 +56,11 @@ class MappedFile(mmap.mmap):
         address: of the table's first element.
         beside: the files of state that is not in the rows, by name, the latest of each.
         marks: for each row whether it was written since the marks were cleared; ``None`` where
-            nobody wants to know.
+            no checkpoint needs them.
         version: how often the table had been written when it was last seen; ``None`` where it was
             not yet.
         saved_in: id of the checkpoint that has its rows as they were when the marks were cleared.
-        to_clear: the state in its rows that somebody has yet to set to zero; ``None`` where that
+        to_clear: the state in its rows that is still to be zeroed; ``None`` where that
             is not put off.
         is_locked: whether this process has locked it, which it does before it first writes.
         settles_in: the file in whose rows its tensor will lie as state of this name, if it is here
@@ -215,7 +215,7 @@ def open_file(
     dtype: torch.dtype,
     *,
     state: Mapping[str, Kind] | None = None,
-    anew: bool = False,
+    replace: bool = False,
 ) -> MappedFile:
     """Open a file with a table, or make it.
 
@@ -225,16 +225,16 @@ def open_file(
         dtype: likewise.
         state: what each row has room for; a file that is there must have room for it. ``None`` for
             whatever that has.
-        anew: make it anew, whatever is there. Tensors of a file that was there live on without it.
+        replace: replace an existing file. Its tensors live on without it.
     """
     path, wanted = os.path.abspath(path), Header(shape, dtype, dict(state or {}))
     # An interrupt would leave descriptors open.
-    return uninterrupted(partial(_open, path, wanted, state, anew))
+    return uninterrupted(partial(_open, path, wanted, state, replace))
 
 
-def _open(path: str, wanted: Header, state: Mapping[str, Kind] | None, anew: bool) -> MappedFile:
+def _open(path: str, wanted: Header, state: Mapping[str, Kind] | None, replace: bool) -> MappedFile:
     with _opening:
-        alive, descriptor = (None, _replaced(path, wanted)) if anew else _opened(path, wanted)
+        alive, descriptor = (None, _replaced(path, wanted)) if replace else _opened(path, wanted)
         try:
             header = file_header.read(path, descriptor)
             file_header.check(path, header, wanted, state)

@@ -46,7 +46,7 @@ def full_beside(
         file.saved_in = None  # a checkpoint has what an earlier optimizer has left
         found, tensor = file, file.tensor(name)
     else:
-        found = open_file(f"{file.path}.{name}", shape, dtype, anew=True)
+        found = open_file(f"{file.path}.{name}", shape, dtype, replace=True)
         file.beside[name] = weakref.ref(found)
         tensor = found.tensor()
     if value != 0:
@@ -72,7 +72,7 @@ def _has_room(file: MappedFile, name: str, kind: Kind) -> bool:
             warn_once(SlowWarning, message(requirement, got, remedy))
         return False
     if file.is_in_use(name):
-        gc.collect()  # an optimizer that nobody has any more may not be gone yet
+        gc.collect()  # an unreachable optimizer may not be freed yet
     if file.is_in_use(name):
         requirement = f"{file.path}: the rows have room for the state of one optimizer"
         remedy = "The second one's is in files of its own: delete the first, or keep both as it is"
@@ -161,7 +161,7 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
 
 def _set_aside(file: MappedFile, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     path = f"{file.path}.{name}.loading"
-    found = open_file(path, shape, dtype, anew=True)
+    found = open_file(path, shape, dtype, replace=True)
     os.unlink(path)  # it goes with its tensor
     found.settles_in = file, name
     return found.tensor()

@@ -24,7 +24,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Nobody has one who has not imported torch's module for them."""
+    """Whether it is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -213,7 +213,7 @@ def prepare_grow(
         requirement = (
             "grow: a table that grows must not lie in a file, which has the size it was made"
         )
-        remedy = "Make a file for all rows that there may be: those that nobody uses take no room"
+        remedy = "Make a file for all rows that there may be: unused rows take no room"
         raise InputError(message(requirement, "one that does", remedy))
     if weight.is_cpu and weight.is_shared():
         requirement = "grow: a table that grows must not be in shared memory"

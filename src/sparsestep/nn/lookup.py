@@ -438,7 +438,7 @@ def look_up(requests: list[Lookup]) -> list[LookupResult] | None:
 
 
 def takes_compact(weight: Tensor) -> bool:
-    """Whether a compact gradient goes straight to whoever updates the weight.
+    """Whether a compact gradient goes straight to the optimizer of the weight.
 
     A weight that is computed from others passes its gradient on to operations that know nothing of
     it.

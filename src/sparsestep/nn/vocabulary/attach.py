@@ -23,13 +23,13 @@ class Attached:
     Args:
         table: whose rows.
         optimizers: those that train it.
-        init: fills rows that begin anew, in place.
+        init: fills reset rows, in place.
         is_part: whether the table is the part of a sharded one that is here.
 
     Attributes:
         table: whose rows.
         optimizers: those that train it.
-        init: fills rows that begin anew, in place.
+        init: fills reset rows, in place.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Vocabulary(nn.Module):
     least recently seen id (``"lru"``) or of the least frequently seen one (``"lfu"``; among
     several, the least recent). Counts for ``"lfu"`` are halved whenever 16 ids per row were seen,
     so that ids which were popular long ago do not stay forever. When a row goes to another id,
-    tables that you have named with ``attach`` initialize it anew, and their optimizers forget its
+    tables that you have named with ``attach`` reinitialize it, and their optimizers forget its
     state.
 
     A call counts ids in this order: those that have a row, then the others in order of appearance,
@@ -125,7 +125,7 @@ class Vocabulary(nn.Module):
                 [2, 3]])
         >>> table(rows).sum().backward()
         >>> optimizer.step()
-        >>> vocabulary.eval()(torch.tensor([42, 43]))  # nobody has seen 43
+        >>> vocabulary.eval()(torch.tensor([42, 43]))  # 43 is unknown
         tensor([3, 0])
     """
 
@@ -344,7 +344,7 @@ class Vocabulary(nn.Module):
     # Tables
 
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
-        """Initialize the rows of a table anew when they go to another id.
+        """Reinitialize the rows of a table when they go to another id.
 
         The lookup that assigns the row initializes it and makes the optimizers forget its state,
         before anyone reads it. Several tables may share a vocabulary. Copies of a vocabulary, and
