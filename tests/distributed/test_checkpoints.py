@@ -16,7 +16,7 @@ from sparsestep._torch import group_timeout
 from sparsestep.distributed import checkpoint
 from sparsestep.distributed._handshake import Peers
 from sparsestep.distributed.checkpoint._files import _Files, _Summed
-from sparsestep.distributed.checkpoint._manifest import Manifest
+from sparsestep.distributed.checkpoint._manifest import ShardManifest
 from sparsestep.distributed.checkpoint._state import TensorLayouts
 from tests.distributed.runs import (
     STEPS,
@@ -257,7 +257,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 SAVES: dict[str, tuple[int, tuple[Any, str], BaseException]] = {
     "disk full on 1": (1, (_Summed, "write"), FULL),
     "disk full on 0": (0, (_Summed, "write"), FULL),
-    "disk full at the end": (0, (Manifest, "encode"), FULL),
+    "disk full at the end": (0, (ShardManifest, "encode"), FULL),
     "interrupted": (1, (_Files, "create_stream"), KeyboardInterrupt()),
     "out of memory": (1, (_Files, "create_stream"), MemoryError("none")),
     "out of memory before": (1, (TensorLayouts, "pack"), MemoryError("none")),

@@ -38,7 +38,7 @@ _STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
 _MAX_SHOWN = 3
 
 
-class Operation(IntEnum):
+class ExchangeKind(IntEnum):
     """What an exchange is for."""
 
     LOOKUP = 1
@@ -52,14 +52,14 @@ class Operation(IntEnum):
 
 
 _DESCRIPTIONS = {
-    Operation.LOOKUP: "looks up {}",
-    Operation.EXCHANGE_GRADS: "needs gradients, as step() and clipping do",
-    Operation.NORM: "clips gradients",
-    Operation.VOCABULARY_LOOKUP: "looks up ids of {}",
-    Operation.LOAD: "loads a checkpoint of {}",
-    Operation.GROW: "grows {}",
-    Operation.MERGE: "merges ids of {} with others",
-    Operation.EXPORT: "exports {}",
+    ExchangeKind.LOOKUP: "looks up {}",
+    ExchangeKind.EXCHANGE_GRADS: "needs gradients, as step() and clipping do",
+    ExchangeKind.NORM: "clips gradients",
+    ExchangeKind.VOCABULARY_LOOKUP: "looks up ids of {}",
+    ExchangeKind.LOAD: "loads a checkpoint of {}",
+    ExchangeKind.GROW: "grows {}",
+    ExchangeKind.MERGE: "merges ids of {} with others",
+    ExchangeKind.EXPORT: "exports {}",
 }
 
 
@@ -67,7 +67,7 @@ _DESCRIPTIONS = {
 class Status:
     """What a rank says to all others at the start of an exchange."""
 
-    operation: Operation
+    operation: ExchangeKind
     table: int = -1  # index of the table, or of the first of several; -1: all
     sequence: int = 0  # number of lookups so far
     oldest_pending: int = 0  # oldest lookup whose gradient may still come from this rank
@@ -103,7 +103,7 @@ class PeerStatus:
         """What a rank does, in words."""
         table, operation = self["table"][rank], self["operation"][rank]
         name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
-        return _DESCRIPTIONS[Operation(operation)].format(name)
+        return _DESCRIPTIONS[ExchangeKind(operation)].format(name)
 
 
 def digest(facts: Facts) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import is_watched
-from sparsestep.distributed._handshake import Facts, Operation, PeerStatus, Status, handshake
+from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus, Status, handshake
 from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import EmbeddingModule, Placement
 from sparsestep.engines.finishing import certain
@@ -266,7 +266,7 @@ class TableGroup:
         self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
 
-    def status(self, operation: Operation, table: ShardedTable | None = None) -> Status:
+    def status(self, operation: ExchangeKind, table: ShardedTable | None = None) -> Status:
         """The status of this rank at the start of an exchange."""
         index = -1 if table is None else table.index
         return Status(operation, index, self.sequence, min(self.pending, default=self.sequence))
@@ -293,7 +293,7 @@ class TableGroup:
 
     def exchange_counts(
         self,
-        operation: Operation,
+        operation: ExchangeKind,
         table: ShardedTable,
         counts: Tensor | None = None,
         error: BaseException | None = None,

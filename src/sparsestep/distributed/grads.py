@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sparsestep.distributed._handshake import Facts, Operation, PeerStatus
+from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
 from sparsestep.distributed._packing import concat, split_by_rank, sum_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
@@ -83,7 +83,7 @@ class ShardedGradSource:
         if not order > 0:
             requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
             raise InputError(message(requirement, order))
-        status = self._group.status(Operation.NORM)
+        status = self._group.status(ExchangeKind.NORM)
         status.value = int(norm.double().view(torch.int64))  # its bits
         values = self._group.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
@@ -169,7 +169,7 @@ def exchange_grads(
 ) -> ExchangedGrads:
     """See :meth:`ShardedGradSource.exchange_grads`."""
     world_size, tables = group.collectives.world_size, group.tables
-    status, counts = group.status(Operation.EXCHANGE_GRADS), None
+    status, counts = group.status(ExchangeKind.EXCHANGE_GRADS), None
     outgoing: list[OutgoingGrad] = []
     headers = torch.empty(0, dtype=torch.int64)
     sizes = [0] * world_size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._torch import cat, embedding_bag
-from sparsestep.distributed._handshake import Operation, PeerStatus
+from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
 from sparsestep.distributed._packing import (
     BufferReader,
     concat,
@@ -488,7 +488,7 @@ def sharded_lookup(
         prefetched: the requests, if their ids have been sent already.
     """
     collectives = group.collectives
-    status, counts = group.status(Operation.LOOKUP, first), group.new_counts()
+    status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
     own_counts: list[list[int]] = []
     error: BaseException | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import stack
-from sparsestep.distributed._handshake import Operation
+from sparsestep.distributed._handshake import ExchangeKind
 from sparsestep.distributed._packing import concat
 from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Collectives
@@ -135,7 +135,7 @@ class Vocabulary(nn.Module):
             error = raised
         asked: list[int] = counts.tolist()
         peers = self._group.exchange_counts(
-            Operation.VOCABULARY_LOOKUP, self._table, counts, error, _ID_BYTES * max(asked)
+            ExchangeKind.VOCABULARY_LOOKUP, self._table, counts, error, _ID_BYTES * max(asked)
         )
         come, max_bytes = [room[0] for room in peers.counts], max(peers["max_bytes"])
         bytes_asked = [_ID_BYTES * count for count in asked]
@@ -172,7 +172,7 @@ class Vocabulary(nn.Module):
         def agree(error: BaseException | None) -> None:
             nonlocal is_agreed
             is_agreed = True
-            self._group.exchange_counts(Operation.VOCABULARY_LOOKUP, self._table, None, error)
+            self._group.exchange_counts(ExchangeKind.VOCABULARY_LOOKUP, self._table, None, error)
 
         try:
             return self.local.assign_rows(read(), agree)
@@ -260,7 +260,9 @@ class Vocabulary(nn.Module):
             except BaseException as raised:
                 error = raised
             requirement = "Vocabulary.grow: all ranks must name the same number of rows"
-            self.exchange_number(Operation.GROW, rows if error is None else 0, error, requirement)
+            self.exchange_number(
+                ExchangeKind.GROW, rows if error is None else 0, error, requirement
+            )
             for commit in commits:
                 commit()
 
@@ -340,7 +342,7 @@ class Vocabulary(nn.Module):
             except BaseException as raised:
                 error = raised
             requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
-            self.exchange_number(Operation.MERGE, which, error, requirement)
+            self.exchange_number(ExchangeKind.MERGE, which, error, requirement)
             assert merged is not None
             assert theirs is not None
             try:
@@ -421,7 +423,7 @@ class Vocabulary(nn.Module):
 
         with self.local.lock:
             mine = self.used
-            used = self.exchange_number(Operation.EXPORT, mine, error, "", known)
+            used = self.exchange_number(ExchangeKind.EXPORT, mine, error, "", known)
             sizes = [count * size if ranks.rank == 0 else 0 for count in used]
             lengths = [mine * size] + [0] * len(others)
             readers = ranks.all_to_all(outgoing, sizes, max(used) * size, lengths)
@@ -446,7 +448,7 @@ class Vocabulary(nn.Module):
 
     def exchange_number(
         self,
-        operation: Operation,
+        operation: ExchangeKind,
         number: int,
         error: BaseException | None,
         requirement: str = "",
@@ -457,7 +459,7 @@ class Vocabulary(nn.Module):
         peers = self._group.exchange_counts(operation, table or self._table, counts, error)
         numbers = [room[0] for room in peers.counts]
         if requirement and len(set(numbers)) > 1:
-            got = numbers if operation is Operation.GROW else "different ones"
+            got = numbers if operation is ExchangeKind.GROW else "different ones"
             raise InputError(message(requirement, got))
         return numbers
 

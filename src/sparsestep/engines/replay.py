@@ -37,7 +37,7 @@ class Slot(NamedTuple):
     number: int
 
 
-class Operation(NamedTuple):
+class KernelCall(NamedTuple):
     """An operation of a recording.
 
     Attributes:
@@ -66,7 +66,7 @@ class Recording(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[KernelCall] = []
         self.inputs: int = len(inputs)
         self.tensors: list[Tensor] = list(inputs)  # by slot; kept, so that no id comes twice
         self._slots = {id(tensor): index for index, tensor in enumerate(inputs)}
@@ -99,7 +99,7 @@ class Recording(TorchFunctionMode):
             slot, is_view = len(self.tensors), _memory(result) in map(_memory, self.tensors)
             self._slots[id(result)] = slot
             self.tensors.append(result)
-        self.operations.append(Operation(func, symbolic, by_name, slot, is_view))
+        self.operations.append(KernelCall(func, symbolic, by_name, slot, is_view))
         return result
 
     def _symbolic(self, value: Any) -> Any:

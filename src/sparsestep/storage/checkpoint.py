@@ -28,7 +28,7 @@ from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.optim.state import check_rows
 from sparsestep.storage import journal
 from sparsestep.storage import manifest as manifests
-from sparsestep.storage.journal import Rows, write_base
+from sparsestep.storage.journal import WrittenRows, write_base
 from sparsestep.storage.manifest import Layout, Manifest, Table
 from sparsestep.storage.prefetch import check_table
 
@@ -111,7 +111,7 @@ class Contents:
             file.saved_in == manifest.id for file in self.files.values()
         )
 
-    def written_rows(self, manifest: Manifest) -> list[Rows]:
+    def written_rows(self, manifest: Manifest) -> list[WrittenRows]:
         """Rows that were written since a checkpoint."""
         numbers = {table.layout.name: number for number, table in enumerate(manifest.tables)}
         parts = []
@@ -123,7 +123,9 @@ class Contents:
                 file.mark(None)
             rows = file.marks.nonzero().squeeze(1)
             if len(rows):
-                parts.append(Rows(rows, {numbers[name]: each for name, each in files.items()}))
+                parts.append(
+                    WrittenRows(rows, {numbers[name]: each for name, each in files.items()})
+                )
         return parts
 
     def copy_to(self, folder: Path, number: int) -> list[Table]:

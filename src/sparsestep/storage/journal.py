@@ -77,7 +77,7 @@ def copy_base(folder: Path, table: Table, target: int) -> None:
 # Journals
 
 
-class Rows:
+class WrittenRows:
     """Rows of tables that are about to be saved.
 
     Attributes:
@@ -95,7 +95,7 @@ class Rows:
         return Part(list(self.files), len(self.rows))
 
 
-def write_journal(folder: Path, number: int, size: int, parts: Sequence[Rows]) -> Journal:
+def write_journal(folder: Path, number: int, size: int, parts: Sequence[WrittenRows]) -> Journal:
     """Write a journal.
 
     Args:
@@ -149,7 +149,7 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
     """
     for journal in manifest.journals:
         with open_checked(folder, journal.file) as source:
-            reader = _Reader(source, folder, journal.file)
+            reader = _JournalReader(source, folder, journal.file)
             header = bytes(reader.read(len(JOURNAL_HEADER)).tolist())
             if header != JOURNAL_HEADER:
                 _check_journal_version(folder / journal.file.file, header)
@@ -178,7 +178,7 @@ def _are_rows(rows: Tensor, count: int) -> bool:
     return bool((rows[1:] > rows[:-1]).all())
 
 
-def _replay_table(reader: _Reader, rows: Tensor, file: MappedFile) -> None:
+def _replay_table(reader: _JournalReader, rows: Tensor, file: MappedFile) -> None:
     file.reserve(rows)
     words = words_of(file)
     for some in _chunks(rows, file):
@@ -186,7 +186,7 @@ def _replay_table(reader: _Reader, rows: Tensor, file: MappedFile) -> None:
         words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
 
 
-class _Reader:
+class _JournalReader:
     """Reads a file from its beginning, with the checksum of what was read."""
 
     def __init__(self, source: Any, folder: Path, file: File) -> None:

@@ -22,7 +22,7 @@ _Request = tuple[MappedFile, Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class _Reader:
+class _PrefetchThread:
     """A thread that asks for rows. To ask takes as long as the disk's queue is full."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Reader:
         self.forget()
 
 
-_reader = _Reader()
+_reader = _PrefetchThread()
 atexit.register(_reader.end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reader.forget)

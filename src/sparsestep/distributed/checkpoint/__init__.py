@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from sparsestep._process import uninterrupted
 from sparsestep.distributed._handshake import Peers, as_documented
 from sparsestep.distributed.checkpoint import _manifest as manifest
-from sparsestep.distributed.checkpoint._manifest import METADATA, PART, Chunk, Entry, Manifest, Sum
+from sparsestep.distributed.checkpoint._manifest import (
+    METADATA,
+    PART,
+    Chunk,
+    Entry,
+    ShardManifest,
+    Sum,
+)
 from sparsestep.distributed.checkpoint._reshard import (
     RowRemap,
     StoredTensor,
@@ -99,7 +106,7 @@ def _dcp_save(content: Content, folder: Path, peers: Peers) -> None:
             files = {name: each for some in sums for name, each in some.items()}
             files[METADATA] = files.pop(manifest.pending_name(save_id))
             entries = _manifest_entries(metadata)
-            publication.run(Manifest(save_id, files, entries, content.about))
+            publication.run(ShardManifest(save_id, files, entries, content.about))
         except BaseException as raised:
             error = as_documented(raised)
     peers.agree(None if publication.is_done else error, undo=writer.discard)
@@ -135,7 +142,7 @@ class _Publication:
         self._folder = folder
         self.is_done: bool = False
 
-    def run(self, content: Manifest) -> None:
+    def run(self, content: ShardManifest) -> None:
         """Write the manifest and replace the earlier one."""
         temporary = self._folder / f".{content.id}.json"
         try:
@@ -149,7 +156,7 @@ class _Publication:
                 temporary.unlink()
             raise
 
-    def _replace(self, temporary: Path, content: Manifest) -> None:
+    def _replace(self, temporary: Path, content: ShardManifest) -> None:
         folder, pending = self._folder, manifest.pending_name(content.id)
         os.replace(temporary, folder / manifest.NAME)
         self.is_done = True  # so an error below must not make the checkpoint fail
@@ -218,7 +225,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint whose files are unchanged since it was saved."""
 
     folder: Path
-    manifest: Manifest
+    manifest: ShardManifest
     peers: Peers
 
     @staticmethod
@@ -475,7 +482,7 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
 
-def stored_tensors(manifest: Manifest, layouts: TensorLayouts) -> dict[str, StoredTensor]:
+def stored_tensors(manifest: ShardManifest, layouts: TensorLayouts) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint."""
     found = {}
     for key, each in manifest.entries.items():

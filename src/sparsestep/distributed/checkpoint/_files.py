@@ -24,7 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from sparsestep.distributed.checkpoint._manifest import METADATA, PART, Manifest, Sum, pending_name
+from sparsestep.distributed.checkpoint._manifest import (
+    METADATA,
+    PART,
+    ShardManifest,
+    Sum,
+    pending_name,
+)
 
 
 class Writer(FileSystemWriter):
@@ -127,7 +133,7 @@ class Reader(FileSystemReader):
     entries of bytes, which the planner would unpickle.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: ShardManifest) -> None:
         super().__init__(folder)
         self._manifest = manifest
 

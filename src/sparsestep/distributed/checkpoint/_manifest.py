@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     chunks: list[Chunk]
 
 
-class Manifest(NamedTuple):
+class ShardManifest(NamedTuple):
     """The content of ``sparsestep.json``."""
 
     id: str  # unique for each call of save
@@ -80,7 +80,7 @@ def _sealed(version: int, body: Any) -> bytes:
     return f'{{"version":{version},"crc32":{crc},"body":{text}}}\n'.encode()
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> ShardManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -119,7 +119,7 @@ def damaged(path: Path, got: str) -> InputError:
     return InputError(message(requirement, got, remedy))
 
 
-def verify(folder: Path, manifest: Manifest, names: list[str]) -> None:
+def verify(folder: Path, manifest: ShardManifest, names: list[str]) -> None:
     """Compare files with the manifest: the size of every file, the checksum of some.
 
     Args:
@@ -168,11 +168,11 @@ def _crc_of(path: Path) -> int:
 # Parsing. A crafted file can have the right checksum, so nothing here is trusted.
 
 
-def _parsed(body: Mapping[str, Any]) -> Manifest:
+def _parsed(body: Mapping[str, Any]) -> ShardManifest:
     files = {_file_name(name): Sum(*map(count, each)) for name, each in body["files"].items()}
     _require(METADATA in files and _is_plain(f"_{body['id']}"))
     entries = {key: _entry(files, *each) for key, each in body["tensors"].items()}
-    return Manifest(body["id"], files, entries, body["about"])
+    return ShardManifest(body["id"], files, entries, body["about"])
 
 
 def _entry(files: Mapping[str, Sum], shape: Any, dtype: str, chunks: Any) -> Entry:

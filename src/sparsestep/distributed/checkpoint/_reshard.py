@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import cat, stack
-from sparsestep.distributed._handshake import Operation
+from sparsestep.distributed._handshake import ExchangeKind
 from sparsestep.distributed._packing import concat
 from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.collectives import Collectives
@@ -456,7 +456,7 @@ class ModelVocabulary:
     def agree(self, error: Exception | None, number: int) -> list[int]:
         """An :data:`AgreeFn`."""
         if isinstance(self._module, Vocabulary):
-            return self._module.exchange_number(Operation.LOAD, number, error)
+            return self._module.exchange_number(ExchangeKind.LOAD, number, error)
         return agree_alone(error, number)
 
     def check(self, layout: VocabularyLayout) -> None:
