@@ -14,6 +14,7 @@ test_core() {
   build "$1" test_core && "build/sanitize-$1/test_core"
 }
 
+mkdir -p build
 if [ $# = 0 ]; then
   test_core thread > build/sanitize-thread.log 2>&1 &
   thread=$!
