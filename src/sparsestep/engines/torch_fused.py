@@ -169,7 +169,7 @@ class TorchFusedEngine:
         written = [*batch.params, *batch.steps]
         for tensors in batch.state.values():
             written += tensors
-        self._copies += [tensor.clone() for tensor in written]
+        self._copies += map(_copy, written)
         self._written += written
         self._small.append(batch)
 
@@ -179,7 +179,7 @@ class TorchFusedEngine:
         rule = settings.rule
         names = [spec.name for spec in rule.state]
         param_states = [update.param_state or {} for update in updates]
-        steps = [param_states[0]["step"].clone()] if rule.counts_steps else []
+        steps = [_copy(param_states[0]["step"])] if rule.counts_steps else []
         key = Replay, is_first, param.dtype, param.dim() > 0
         replay: Replay | None = settings.core.get(key)
         if replay is None:
@@ -265,6 +265,11 @@ class TorchFusedEngine:
                 raise InputError(str(error)) from None
         _check_supported(group, param)
         return True
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy with ``copy_``, which allocates when it is first called: so not in the commit."""
+    return torch.empty_like(tensor).copy_(tensor)
 
 
 def _set_counts(counts: list[Tensor], step: Tensor) -> None:
