@@ -154,7 +154,7 @@ def tables(kind: str, folder: Path, rows: int, optimizer: str) -> dict[str, Tens
         beside = file_of(tensor)
         assert beside is not None
         if name != "table":
-            file.beside[name] = weakref.ref(beside)
+            file.state_files[name] = weakref.ref(beside)
     return found
 
 

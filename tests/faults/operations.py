@@ -591,7 +591,7 @@ class SaveAndCompact(SaveChanges):
     def run(self) -> None:
         from sparsestep.storage import checkpoint as checkpoints
 
-        checkpoints._LEAST_BYTES, checkpoints._MOST_OF_BASE = 1, 0.01
+        checkpoints._COMPACT_MIN_BYTES, checkpoints._COMPACT_RATIO = 1, 0.01
         super().run()
 
 

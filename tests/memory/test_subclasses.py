@@ -1,7 +1,6 @@
-"""Whoever looks through the subclasses of torch's Optimizer is not confused by ours.
+"""Libraries that list the subclasses of torch's Optimizer, such as class_resolver, skip ours.
 
-class_resolver does, and PyKEEN with it: a class counts as somebody else's if it does not come from
-the package of the class above it.
+A class counts as foreign if it does not come from the package of the class above it.
 """
 
 from collections.abc import Iterator

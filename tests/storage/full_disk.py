@@ -8,11 +8,12 @@ checks that the failed step has changed nothing, frees space and goes on.
 from __future__ import annotations
 
 import argparse
+import collections
 import errno
+import functools
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.storage import mapped
-from tests.storage.training import state_of
+from tests.storage.training import fork, state_of
 
 DIM = 24
 LEVELS = (0, 4096, 20_000, 150_000, 600_000)  # bytes left
+KINDS = ["lookup", "lookup", "by hand", "dense", "masked", "function", "deferred"]
+OPTIMIZERS: list[Any] = [
+    sparsestep.Adam,
+    sparsestep.RowwiseAdagrad,
+    sparsestep.SGD,
+    functools.partial(sparsestep.Adagrad, initial_accumulator_value=0.5),
+]
 
 
 def check_full(error: OSError, path: Path | None = None) -> None:
@@ -73,31 +81,17 @@ class Trial:
         self.folder, self.chance = folder, chance
         self.rows = chance.choice([300, 4000, 40_000])
         self.ids = torch.Generator().manual_seed(chance.randrange(1 << 30))
-        self.kind = chance.choice(
-            ["lookup", "lookup", "by hand", "dense", "masked", "function", "deferred"]
-        )
-        make: Any = chance.choice(
-            [
-                sparsestep.Adam,
-                sparsestep.RowwiseAdagrad,
-                sparsestep.SGD,
-                lambda params, **more: sparsestep.Adagrad(
-                    params, initial_accumulator_value=0.5, **more
-                ),
-            ]
-        )
+        self.kind = chance.choice(KINDS)
+        make = chance.choice(OPTIMIZERS)
         if self.kind in ("function", "deferred"):
             make = sparsestep.Adam
-        together = make if chance.random() < 0.5 and self.kind != "function" else None
-        self.table = mapped(folder / "table", (self.rows, DIM), optimizer=together)
-        self.param = nn.Parameter(self.table)
-        options: dict[str, Any] = {"lr": 0.1}
-        if self.kind == "deferred":
-            options["semantics"] = "dense"
+        in_rows = make if chance.random() < 0.5 and self.kind != "function" else None
+        self.param = nn.Parameter(mapped(folder / "table", (self.rows, DIM), optimizer=in_rows))
         group: dict[str, Any] = {"params": [self.param]}
         if self.kind == "masked":
             group["mask"] = torch.rand(self.rows, generator=self.ids) < 0.1
-        self.opt = make([group], **options)
+        more = {"semantics": "dense"} if self.kind == "deferred" else {}
+        self.opt = make([group], lr=0.1, **more)
         self.by_hand: list[Tensor] = []
         self.spread = torch.arange(0, self.rows, self.rows // 30)
         self.is_spread = chance.random() < 0.5  # always the same rows, far apart
@@ -110,33 +104,30 @@ class Trial:
         rows = torch.randint(0, self.rows, (32,), generator=self.ids)
         if self.is_spread:
             rows = self.spread[rows % len(self.spread)]
+        values = torch.ones(32, DIM)
+        if self.kind == "function":
+            if not self.by_hand:
+                shape = self.rows, DIM
+                self.by_hand = [mapped(self.folder / f"table.{n}", shape) for n in "mv"]
+            gradient, state = sparsestep.IndexedGrad(rows, values), self.by_hand
+            sparsestep.functional.adam_(self.param.detach(), gradient, *state, step=1)
+            return
         if self.kind in ("lookup", "deferred"):
             if self.kind == "deferred":
                 self.opt.catch_up(self.param, rows)
             looked_up = nn.functional.embedding(rows, self.param, sparse=True)
             self.opt.zero_grad()
             looked_up.add(1).square().sum().backward()
-            self.opt.step()
-        elif self.kind == "function":
-            if not self.by_hand:
-                shape = self.rows, DIM
-                self.by_hand = [mapped(self.folder / f"table.{n}", shape) for n in "mv"]
-            gradient = sparsestep.IndexedGrad(rows, torch.ones(32, DIM))
-            state: Any = self.by_hand
-            sparsestep.functional.adam_(self.param.detach(), gradient, *state, step=1)
+        elif self.kind == "by hand":
+            self.param.grad = torch.sparse_coo_tensor(
+                rows[None], values, self.param.shape, check_invariants=False
+            )
         else:
-            if self.kind == "by hand":
-                values = torch.ones(32, DIM)
-                grad = torch.sparse_coo_tensor(
-                    rows[None], values, self.param.shape, check_invariants=False
-                )
-                self.param.grad = grad
-            else:
-                self.param.grad = torch.ones(self.rows, DIM)
-            self.opt.step()
+            self.param.grad = torch.ones(self.rows, DIM)
+        self.opt.step()
 
     def run(self) -> str:
-        """What happened, in a word."""
+        """Train until the disk is full and go on afterwards; returns what happened, in a word."""
         if self.chance.random() < 0.5:
             self.opt.materialize_state()
         for _ in range(self.chance.choice([0, 12])):
@@ -171,40 +162,23 @@ class Trial:
                 assert torch.equal(old, new), self.kind
 
 
-def trial(folder: Path, seed: int) -> str:
-    """Run one trial in a process of its own: what it says, or how it ended."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        word = "error"
-        try:
-            word = _tried(folder, seed)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os.write(writer, word.encode())
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        word = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else word
-
-
-def _tried(folder: Path, seed: int) -> str:
+def trial(folder: Path, seed: int, writer: int) -> None:
+    """Run one trial, and write what happened."""
     chance = random.Random(seed)
     if chance.random() < 0.15:
         fill(folder, chance.choice(LEVELS))
     try:
-        run: Callable[[], str] = Trial(folder, chance).run
+        made = Trial(folder, chance)
     except OSError as error:
         check_full(error, folder / "table")
-        return "refused"
-    try:
-        return run()
-    except OSError as error:  # it never fitted
-        check_full(error)
-        return "too large"
+        word = "refused"
+    else:
+        try:
+            word = made.run()
+        except OSError as error:  # it never fitted
+            check_full(error)
+            word = "too large"
+    os.write(writer, word.encode())
 
 
 def main() -> None:
@@ -216,17 +190,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sparsestep.SGD([torch.zeros(1)])  # imports what torch imports late
-    counts: dict[str, int] = {}
+    counts: collections.Counter[str] = collections.Counter()
     for seed in range(options.first, options.first + options.trials):
         for path in options.folder.iterdir():
             if path.is_file():
                 path.unlink()
-        word = trial(options.folder, seed)
-        counts[word] = counts.get(word, 0) + 1
-        if word.startswith(("signal", "error")):
-            print(f"seed {seed}: {word}", flush=True)
-    print(counts)
-    sys.exit(any(word.startswith(("signal", "error")) for word in counts))
+        pid, reader = fork(functools.partial(trial, options.folder, seed))
+        with open(reader) as pipe:
+            word = pipe.read()
+        status = os.waitpid(pid, 0)[1]
+        counts[word if not status else "failed"] += 1
+        if status:
+            print(f"seed {seed}: status {status}", flush=True)
+    print(dict(counts))
+    sys.exit("failed" in counts)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,17 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.memory import file_pages
-from sparsestep.memory.mapped_file import file_of
+from sparsestep.memory import disk
+from sparsestep.memory.mapped_file import MappedFile, file_of
 from sparsestep.storage import mapped
-from tests.storage.training import embedding, table_in, train
+from tests.storage.training import adam, embedding, now, same, table_in, train
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reserves blocks there")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reserves blocks there"),
+]
 
 
 @contextmanager
@@ -61,9 +64,29 @@ def test_training_until_the_disk_is_full(kind, tmp_path: Path):
     assert "'full'" in done.stdout
 
 
+def test_a_step_for_which_state_has_no_room_changes_nothing(tmp_path: Path, monkeypatch):
+    """The call fails for the state alone, when the blocks of the table are reserved."""
+    model = embedding(table_in(tmp_path / "table"))
+    opt = adam(model.parameters())
+    train(model, opt, 1)
+    before = now(model, opt)
+    state, reserve = file_of(opt.state[model.weight]["exp_avg_sq"]), MappedFile._reserve
+
+    def full(file, rows):
+        return errno.ENOSPC if file is state else reserve(file, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedFile, "_reserve", full)
+        with pytest.raises(OSError, match=r"Errno 28. the disk must .* Nothing has changed"):
+            train(model, opt, 1)
+    assert same(before, now(model, opt))
+    train(model, opt, 1)
+    assert not same(before, now(model, opt))
+
+
 def test_a_table_in_memory_has_all_its_pages(tmp_path: Path, monkeypatch):
     """On tmpfs, to read a page that is not there may end the process."""
-    monkeypatch.setattr(file_pages, "_file_system", lambda _: "tmpfs")
+    monkeypatch.setattr(disk, "_file_system", lambda _: "tmpfs")
     mapped(tmp_path / "table", (1000, 16))
     found = os.stat(tmp_path / "table")
     assert found.st_blocks * 512 >= found.st_size
@@ -75,7 +98,7 @@ def test_file_systems_that_cannot_reserve_blocks(tmp_path: Path, monkeypatch):
     opt = sparsestep.SGD(model.parameters(), lr=0.1)
     file = file_of(model.weight)
     assert file is not None
-    monkeypatch.setattr(file_pages, "reserve", lambda *_: errno.EOPNOTSUPP)
+    monkeypatch.setattr(MappedFile, "_reserve", lambda *_: errno.EOPNOTSUPP)
     train(model, opt, 1)
     assert file.reserved.any()
     before = model.weight.detach()[:5].clone()
@@ -94,17 +117,16 @@ def test_pages_are_made_writable_where_space_is_short(tmp_path: Path, monkeypatc
     table = mapped(tmp_path / "table", (100_000, 64))
     file = file_of(table)
     assert file is not None
-    rows, disk = torch.tensor([5, 99_000]), os.fstatvfs(file.descriptor)
-    assert not file_pages.is_short_of_space(file.rows, None, file.descriptor)
-    for blocks, is_short in ((1 << 40, False), (0, True), ((4 << 20) // disk.f_frsize, True)):
-        fields = [*disk[:4], blocks, *disk[5:]]
+    rows, free = torch.tensor([5, 99_000]), os.fstatvfs(file.descriptor)
+    assert not file._is_short_of_space(None)
+    for blocks, is_short in ((1 << 40, False), (0, True), ((4 << 20) // free.f_frsize, True)):
+        fields = [*free[:4], blocks, *free[5:]]
         monkeypatch.setattr(os, "fstatvfs", lambda _, found=fields: os.statvfs_result(found))
-        assert file_pages.is_short_of_space(file.rows, rows, file.descriptor) is is_short
+        assert file._is_short_of_space(rows) is is_short
     file.reserve(rows)
-    asked = []
-    monkeypatch.setattr(file_pages, "populate", lambda _, rows, *__: asked.append(rows) or 28)
-    monkeypatch.setattr(file_pages, "is_short_of_space", lambda *_: True)
+    calls = []
+    monkeypatch.setattr(MappedFile, "_populate", lambda _, rows: calls.append(rows) or 28)
     with pytest.raises(OSError, match="Errno 28"):
         file.reserve(rows)
-    assert len(asked) == 2  # and once more after the page cache was dropped
+    assert len(calls) == 2  # and once more after the page cache was dropped
     assert table.eq(0).all()

@@ -11,15 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def kill(times: int, seed: int) -> None:
-    command = [sys.executable, "-m", "tests.storage.kills"]
-    command += [f"--kills={times}", f"--seed={seed}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(f"{times} kills, each went on with the same bits\n"), done.stdout
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
 @pytest.mark.parametrize(("times", "seed"), [(6, 0), pytest.param(60, 1, marks=pytest.mark.slow)])
 def test_processes_that_were_killed_go_on(times: int, seed: int):
-    kill(times, seed)
+    command = [sys.executable, "-m", "tests.storage.kills", f"--kills={times}", f"--seed={seed}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(f"{times} kills, each went on with the same bits\n"), done.stdout

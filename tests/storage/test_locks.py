@@ -1,4 +1,4 @@
-"""A table in a file belongs to one process; and a path is the one that the user named."""
+"""A table in a file belongs to one process; and errors name the path that the user named."""
 
 from __future__ import annotations
 
@@ -18,12 +18,24 @@ import torch
 from torch import nn
 
 import sparsestep
-from sparsestep.memory import file_pages as file_lock
-from sparsestep.storage import mapped
-from tests.storage.training import DIM, ROWS, embedding, initial, table_in, train
+from sparsestep.memory import disk
+from sparsestep.memory.mapped_file import file_of
+from sparsestep.storage import Mapped, mapped, writing
+from tests.storage.training import (
+    DIM,
+    ROWS,
+    adam,
+    embedding,
+    in_each_place,
+    initial,
+    now,
+    same,
+    table_in,
+    train,
+)
 from tests.table import same_bits
 
-fcntl = pytest.importorskip("fcntl")
+pytest.importorskip("fcntl")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,14 +63,14 @@ def held_elsewhere(path: Path) -> Iterator[int]:
 def is_locked(path: Path) -> bool:
     """Whether another open file description could not lock a file, as in another process."""
     with open(path, "r+b") as file:
-        return not file_lock.acquire(file.fileno())
+        return not disk.lock(file.fileno())
 
 
-@pytest.mark.parametrize("in_rows", [False, True])
+@in_each_place
 @pytest.mark.parametrize("through", ["path", "symbolic link", "hard link"])
 def test_a_file_that_another_process_writes_can_only_be_read(through, in_rows, tmp_path: Path):
-    adam = sparsestep.Adam if in_rows else None
-    mapped(tmp_path / "table", (ROWS, DIM), optimizer=adam)[:] = initial()
+    optimizer = adam if in_rows else None
+    table_in(tmp_path / "table", optimizer=optimizer)
     gc.collect()
     path = tmp_path / "table"
     if through == "symbolic link":
@@ -66,8 +78,8 @@ def test_a_file_that_another_process_writes_can_only_be_read(through, in_rows, t
     elif through == "hard link":
         (path := tmp_path / "link").hardlink_to(tmp_path / "table")
     before = (tmp_path / "table").read_bytes()
-    model = embedding(mapped(path, (ROWS, DIM), optimizer=adam))
-    opt = sparsestep.Adam(model.parameters())
+    model = embedding(mapped(path, (ROWS, DIM), optimizer=optimizer))
+    opt = adam(model.parameters())
     with held_elsewhere(tmp_path / "table") as pid:
         assert same_bits(model.weight.detach(), initial())
         for write in (lambda: train(model, opt, 1), opt.materialize_state):
@@ -76,7 +88,7 @@ def test_a_file_that_another_process_writes_can_only_be_read(through, in_rows, t
             assert str(path) in str(raised.value)
             if os.path.exists("/proc/locks"):
                 assert f"process {pid} writes" in str(raised.value)
-        with pytest.raises(sparsestep.InputError), sparsestep.storage.writing(model.weight):
+        with pytest.raises(sparsestep.InputError), writing(model.weight):
             pass
         assert (tmp_path / "table").read_bytes() == before
         assert not opt.state
@@ -84,26 +96,48 @@ def test_a_file_that_another_process_writes_can_only_be_read(through, in_rows, t
     assert not same_bits(model.weight.detach(), initial())
 
 
-def test_state_beside_is_not_taken_from_another_process(tmp_path: Path):
+def test_a_state_file_is_not_taken_from_another_process(tmp_path: Path):
     model = embedding(table_in(tmp_path / "table"))
-    sparsestep.Adam(model.parameters()).materialize_state()
+    adam(model.parameters()).materialize_state()
     gc.collect()
     state = tmp_path / "table.exp_avg_sq"
-    before = state.read_bytes(), state.stat().st_ino, model.weight.detach().clone()
-    opt = sparsestep.Adam(model.parameters())
+    before = state.read_bytes(), state.stat().st_ino
+    opt = adam(model.parameters())
     with held_elsewhere(state):
         with pytest.raises(sparsestep.InputError, match=r"table\.exp_avg_sq can be written by one"):
             train(model, opt, 1)
-        assert (state.read_bytes(), state.stat().st_ino) == before[:2]
-        assert same_bits(model.weight.detach(), before[2])
+        assert (state.read_bytes(), state.stat().st_ino) == before
+        assert same_bits(model.weight.detach(), initial())
         assert not opt.state_dict()["state"]
     train(model, opt, 1)
-    assert not same_bits(model.weight.detach(), before[2])
+    assert not same_bits(model.weight.detach(), initial())
+
+
+def test_a_second_process_changes_nothing(tmp_path: Path):
+    model = embedding(table_in(tmp_path / "table"))
+    opt = adam(model.parameters())
+    train(model, opt, 3)
+    before = now(model, opt)
+    second = """
+        import sys, sparsestep
+        from torch import nn
+        try:
+            table = sparsestep.storage.mapped(sys.argv[1], (300, 24))
+            sparsestep.Adam([nn.Parameter(table)]).materialize_state()
+        except sparsestep.InputError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(second), str(tmp_path / "table")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "can be written by one process" in done.stdout
+    assert f"process {os.getpid()}" in done.stdout or not os.path.exists("/proc/locks")
+    assert same(before, now(model, opt))
+    train(model, opt, 1)
 
 
 def test_a_lock_lasts_as_long_as_the_mapping(tmp_path: Path):
     model = embedding(table_in(tmp_path / "table"))
-    opt = sparsestep.Adam(model.parameters())
+    opt = adam(model.parameters())
     train(model, opt, 1)
     files = [tmp_path / name for name in ("table", "table.exp_avg", "table.exp_avg_sq")]
     row = model.weight.detach()[3]
@@ -143,132 +177,13 @@ def test_a_lock_is_inherited_but_not_by_programs(tmp_path: Path):
     """Forked workers share it, and it outlives the parent's own; started programs do not."""
     table = table_in(tmp_path / "table")
     with subprocess.Popen([sys.executable, "-Ic", "input()"], stdin=subprocess.PIPE) as process:
-        duplicate = os.dup(
-            sparsestep.memory.mapped_file.file_of(table).descriptor
-        )  # as fork makes one
+        duplicate = os.dup(file_of(table).descriptor)  # as fork makes one
         del table
         gc.collect()
         assert is_locked(tmp_path / "table")
         os.close(duplicate)
         assert not is_locked(tmp_path / "table")
         process.communicate(b"\n")
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_file_systems_without_locks_are_used_without(error, tmp_path: Path, monkeypatch):
-    def flock(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
-    model = embedding(table_in(tmp_path / "table"))
-    train(model, sparsestep.Adam(model.parameters()), 1)
-    monkeypatch.setattr(file_lock, "fcntl", None)  # Windows
-    assert mapped(tmp_path / "other", (3, 3)).eq(0).all()
-
-
-def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch):
-    def link(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
-    assert mapped(tmp_path / "table", (3, 3)).eq(0).all()
-    assert os.listdir(tmp_path) == ["table"]
-
-
-def test_a_file_that_appears_meanwhile_is_opened_and_not_replaced(tmp_path: Path, monkeypatch):
-    make, path = sparsestep.memory.file_header.make, tmp_path / "table"
-    others = []
-
-    def slow(*args, **options):
-        if not others:
-            others.append(None)
-            others.append(mapped(path, (ROWS, DIM)).fill_(5))  # another was faster
-        return make(*args, **options)
-
-    monkeypatch.setattr(sparsestep.memory.file_header, "make", slow)
-    assert mapped(path, (ROWS, DIM)).eq(5).all()
-    assert os.listdir(tmp_path) == ["table"]
-
-
-def test_symbolic_links_are_followed(tmp_path: Path):
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-    link = tmp_path / "here" / "table"
-    link.symlink_to("../there/target")
-    (tmp_path / "here" / "table.exp_avg").symlink_to(tmp_path / "there" / "average")
-    model = embedding(mapped(link, (ROWS, DIM)))
-    opt = sparsestep.Adam(model.parameters())
-    train(model, opt, 1)
-    assert link.is_symlink()
-    assert (tmp_path / "here" / "table.exp_avg").is_symlink()
-    assert set(os.listdir(tmp_path / "there")) == {"target", "average"}
-    del model, opt
-    gc.collect()
-    mapped(tmp_path / "there" / "target", (ROWS, DIM))[7] = 5.0
-    gc.collect()
-    assert mapped(link, (ROWS, DIM))[7].eq(5).all()
-
-
-@pytest.mark.parametrize("problem", ["folder", "target", "loop", "file", "directory", "name"])
-def test_errors_name_the_path_of_the_user(problem, tmp_path: Path):
-    path = tmp_path / "table"
-    if problem == "folder":
-        path = tmp_path / "missing" / "table"
-    elif problem == "target":
-        path.symlink_to(tmp_path / "missing" / "table")
-    elif problem == "loop":
-        path.symlink_to(path)
-    elif problem == "file":
-        (tmp_path / "file").write_text("")
-        path = tmp_path / "file" / "table"
-    elif problem == "directory":
-        path.mkdir()
-    else:
-        path = tmp_path / ("x" * 250)
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(OSError, match="Errno") as raised:
-        mapped(path, (ROWS, DIM))
-    assert raised.value.filename == str(path)
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_a_header_that_cannot_be_written_names_the_path(tmp_path: Path, monkeypatch):
-    def pwrite(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OSError, match="No space left") as raised:
-        mapped(tmp_path / "table", (ROWS, DIM))
-    assert raised.value.filename == str(tmp_path / "table")
-    assert os.listdir(tmp_path) == []
-
-
-SECOND = """
-    import sys, sparsestep
-    from torch import nn
-    try:
-        table = sparsestep.storage.mapped(sys.argv[1], (300, 24))
-        opt = sparsestep.Adam([nn.Parameter(table)])
-        opt.materialize_state()
-    except sparsestep.InputError as error:
-        print(error)
-"""
-
-
-def test_a_second_process_changes_nothing(tmp_path: Path):
-    model = embedding(table_in(tmp_path / "table"))
-    opt = sparsestep.Adam(model.parameters(), lr=0.1)
-    train(model, opt, 3)
-    before = [
-        tensor.clone() for tensor in (model.weight.detach(), *opt.state[model.weight].values())
-    ]
-    command = [sys.executable, "-c", textwrap.dedent(SECOND), str(tmp_path / "table")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "can be written by one process" in done.stdout
-    assert f"process {os.getpid()}" in done.stdout or not os.path.exists("/proc/locks")
-    after = [model.weight.detach(), *opt.state[model.weight].values()]
-    assert all(map(same_bits, before, after))
-    train(model, opt, 1)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -293,6 +208,87 @@ def test_workers_that_are_forked_read_the_table(tmp_path: Path):
     del loader, table
     gc.collect()
     assert not is_locked(tmp_path / "table")
-    assert isinstance(
-        nn.Parameter(mapped(tmp_path / "table", (ROWS, DIM))), sparsestep.storage.Mapped
-    )
+    assert isinstance(nn.Parameter(mapped(tmp_path / "table", (ROWS, DIM))), Mapped)
+
+
+def test_a_file_that_appears_meanwhile_is_opened_and_not_replaced(tmp_path: Path, monkeypatch):
+    create, path = disk.create, tmp_path / "table"
+    others = []
+
+    def slow(*args, **options):
+        if not others:
+            others.append(None)
+            others.append(mapped(path, (ROWS, DIM)).fill_(5))  # another was faster
+        return create(*args, **options)
+
+    monkeypatch.setattr(disk, "create", slow)
+    assert mapped(path, (ROWS, DIM)).eq(5).all()
+    assert os.listdir(tmp_path) == ["table"]
+
+
+def fails(error: int):
+    def call(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return call
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks_are_used_without(error, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(disk.fcntl, "flock", fails(error))
+    model = embedding(table_in(tmp_path / "table"))
+    train(model, adam(model.parameters()), 1)
+    monkeypatch.setattr(disk, "fcntl", None)  # Windows
+    assert mapped(tmp_path / "other", (3, 3)).eq(0).all()
+
+
+def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(os, "link", fails(errno.EPERM))
+    assert mapped(tmp_path / "table", (3, 3)).eq(0).all()
+    assert os.listdir(tmp_path) == ["table"]
+
+
+def test_symbolic_links_are_followed(tmp_path: Path):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    link = tmp_path / "here" / "table"
+    link.symlink_to("../there/target")
+    (tmp_path / "here" / "table.exp_avg").symlink_to(tmp_path / "there" / "average")
+    model = embedding(mapped(link, (ROWS, DIM)))
+    opt = adam(model.parameters())
+    train(model, opt, 1)
+    assert link.is_symlink()
+    assert (tmp_path / "here" / "table.exp_avg").is_symlink()
+    assert set(os.listdir(tmp_path / "there")) == {"target", "average"}
+    del model, opt
+    gc.collect()
+    mapped(tmp_path / "there" / "target", (ROWS, DIM))[7] = 5.0
+    gc.collect()
+    assert mapped(link, (ROWS, DIM))[7].eq(5).all()
+
+
+@pytest.mark.parametrize(
+    "problem", ["folder", "target", "loop", "file", "directory", "name", "full"]
+)
+def test_errors_name_the_path_of_the_user(problem, tmp_path: Path, monkeypatch):
+    path = tmp_path / "table"
+    if problem == "folder":
+        path = tmp_path / "missing" / "table"
+    elif problem == "target":
+        path.symlink_to(tmp_path / "missing" / "table")
+    elif problem == "loop":
+        path.symlink_to(path)
+    elif problem == "file":
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "table"
+    elif problem == "directory":
+        path.mkdir()
+    elif problem == "full":
+        monkeypatch.setattr(os, "pwrite", fails(errno.ENOSPC))
+    else:
+        path = tmp_path / ("x" * 250)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(OSError, match="Errno") as raised:
+        mapped(path, (ROWS, DIM))
+    assert raised.value.filename == str(path)
+    assert sorted(os.listdir(tmp_path)) == before

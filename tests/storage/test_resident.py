@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import sparsestep
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped
+from tests.storage.training import adam, coo, needs_holes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -22,7 +21,8 @@ pytestmark = [
 
 ROWS, DIM, PAGE = 60_000, 256, 4096  # 60 MB: four rows per page
 AROUND = 16  # pages that a fault maps if they are cached: 64 KiB
-MOST = 1.5
+SPREAD = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[:200]
+MOST = 1.5 * len(SPREAD) + AROUND  # pages of these rows
 
 
 def resident_pages(path: Path) -> int:
@@ -52,54 +52,42 @@ def write_all(path: Path) -> None:
             pass
 
 
-def spread(count: int) -> torch.Tensor:
-    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[:count]
-
-
 @pytest.mark.parametrize("is_written", [False, True], ids=["sparse", "written"])
-def test_lookups_map_the_pages_that_they_read(is_written, tmp_path: Path):
-    if is_written:
-        write_all(tmp_path / "table")
-    table, rows = mapped(tmp_path / "table", (ROWS, DIM)), spread(200)
-    assert resident_pages(tmp_path / "table") <= AROUND
-    assert table[rows].ne(0).any() == is_written
-    assert resident_pages(tmp_path / "table") <= MOST * len(rows) + AROUND
-
-
-@pytest.mark.parametrize("is_written", [False, True], ids=["sparse", "written"])
-def test_steps_map_and_reserve_the_pages_that_they_write(is_written, tmp_path: Path):
+def test_lookups_and_steps_map_the_pages_that_they_use(is_written, tmp_path: Path):
     path = tmp_path / "table"
     if is_written:
         write_all(path)
-    param, rows = nn.Parameter(mapped(path, (ROWS, DIM))), spread(200)
-    opt = sparsestep.Adam([param], lr=0.1)
+    table = mapped(path, (ROWS, DIM))
+    assert resident_pages(path) <= AROUND
+    assert table[SPREAD].ne(0).any() == is_written
+    assert resident_pages(path) <= MOST
+    param = nn.Parameter(table)
+    opt = adam([param])
     for _ in range(3):
-        param.grad = torch.sparse_coo_tensor(rows[None], torch.ones(len(rows), DIM), param.shape)
+        param.grad = coo(SPREAD.tolist(), (ROWS, DIM))
         opt.step()
     for each in (path, *(tmp_path / f"table.{name}" for name in ("exp_avg", "exp_avg_sq"))):
-        assert resident_pages(each) <= MOST * len(rows) + AROUND
+        assert resident_pages(each) <= MOST
         if not is_written or each != path:
-            assert os.stat(each).st_blocks * 512 <= (MOST * len(rows) + AROUND) * PAGE
+            assert os.stat(each).st_blocks * 512 <= MOST * PAGE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other file systems may not have holes")
+@needs_holes
 def test_clearing_old_state_leaves_holes(tmp_path: Path):
     """Rows of 768 bytes: many begin on a page that has data and end on one that has none."""
     path, shape = tmp_path / "table", (ROWS, 64)
-    param = nn.Parameter(mapped(path, shape, optimizer=sparsestep.Adam))
-    opt, rows = sparsestep.Adam([param], lr=0.1), spread(200)
-    param.grad = torch.sparse_coo_tensor(rows[None], torch.ones(len(rows), 64), shape)
+    param = nn.Parameter(mapped(path, shape, optimizer=adam))
+    opt = adam([param])
+    param.grad = coo(SPREAD.tolist(), shape)
     opt.step()
     file_of(param).flush_to_disk()  # type: ignore[union-attr]
     before = os.stat(path).st_blocks
     del param, opt
     gc.collect()
     param = nn.Parameter(mapped(path, shape))
-    opt = sparsestep.Adam([param], lr=0.1)
+    opt = adam([param])
     opt.materialize_state()
     assert not any(opt.state[param][name].any() for name in ("exp_avg", "exp_avg_sq"))
-    assert param.detach().any(1).count_nonzero() == len(rows)
-    file = file_of(param)
-    assert file is not None
-    os.fsync(file.descriptor)
+    assert param.detach().any(1).count_nonzero() == len(SPREAD)
+    os.fsync(file_of(param).descriptor)  # type: ignore[union-attr]
     assert os.stat(path).st_blocks == before

@@ -1,6 +1,6 @@
-"""Memory: of parameters, of state, and of tensors in files.
+"""Memory of tensors: lazily zeroed state, huge pages, and memory-mapped files.
 
-``parameters`` says which memory a parameter has and refuses what cannot be written in place;
-``pages`` makes state that costs nothing until it is touched; ``huge_pages`` moves what is used
-much. May import ``core`` and ``errors``.
+``mapped_file`` recognizes tensors in files by their address, ``mapped_state`` creates their state,
+``replace_file`` replaces their content. ``formats`` has what is written to files, ``disk`` the
+calls to the operating system.
 """

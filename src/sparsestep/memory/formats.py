@@ -1,15 +1,26 @@
-"""Checks of JSON that was read from a file: a file is input like any other, and may be damaged.
+"""File formats: what is written, in which version, and how it is read back.
 
-Every function raises ``ValueError`` with the requirement and the value; callers add the file.
+A file is input like any other: it may be damaged, or made by someone else. Whatever is wrong raises
+``ValueError`` with the requirement and the value; callers add the path.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Collection
-from typing import Any
+import math
+import os
+import typing
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from sparsestep.errors import InputError, message
+
+T = TypeVar("T")
 
 # Sizes and counts stay below this, so that sums and products of two fit into 64 bits or are caught.
 LIMIT = 1 << 62
@@ -21,11 +32,40 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def parse(text: bytes) -> dict[str, Any]:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module.
+
+    Example:
+        >>> dtype_name(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+# JSON
+
+
+def dumps(value: Any, **options: Any) -> bytes:
+    """Write dataclasses, dtypes and whatever JSON has as JSON.
+
+    Example:
+        >>> dumps(RowField((3,), torch.float32))
+        b'{"shape": [3], "dtype": "float32"}'
+    """
+    return json.dumps(value, default=_plain, **options).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def loads(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; refuses duplicate keys.
 
     Example:
-        >>> parse(b'{"rows": 3}')
+        >>> loads(b'{"rows": 3}')
         {'rows': 3}
     """
     try:
@@ -46,71 +86,84 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def fields(name: str, value: Any, names: Collection[str]) -> dict[str, Any]:
-    """Require a JSON object with exactly these keys.
+def read(kind: type[T], name: str, value: Any) -> T:
+    """Read a dataclass from JSON: its keys are the fields, whose annotations are checked.
+
+    A dataclass with a method ``check`` is asked to check itself.
 
     Example:
+        >>> read(RowField, "a field", {"shape": [3], "dtype": "float32"})
+        RowField(shape=(3,), dtype=torch.float32)
         >>> try:
-        ...     fields("a table", {"shape": []}, ("shape", "dtype"))
+        ...     read(RowField, "a field", {"shape": [3]})
         ... except ValueError as error:
         ...     print(error)
-        a table must have the keys dtype, shape, got shape
+        a field must have the keys dtype, shape, got shape
     """
-    if not isinstance(value, dict) or value.keys() != set(names):
-        keys = ", ".join(sorted(names))
+    found: Any = _read(kind, name, value)
+    return typing.cast("T", found)
+
+
+def _read(kind: Any, name: str, value: Any) -> Any:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        fields = require_keys(name, value, hints)
+        made = kind(**{key: _read(hints[key], f"{key} of {name}", fields[key]) for key in hints})
+        if hasattr(made, "check"):
+            made.check(name)
+        return made
+    if kind is int:
+        return require_integer(name, value)
+    if kind is str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} must be a string that is not empty, got {_shown(value)}")
+        return value
+    if kind is torch.dtype:
+        if not isinstance(value, str) or value not in DTYPES:
+            raise ValueError(f"{name} must be the name of a torch dtype, got {_shown(value)}")
+        return DTYPES[value]
+    container, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if container is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {_shown(value)}")
+        return {
+            _read(str, f"a key of {name}", key): _read(arguments[1], f"{key!r} in {name}", each)
+            for key, each in value.items()
+        }
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {_shown(value)}")
+    return container(_read(arguments[0], f"each of {name}", each) for each in value)
+
+
+def require_keys(name: str, value: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """Require a JSON object with exactly these keys."""
+    if not isinstance(value, dict) or value.keys() != set(keys):
+        expected = ", ".join(sorted(keys))
         got = ", ".join(sorted(value)) if isinstance(value, dict) else _shown(value)
-        raise ValueError(f"{name} must have the keys {keys}, got {got}")
+        raise ValueError(f"{name} must have the keys {expected}, got {got}")
     return value
 
 
-def integer(name: str, value: Any, low: int = 0, high: int = LIMIT) -> int:
+def require_integer(name: str, value: Any, low: int = 0, high: int = LIMIT) -> int:
     """Require an integer in ``[low, high]``."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer in [{low}, {high}], got {_shown(value)}")
     return value
 
 
-def string(name: str, value: Any) -> str:
-    """Require a string that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a string that is not empty, got {_shown(value)}")
-    return value
-
-
-def items(name: str, value: Any) -> list[Any]:
-    """Require a list."""
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {_shown(value)}")
-    return value
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    """Require a JSON object, whatever its keys."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object, got {_shown(value)}")
-    return value
-
-
-def shape(name: str, value: Any, dtype: torch.dtype) -> list[int]:
-    """Require a list of sizes of a tensor that can be addressed."""
+def require_shape(name: str, sizes: Iterable[int], dtype: torch.dtype) -> None:
+    """Require the shape of a tensor that can be addressed."""
     total = dtype.itemsize
-    for size in items(name, value):
-        total *= integer(f"each size in {name}", size, low=1)
+    for size in sizes:
+        total *= require_integer(f"each size of {name}", size, low=1)
         if total > LIMIT:
             raise ValueError(f"{name} must be that of a tensor below 2**62 bytes, got more")
-    return list(value)
 
 
-def dtype(name: str, value: Any) -> torch.dtype:
-    """Require the name of a torch dtype, and return the dtype.
-
-    Example:
-        >>> dtype("dtype", "float32")
-        torch.float32
-    """
-    if not isinstance(value, str) or value not in DTYPES:
-        raise ValueError(f"{name} must be the name of a torch dtype, got {_shown(value)}")
-    return DTYPES[value]
+def require_unique(name: str, values: list[Any]) -> None:
+    """Require that all values differ."""
+    if len(set(values)) != len(values):
+        raise ValueError(f"{name} must be different ones, got the same twice")
 
 
 def _shown(value: Any) -> str:
@@ -120,3 +173,208 @@ def _shown(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) < 60 else f"{text[:50]}…"
+
+
+def check_version(path: str | os.PathLike[str], found: bytes, known: int) -> None:
+    """Refuse a file whose version, in digits, is not the one that this release reads."""
+    if not found.isdigit() or len(found) > 9:
+        raise ValueError("the version must be a number, got other bytes")
+    if int(found) > known:
+        requirement = f"{path} must be of a format that this sparsestep reads, up to {known}"
+        got = f"format {int(found)}, written by a newer sparsestep"
+        raise InputError(message(requirement, got, "Update sparsestep"))
+    if int(found) < known:
+        requirement = f"{path} must be of format {known}"
+        got = f"format {int(found)}, written by an older sparsestep"
+        raise InputError(message(requirement, got, "Use that one to read it"))
+
+
+# Rows: a row of the table, and maybe the state of that row. A row that is not in memory is read
+# from the disk by the page. If its state lies right after it, that is one read for all tensors.
+
+# The field of the table itself.
+TABLE = ""
+
+_CACHE_LINE = 64
+_MAX_PADDING = 1 / 8
+
+
+@dataclass(frozen=True)
+class RowField:
+    """What a tensor holds for each row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self, name: str) -> None:
+        """Refuse a shape that no tensor has."""
+        require_shape(f"shape of {name}", self.shape, self.dtype)
+
+
+class RowLayout(NamedTuple):
+    """Where in a row of a file each tensor has its own row.
+
+    Attributes:
+        fields: of the tensors, by name; the table's is ``TABLE``.
+        offsets: for each the byte of a row where it begins.
+        row_bytes: from the beginning of a row to that of the next.
+
+    Example:
+        >>> state = {"sum": RowField((), torch.float32)}
+        >>> layout = RowLayout.of(RowField((64,), torch.float32), state)
+        >>> layout.offsets, layout.row_bytes
+        ({'': 0, 'sum': 256}, 260)
+    """
+
+    fields: dict[str, RowField]
+    offsets: dict[str, int]
+    row_bytes: int
+
+    @classmethod
+    def of(cls, table: RowField, state: Mapping[str, RowField]) -> RowLayout:
+        """The table first, then state from the longest elements to the shortest, without gaps."""
+        fields = {TABLE: table, **dict(sorted(state.items(), key=lambda item: _order(item[1])))}
+        offsets, end = {}, 0
+        for name, field in fields.items():
+            offsets[name] = end = _rounded_up(end, field.dtype.itemsize)
+            end += field.bytes
+        if not state:
+            return cls(fields, offsets, max(1, end))
+        row_bytes = _rounded_up(end, max(field.dtype.itemsize for field in fields.values()))
+        lines = _rounded_up(end, _CACHE_LINE)
+        return cls(fields, offsets, lines if lines <= end * (1 + _MAX_PADDING) else row_bytes)
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """Strides of a tensor, in elements."""
+        field = self.fields[name]
+        inside = [math.prod(field.shape[dim + 1 :]) for dim in range(len(field.shape))]
+        return (self.row_bytes // field.dtype.itemsize, *inside)
+
+
+def _order(field: RowField) -> tuple[int, int]:
+    return -field.dtype.itemsize, -field.bytes
+
+
+def _rounded_up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+# The first page of a file with a table. Three lines, padded with spaces: the name of the format and
+# its version; JSON; and the CRC-32 of the JSON.
+
+HEADER_BYTES = 4096
+_VERSION = 2
+_MAGIC = b"sparsestep tensor "
+
+
+class FileHeader(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        shape: of the table.
+        dtype: of the table.
+        state: what each row has room for.
+        used: the state that was ever written: the room of other state is zero.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    state: dict[str, RowField]
+    used: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> RowLayout:
+        """What a row consists of."""
+        return RowLayout.of(RowField(tuple(self.shape[1:]), self.dtype), self.state)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return HEADER_BYTES + self.shape[0] * self.layout.row_bytes
+
+    def encode(self) -> bytes:
+        """Return the page; refuses what would not fit once all state is in use."""
+        page, size = self._encode(self.used), len(self._encode(self.state))
+        if size > HEADER_BYTES:
+            requirement = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"
+            raise InputError(message(requirement, f"{size:,} bytes"))
+        return page
+
+    def _encode(self, used: Iterable[str]) -> bytes:
+        about: dict[str, Any] = {"shape": self.shape, "dtype": self.dtype}
+        if self.state:
+            about["state"] = self.state
+            about["row_bytes"] = self.layout.row_bytes
+            about["offsets"] = self.layout.offsets
+            about["used"] = sorted(used)
+        text = dumps(about)
+        lines = _MAGIC + b"%d" % _VERSION, text, b"%08x" % zlib.crc32(text), b""
+        return b"\n".join(lines).ljust(HEADER_BYTES)
+
+
+def read_header(path: str, descriptor: int) -> FileHeader:
+    """Read the header of a file; raises if it is another's, damaged, or of a newer version."""
+    page = os.pread(descriptor, HEADER_BYTES, 0)
+    size = os.fstat(descriptor).st_size
+    if not page.startswith(_MAGIC):
+        requirement = f"{path} must be a file that mapped() has created, or not exist yet"
+        got = f"another of {size:,} bytes"
+        raise InputError(message(requirement, got, "Choose another path"))
+    try:
+        version, text, *_ = page.removeprefix(_MAGIC).split(b"\n", 2)
+        check_version(path, version, _VERSION)
+        header = _read_header(loads(text))
+        if header.encode() != page:
+            raise ValueError("the header must be the one that was written, got other bytes")
+        if size != header.file_bytes:
+            raise ValueError(f"the file must have {header.file_bytes:,} bytes, got {size:,}")
+    except InputError:
+        raise
+    except ValueError as error:
+        requirement = f"{path} must be as mapped() has created it"
+        remedy = "It is damaged: delete it, and load a checkpoint into a new one"
+        raise InputError(message(requirement, f"a file in which {error}", remedy)) from None
+    return header
+
+
+def _read_header(about: dict[str, Any]) -> FileHeader:
+    with_state = ("state", "row_bytes", "offsets", "used") if "state" in about else ()
+    require_keys("the header", about, ("shape", "dtype", *with_state))
+    table = read(RowField, "the table", {key: about[key] for key in ("shape", "dtype")})
+    if not table.shape:
+        raise ValueError("shape must have a size, got none")
+    state = _read(dict[str, RowField], "state", about.get("state", {}))
+    used = frozenset(_read(list[str], "used", about.get("used", [])))
+    if not used <= state.keys():
+        raise ValueError("used must name state of the rows, got others")
+    header = FileHeader(torch.Size(table.shape), table.dtype, state, used)
+    require_integer("the size of the file", header.file_bytes)
+    return header
+
+
+def check_header(
+    path: str, found: FileHeader, wanted: FileHeader, state: Mapping[str, RowField] | None
+) -> None:
+    """Refuse a file of another shape, dtype or state; with ``state=None``, any state will do."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        requirement = f"{path} must be opened with the shape and dtype that it was created with"
+        was = f"{tuple(found.shape)} and {dtype_name(found.dtype)}"
+        got = f"{tuple(wanted.shape)} and {dtype_name(wanted.dtype)} instead of {was}"
+        raise InputError(message(requirement, got))
+    if state is not None and found.state != state:
+        requirement = (
+            f"{path} must be opened with the optimizer that it was created with, or without"
+        )
+        got = f"one with state {_listed(state)}, where a row has room for {_listed(found.state)}"
+        remedy = "To change it, copy the table to a new file"
+        raise InputError(message(requirement, got, remedy))
+
+
+def _listed(state: Mapping[str, RowField]) -> str:
+    fields = (f"{name} ({dtype_name(field.dtype)})" for name, field in state.items())
+    return ", ".join(fields) or "none"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsestep._torch import coo_indices, coo_values, plain_results
 from sparsestep.errors import InputError, message
+from sparsestep.memory.tensors import out_of_range
 
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
@@ -68,7 +69,6 @@ def full(
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _CHUNK_BYTES = 1 << 20
 _INDEX_BYTES = 8
 
@@ -134,13 +134,18 @@ def rows_in_use(state: Tensor) -> Tensor:
         [1, 2]
     """
     row_bytes = state.nbytes // len(state)
-    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
-    words = state.view(len(state), -1).view(word)
+    words = state.view(len(state), -1).view(word_dtype(row_bytes))
     step = max(1, _CHUNK_BYTES // row_bytes)
     used = torch.empty(len(state), dtype=torch.bool, device=state.device)
     for first in range(0, len(state), step):
         torch.any(words[first : first + step], dim=1, out=used[first : first + step])
     return used.nonzero().squeeze(1)
+
+
+def word_dtype(row_bytes: int) -> torch.dtype:
+    """The widest integer dtype whose elements divide a row."""
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if row_bytes % word.itemsize == 0)
 
 
 def strided(name: str, value: Tensor) -> Tensor:
@@ -159,11 +164,9 @@ def strided(name: str, value: Tensor) -> Tensor:
         return value.to_dense()
     value = value.detach()
     rows, values = coo_indices(value)[0], coo_values(value)
-    if rows.numel():
-        low, high = (int(each) for each in rows.aminmax())
-        if low < 0 or high >= len(value):
-            requirement = f"the rows of {name} must be in [0, {len(value)})"
-            raise InputError(message(requirement, low if low < 0 else high))
+    wrong = out_of_range(rows, len(value))
+    if wrong is not None:
+        raise InputError(message(f"the rows of {name} must be in [0, {len(value)})", wrong))
     whole = zeros(value.shape, value.dtype, value.device)
     if value.is_coalesced():
         return whole.index_copy_(0, rows, values)

@@ -4,9 +4,9 @@ A file starts with a page that describes it. It is sparse: rows that were never 
 space and read as zero. To other code, such a tensor is ordinary memory; this module recognizes it
 by its address.
 
-Before you write rows of such a tensor, call ``about_to_write``. It has the disk hold room
-ready for them, because memory of a file that the disk has no room for ends the process when it
-is written; and it marks the rows, so that a checkpoint knows which ones are other than they were.
+Before you write rows of such a tensor, call ``about_to_write``. It reserves disk blocks for the
+rows, because a write to mapped memory without blocks ends the process if the disk is full, and
+marks them for the next checkpoint. ``written`` follows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,58 +30,113 @@ from sparsestep._native import ext
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, message
-from sparsestep.memory import file_header, file_pages
-from sparsestep.memory import file_pages as file_lock
-from sparsestep.memory import file_pages as mapping
-from sparsestep.memory import lazy as pages
-from sparsestep.memory.file_header import HEADER_BYTES, Header
-from sparsestep.memory.row_layout import TABLE, Kind, Record
+from sparsestep.memory import disk, formats, lazy
+from sparsestep.memory.formats import HEADER_BYTES, TABLE, FileHeader, RowField, RowLayout
 from sparsestep.memory.tensors import address
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 # By the addresses of the first elements of its tensors, as long as one of them lives. A step asks
 # only whether there are any.
 mapped_files: dict[int, weakref.ref[MappedFile]] = {}
+
+# Never ``None`` where a file is open: ``open_file`` needs it.
+_core: Any = ext
+
+# After so many prefetched pages, the system may have dropped the earlier ones.
+_MAX_PREFETCHED = 1 << 16
+
+# The largest unit of the page cache, and blocks that are counted to files without holding data.
+_FOLIO_BYTES = 2 << 20
+_MARGIN_BYTES = 1 << 20
+
+
+class FileRows(NamedTuple):
+    """Where the rows of a file lie.
+
+    Attributes:
+        total: number of rows.
+        row_bytes: size of each.
+        offset: of the first.
+        page_bytes: size of a page.
+    """
+
+    total: int
+    row_bytes: int
+    offset: int
+    page_bytes: int
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the file.
+
+        Example:
+            >>> FileRows(3, 2048, 4096, 4096).num_pages
+            3
+        """
+        return -(-(self.offset + self.total * self.row_bytes) // self.page_bytes)
+
+    def page_runs(self, rows: Tensor | None, known: Tensor | None) -> list[tuple[int, int]]:
+        """First page and length of each run of pages that hold rows and are not known.
+
+        Example:
+            >>> FileRows(9, 2048, 4096, 4096).page_runs(torch.tensor([1, 2, 7, -5]), None)
+            [(1, 2), (4, 1)]
+        """
+        if rows is None:
+            return [(0, self.num_pages)]
+        rows = rows[(rows >= 0) & (rows < self.total)]
+        begin = self.offset + rows * self.row_bytes
+        first, last = begin // self.page_bytes, (begin + self.row_bytes - 1) // self.page_bytes
+        inside = torch.arange(int((last - first).max()) + 1 if len(rows) else 0)
+        each = (first[:, None] + inside).minimum(last[:, None]).unique()
+        runs: list[tuple[int, int]] = []
+        for page in (each if known is None else each[~known[each]]).tolist():
+            if runs and runs[-1][0] + runs[-1][1] == page:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((page, 1))
+        return runs
 
 
 class MappedFile(mmap.mmap):
     """A file with a table in it, mapped into memory; torch keeps it as long as a tensor lives.
 
     Attributes:
-        path: where it was when it was opened.
+        path: of the file when it was opened.
         descriptor: of the open file.
         header: what it says of itself.
-        record: what a row consists of.
+        layout: what a row consists of.
         address: of the table's first element.
-        beside: the files of state that is not in the rows, by name, the latest of each.
-        marks: for each row whether it was written since the marks were cleared; ``None`` where
-            no checkpoint needs them.
-        version: how often the table had been written when it was last seen; ``None`` where it was
-            not yet.
-        saved_in: id of the checkpoint that has its rows as they were when the marks were cleared.
-        to_clear: the state in its rows that is still to be zeroed; ``None`` where that
-            is not put off.
+        state_files: the files of state that is not in the rows, by name, the latest of each.
+        dirty_rows: for each row whether it was written since the last checkpoint; ``None`` if no
+            checkpoint needs it.
+        version: the table's version counter after the last write that was announced; ``None``
+            before.
+        saved_in: id of the checkpoint that has its rows, except for the dirty ones.
+        to_clear: state in its rows that is still to be zeroed; ``None`` outside of
+            ``to_be_replaced``.
         is_locked: whether this process has locked it, which it does before it first writes.
-        settles_in: the file in whose rows its tensor will lie as state of this name, if it is here
-            only until a checkpoint has been read to its end.
+        settles_in: for state that ``load_state_dict`` has set aside: the file whose rows will have
+            it, and its name there.
+        reserved: for each page whether it has blocks on the disk.
+        prefetched: for each page whether it was prefetched.
+        num_prefetched: how many pages were.
     """
 
     path: str
     descriptor: int = -1
-    header: Header
-    record: Record
+    header: FileHeader
+    layout: RowLayout
     address: int
-    beside: dict[str, weakref.ref[MappedFile]]
-    marks: Tensor | None
+    state_files: dict[str, weakref.ref[MappedFile]]
+    dirty_rows: Tensor | None
     version: int | None
     saved_in: str | None
     to_clear: set[str] | None
     settles_in: tuple[MappedFile, str] | None
     is_locked: bool
     reserved: Tensor
-    asked: Tensor
-    pages_asked: int
+    prefetched: Tensor
+    num_prefetched: int
     _memory: weakref.WeakValueDictionary[str, Any]
 
     def __del__(self) -> None:
@@ -90,39 +145,43 @@ class MappedFile(mmap.mmap):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the table."""
+        """Shape of the table."""
         return self.header.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the table."""
+        """Dtype of the table."""
         return self.header.dtype
 
     @property
-    def rows(self) -> file_pages.Rows:
+    def rows(self) -> FileRows:
         """Where its rows lie."""
-        return file_pages.Rows(self.shape[0], self.record.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
+        return FileRows(self.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
 
     def tensor(self, name: str = TABLE) -> Tensor:
         """The table, or the state of this name that lies in its rows."""
         memory = self._memory.get(name)
         if memory is None:
-            memory = memoryview(self)[HEADER_BYTES + self.record.offsets[name] :]
+            memory = memoryview(self)[HEADER_BYTES + self.layout.offsets[name] :]
             self._memory[name] = memory
-        (shape, dtype), strides = self.record.kinds[name], self.record.strides(name)
-        flat = torch.frombuffer(memory, dtype=dtype, count=len(memory) // dtype.itemsize)
-        return flat.as_strided((self.shape[0], *shape), strides)
+        field = self.layout.fields[name]
+        count = len(memory) // field.dtype.itemsize
+        flat = torch.frombuffer(memory, dtype=field.dtype, count=count)
+        return flat.as_strided((self.shape[0], *field.shape), self.layout.strides(name))
+
+    def words(self) -> Tensor:
+        """The rows as rows of integers, whatever they mean: the longest that divide a row."""
+        word = lazy.word_dtype(self.rows.row_bytes)
+        count = self.rows.total * self.rows.row_bytes // word.itemsize
+        flat = torch.frombuffer(self, dtype=word, count=count, offset=HEADER_BYTES)
+        return flat.view(self.rows.total, -1)
 
     def is_in_use(self, name: str) -> bool:
         """Whether a tensor of this state lives."""
         return name in self._memory
 
     def lock(self) -> None:
-        """Lock the file for this process and those forked from it.
-
-        Raises:
-            InputError: another process writes it.
-        """
+        """Lock the file for this process and those forked from it; refuses another's file."""
         if not self.is_locked:
             _lock(self.path, self.descriptor)
             self.is_locked = True
@@ -131,80 +190,122 @@ class MappedFile(mmap.mmap):
     def reserve(self, rows: Tensor | None) -> None:
         """Reserve disk blocks for rows, or for all; raises ``OSError`` if the disk is full."""
         self.lock()
-        error = file_pages.reserve(self.rows, rows, self.descriptor, self.reserved)
+        error = self._reserve(rows)
         if error == errno.EOPNOTSUPP:
-            error = file_pages.populate(self.rows, rows, self, self.reserved)
-        elif not error and file_pages.is_short_of_space(self.rows, rows, self.descriptor):
-            error = file_pages.populate(self.rows, rows, self)
+            error = self._populate(rows, self.reserved)
+        elif not error and self._is_short_of_space(rows):
+            error = self._populate(rows)
             if error:  # once more, in small folios
                 self.evict()
-                error = file_pages.populate(self.rows, rows, self)
+                error = self._populate(rows)
         if error:
             requirement = "the disk must have room for the rows that are about to be written"
             remedy = "Nothing has changed: free some space, then continue"
             raise OSError(error, message(requirement, os.strerror(error), remedy), self.path)
 
+    def _reserve(self, rows: Tensor | None) -> int:
+        """Reserve disk blocks; returns an errno, or 0."""
+        if rows is not None:
+            return int(_core.reserve_rows(rows, *self.rows, self.descriptor, self.reserved))
+        if self.reserved.all():
+            return 0
+        error = disk.fallocate(self.descriptor, 0, self.header.file_bytes)
+        if not error:
+            self.reserved.fill_(True)
+        return error
+
+    def _is_short_of_space(self, rows: Tensor | None) -> bool:
+        """Whether writing rows might need more blocks than the disk has, even if they have theirs.
+
+        The first write to a clean page needs blocks for the whole folio that it is cached in. If
+        the file was read in order, that is up to 2 MiB, holes included.
+        """
+        if rows is None or not hasattr(os, "fstatvfs"):
+            return False
+        free, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
+        pages = rows.numel() * (self.rows.row_bytes // self.rows.page_bytes + 2)
+        holes = max(0, file.st_size - file.st_blocks * 512) + _MARGIN_BYTES
+        return free.f_bavail * free.f_frsize < min(pages * _FOLIO_BYTES, holes)
+
+    def _populate(self, rows: Tensor | None, known: Tensor | None = None) -> int:
+        """Make the pages of rows writable, except for known ones; returns an errno, or 0."""
+        page_bytes = self.rows.page_bytes
+        for first, pages in self.rows.page_runs(rows, known):
+            error = disk.populate(self, first * page_bytes, pages * page_bytes)
+            if error:
+                return error
+            if known is not None:
+                known[first : first + pages] = True
+        return 0
+
     def evict(self) -> None:
-        """Unmap all pages, and drop clean ones from the page cache; see ``file_pages.evict``."""
+        """Unmap all pages, and drop clean ones from the page cache; see ``disk.evict``."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.madvise(mmap.MADV_DONTNEED)
-        file_pages.evict(self.descriptor)
+        disk.evict(self.descriptor)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Have the operating system begin to read rows, here and in the state beside."""
-        files = (self, *(file for at in self.beside.values() if (file := at()) is not None))
+        """Have the operating system begin to read rows, here and in the state files."""
+        files = (self, *(file for at in self.state_files.values() if (file := at()) is not None))
         for file in files:
             base = file.address - HEADER_BYTES
-            file.pages_asked += file_pages.prefetch(file.rows, rows, base, file, file.asked)
-            if file.pages_asked > file_pages.REMEMBERED:  # it may have lost them meanwhile
-                file.asked.zero_()
-                file.pages_asked = 0
+            file.num_prefetched += _core.prefetch_rows(rows, *file.rows, base, file.prefetched)
+            if file.num_prefetched > _MAX_PREFETCHED:
+                file._forget_prefetched()
+
+    def _forget_prefetched(self) -> None:
+        self.prefetched.zero_()
+        self.num_prefetched = 0
 
     def mark(self, rows: Tensor | None) -> None:
-        """Note that rows are about to be written, or all."""
-        if self.marks is not None:
-            file_pages.mark(rows, self.marks)
+        """Note that rows are about to be written, or all; ignores what is no row."""
+        if self.dirty_rows is not None:
+            if rows is None:
+                self.dirty_rows.fill_(True)
+            else:
+                _core.mark_rows(rows, self.dirty_rows)
 
-    def was_written_unseen(self, tensor: Tensor) -> bool:
-        """Whether another hand has written its table since it was last seen."""
+    def was_modified(self, tensor: Tensor) -> bool:
+        """Whether other code has written the table since the last write that was announced."""
         return self.version is not None and self.version != version_of(tensor)
 
     def note_used(self, name: str) -> None:
-        """Have the file say that this state of its rows may no longer be zero."""
+        """Record in the file that this state of its rows may no longer be zero."""
         self.lock()
-        self.header = file_header.note_used(self.descriptor, self.header, [name])
+        self.header = self.header._replace(used=self.header.used | {name})
+        disk.write(self.descriptor, self.header.encode(), 0)
 
-    def switch_to(self, descriptor: int, header: Header, reserved: Tensor) -> None:
+    def switch_to(self, descriptor: int, header: FileHeader, reserved: Tensor) -> None:
         """Map another file of the same layout in place of this one, at the same address.
 
         Args:
             descriptor: of the other file; it is duplicated.
             header: of the other file.
-            reserved: which pages of the other file are known to have blocks on the disk.
+            reserved: for each page of the other file whether it has blocks on the disk.
         """
-        mapping.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
+        disk.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
         os.dup2(descriptor, self.descriptor, inheritable=False)
         self.header, self.reserved = header, reserved
-        self.asked.zero_()
-        self.pages_asked = 0
-        self._advise()
+        self._forget_prefetched()
+        self.advise_random()
 
-    def _advise(self) -> None:
-        if hasattr(mmap, "MADV_RANDOM"):  # or a read of one row would read megabytes around it
+    def advise_random(self) -> None:
+        """Read no pages around those that are read."""
+        if hasattr(mmap, "MADV_RANDOM"):
             self.madvise(mmap.MADV_RANDOM)
 
     @contextmanager
     def read_in_order(self) -> Iterator[None]:
-        """While it lasts, the operating system reads ahead: rows are read one after the other."""
+        """While it lasts, the operating system reads ahead."""
         if hasattr(mmap, "MADV_SEQUENTIAL"):
             self.madvise(mmap.MADV_SEQUENTIAL)
         try:
             yield
         finally:
-            self._advise()
+            self.advise_random()
 
     def flush_to_disk(self) -> None:
-        """Return when what was written is on the disk."""
+        """Return when everything that was written is on the disk."""
         self.flush()
         os.fsync(self.descriptor)
 
@@ -214,54 +315,59 @@ def open_file(
     shape: torch.Size,
     dtype: torch.dtype,
     *,
-    state: Mapping[str, Kind] | None = None,
+    state: Mapping[str, RowField] | None = None,
     replace: bool = False,
 ) -> MappedFile:
-    """Open a file with a table, or make it.
+    """Open a file with a table, or create it.
 
     Args:
         path: of the file.
-        shape: of the table, which a file that is there must have.
+        shape: of the table; must be that of an existing file.
         dtype: likewise.
-        state: what each row has room for; a file that is there must have room for it. ``None`` for
-            whatever that has.
+        state: what each row has room for, likewise; ``None`` for whatever an existing file has.
         replace: replace an existing file. Its tensors live on without it.
     """
-    path, wanted = os.path.abspath(path), Header(shape, dtype, dict(state or {}))
+    if ext is None:
+        requirement = "storage.mapped needs the compiled extension of sparsestep"
+        remedy = "Install a wheel, or build with a C++ compiler and without SPARSESTEP_PURE=1"
+        raise InputError(message(requirement, "an installation without it", remedy))
+    path, wanted = os.path.abspath(path), FileHeader(shape, dtype, dict(state or {}))
     # An interrupt would leave descriptors open.
     return uninterrupted(partial(_open, path, wanted, state, replace))
 
 
-def _open(path: str, wanted: Header, state: Mapping[str, Kind] | None, replace: bool) -> MappedFile:
+def _open(
+    path: str, wanted: FileHeader, state: Mapping[str, RowField] | None, replace: bool
+) -> MappedFile:
     with _opening:
         alive, descriptor = (None, _replaced(path, wanted)) if replace else _opened(path, wanted)
         try:
-            header = file_header.read(path, descriptor)
-            file_header.check(path, header, wanted, state)
+            header = formats.read_header(path, descriptor)
+            formats.check_header(path, header, wanted, state)
             return _mapped(path, descriptor, header) if alive is None else alive
         finally:
             os.close(descriptor)
 
 
-def _mapped(path: str, descriptor: int, header: Header) -> MappedFile:
+def _mapped(path: str, descriptor: int, header: FileHeader) -> MappedFile:
     """Map an open file."""
-    with file_header.naming(path):
-        file_pages.allocate_in_memory(descriptor)
-        file_pages.evict(descriptor)
+    with disk.naming(path):
+        disk.allocate_in_memory(descriptor)
+        disk.evict(descriptor)
         file = _map(descriptor, header.file_bytes)
     file.path, file.descriptor = path, os.dup(descriptor)
-    file.header, file.record = header, header.record
-    file.beside, file.marks, file.version, file.saved_in = {}, None, None, None
+    file.header, file.layout = header, header.layout
+    file.state_files, file.dirty_rows, file.version, file.saved_in = {}, None, None, None
     file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
     file.is_locked = False
-    file._advise()
-    count = file_pages.count(file.rows)
-    file.reserved, file.asked = (
-        pages.zeros(torch.Size([count]), torch.bool, torch.device("cpu")) for _ in range(2)
+    file.advise_random()
+    file.reserved, file.prefetched = (
+        lazy.zeros(torch.Size([file.rows.num_pages]), torch.bool, torch.device("cpu"))
+        for _ in range(2)
     )
-    file.pages_asked = 0
+    file.num_prefetched = 0
     file.address = file.tensor().data_ptr()
-    known = [file.address + offset for offset in file.record.offsets.values()]
+    known = [file.address + offset for offset in file.layout.offsets.values()]
     reference = weakref.ref(file, lambda _: [mapped_files.pop(begin, None) for begin in known])
     mapped_files.update(dict.fromkeys(known, reference))
     return file
@@ -272,14 +378,14 @@ def _map(descriptor: int, size: int) -> MappedFile:
 
     That one would keep the file on the disk after a load has replaced it.
     """
-    if not mapping.CAN_REMAP:
+    if not disk.CAN_REMAP:
         return MappedFile(descriptor, size)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages.NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazy.NORESERVE
     try:
         file = MappedFile(-1, size, flags=flags)
     except OSError:  # where the system hands out no more addresses than it has memory
         return MappedFile(descriptor, size)
-    mapping.map_file(ctypes.addressof(ctypes.c_char.from_buffer(file)), size, descriptor)
+    disk.map_file(ctypes.addressof(ctypes.c_char.from_buffer(file)), size, descriptor)
     return file
 
 
@@ -290,7 +396,7 @@ def temporary_path(path: str, role: str) -> str:
 
 
 def _remove_leftovers(path: str) -> None:
-    """Remove what a process that was killed in ``load`` has left next to a file."""
+    """Remove temporary files of a process that was killed in ``load``."""
     prefix = temporary_path(path, "")
     try:
         with os.scandir(os.path.dirname(prefix)) as found:
@@ -317,13 +423,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _opened(path: str, wanted: Header) -> tuple[MappedFile | None, int]:
+def _opened(path: str, wanted: FileHeader) -> tuple[MappedFile | None, int]:
     """Open or create a file; or find the mapping that this process has of it."""
     for _ in range(_ATTEMPTS):
         try:
             descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:
-            made = file_header.make(path, wanted, replace=False)
+            made = disk.create(path, wanted.encode(), wanted.file_bytes, replace=False)
             if made is None:  # another process was faster
                 continue
             return None, made
@@ -335,7 +441,7 @@ def _opened(path: str, wanted: Header) -> tuple[MappedFile | None, int]:
     raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
 
 
-def _replaced(path: str, wanted: Header) -> int:
+def _replaced(path: str, wanted: FileHeader) -> int:
     """Create a file, replacing an existing one that no other process writes."""
     try:
         old = os.open(path, os.O_RDWR)
@@ -344,7 +450,7 @@ def _replaced(path: str, wanted: Header) -> int:
     try:
         if old is not None and _alive_at(old) is None:
             _lock(path, old)
-        made = file_header.make(path, wanted, replace=True)
+        made = disk.create(path, wanted.encode(), wanted.file_bytes, replace=True)
         assert made is not None
         return made
     finally:
@@ -353,9 +459,9 @@ def _replaced(path: str, wanted: Header) -> int:
 
 
 def _lock(path: str, descriptor: int) -> None:
-    if not file_lock.acquire(descriptor):
+    if not disk.lock(descriptor):
         requirement = f"{path} can be written by one process, and by processes forked from it"
-        got = f"a file that {file_lock.holder(descriptor)} writes"
+        got = f"a file that {disk.lock_holder(descriptor)} writes"
         remedy = "Nothing has changed: wait for that process to end, or choose another path"
         raise InputError(message(requirement, got, remedy))
 
@@ -373,7 +479,7 @@ def _alive_at(descriptor: int) -> MappedFile | None:
 
 
 def file_of(tensor: Tensor) -> MappedFile | None:
-    """The file that has a tensor, all of it, as its table or as state in its rows; or ``None``."""
+    """The file of a tensor that is all of its table or of a state in its rows; or ``None``."""
     if not mapped_files:
         return None
     begin = address(tensor)
@@ -381,13 +487,13 @@ def file_of(tensor: Tensor) -> MappedFile | None:
     file = None if found is None else found()
     if file is None:
         return None
-    if not file.record.state:
+    if not file.header.state:
         whole = tensor.numel() == math.prod(file.shape) and tensor.is_contiguous()
         return file if whole else None
-    name = next(n for n, offset in file.record.offsets.items() if file.address + offset == begin)
-    kind = file.record.kinds[name]
-    is_all = tensor.shape == (file.shape[0], *kind.shape) and tensor.dtype == kind.dtype
-    return file if is_all and tensor.stride() == file.record.strides(name) else None
+    name = next(n for n, offset in file.layout.offsets.items() if file.address + offset == begin)
+    field = file.layout.fields[name]
+    is_all = tensor.shape == (file.shape[0], *field.shape) and tensor.dtype == field.dtype
+    return file if is_all and tensor.stride() == file.layout.strides(name) else None
 
 
 def has_mapped_memory(tensor: Tensor) -> bool:
@@ -399,40 +505,33 @@ def has_mapped_memory(tensor: Tensor) -> bool:
 
 
 def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> None:
-    """Make ready for rows to be written, and for those of the state; raises where that cannot be.
+    """Reserve rows of a parameter and its state, and mark them; raises before anything is written.
 
     Args:
-        param: the parameter.
-        state: its state; what is no tensor is left out.
-        rows: which ones, int64; ``None`` for all. What is no row is left to others to refuse.
+        param: the parameter. Has no effect if it is not in a file.
+        state: its state; ignores what is no tensor.
+        rows: int64; ``None`` for all. Ignores what is no row.
     """
     file = file_of(param)
     if file is None:
         return
-    file.reserve(rows)
+    files = {id(file): file}
     for each in state:
-        if isinstance(each, Tensor):
-            beside = file_of(each)
-            if beside is not None and beside is not file:
-                beside.reserve(rows)
-    if file.marks is not None:
-        file.mark(None if file.was_written_unseen(param) else rows)
+        found = file_of(each) if isinstance(each, Tensor) else None
+        if found is not None:
+            files[id(found)] = found
+    for known in files.values():
+        known.reserve(rows)
+    if file.dirty_rows is not None:
+        file.mark(None if file.was_modified(param) else rows)
 
 
 def written(params: Iterable[Tensor]) -> None:
-    """Take note that what was announced has been done."""
+    """Note that the writes that were announced are done."""
     for param in params:
         file = file_of(param)
         if file is not None:
             file.version = version_of(param)
-
-
-def words_of(file: MappedFile) -> Tensor:
-    """The rows of a file as rows of integers, whatever they mean: the longest that divide a row."""
-    row_bytes, total = file.rows.row_bytes, file.rows.total
-    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
-    count = total * row_bytes // word.itemsize
-    return torch.frombuffer(file, dtype=word, count=count, offset=HEADER_BYTES).view(total, -1)
 
 
 class RowWrites:

@@ -13,41 +13,43 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import SlowWarning, message, warn_once
-from sparsestep.memory import file_pages
-from sparsestep.memory.file_header import HEADER_BYTES
+from sparsestep.memory import disk
+from sparsestep.memory.formats import HEADER_BYTES, RowField
 from sparsestep.memory.mapped_file import MappedFile, file_of, open_file
-from sparsestep.memory.row_layout import Kind
 from sparsestep.memory.tensors import address
 
 _CHUNK_BYTES = 1 << 20
 
 
-def full_beside(
+def new_state(
     param: Tensor, name: str, shape: torch.Size, value: complex, dtype: torch.dtype
 ) -> Tensor | None:
-    """State in a parameter's file, or in one beside it; ``None`` where the parameter has no file.
+    """Create state in the rows of a parameter's file, or in a file next to it.
 
     Args:
         param: the parameter.
-        name: of the state, by which it is known in the file, or its file is called.
+        name: of the state.
         shape: of the state.
-        value: of every element; any other than zero has to be written, and then takes room.
+        value: of every element; any other than zero is written, and takes disk space.
         dtype: of the state.
+
+    Returns:
+        The state; ``None`` if the parameter is not in a file.
     """
-    file = _file_of_table(param)
+    file = _table_file(param)
     if file is None:
         return None
     file.lock()
-    if _has_room(file, name, Kind(tuple(shape[1:]), dtype)):
+    if _fits_in_rows(file, name, RowField(tuple(shape[1:]), dtype)):
         if name in file.header.used and value == 0:
             _clear(file, name)
         if name not in file.header.used:
             file.note_used(name)
-        file.saved_in = None  # a checkpoint has what an earlier optimizer has left
+        file.saved_in = None  # a checkpoint has the state of an earlier optimizer
         found, tensor = file, file.tensor(name)
     else:
         found = open_file(f"{file.path}.{name}", shape, dtype, replace=True)
-        file.beside[name] = weakref.ref(found)
+        file.state_files[name] = weakref.ref(found)
         tensor = found.tensor()
     if value != 0:
         found.reserve(None)
@@ -55,19 +57,19 @@ def full_beside(
     return tensor
 
 
-def _file_of_table(param: Tensor) -> MappedFile | None:
-    """State, as a parameter of its own, has its own state in memory."""
+def _table_file(param: Tensor) -> MappedFile | None:
+    """The file whose table this is: state, as a parameter of its own, has its state in memory."""
     file = file_of(param)
     return file if file is not None and file.address == address(param) else None
 
 
-def _has_room(file: MappedFile, name: str, kind: Kind) -> bool:
-    """Whether state is to lie in the rows of a file."""
-    if file.record.state.get(name) != kind:
-        if file.record.state:
+def _fits_in_rows(file: MappedFile, name: str, field: RowField) -> bool:
+    """Whether the rows of a file have room for state that no other optimizer uses."""
+    if file.header.state.get(name) != field:
+        if file.header.state:
             requirement = f"{file.path}: state must fit the room that the rows have for it"
-            room = ", ".join(file.record.state)
-            got = f"{name!r} as {kind.dtype}, where there is room for {room}"
+            room = ", ".join(list(file.layout.fields)[1:])
+            got = f"{name!r} as {field.dtype}, where there is room for {room}"
             remedy = "It is in a file of its own: create the table for the optimizer that trains it"
             warn_once(SlowWarning, message(requirement, got, remedy))
         return False
@@ -82,13 +84,13 @@ def _has_room(file: MappedFile, name: str, kind: Kind) -> bool:
 
 
 def _clear(file: MappedFile, name: str) -> None:
-    """Set state that an earlier optimizer has left to zero, where there is anything on the disk."""
+    """Zero the state of an earlier optimizer, where the file has no holes."""
     if file.to_clear is not None:
         file.to_clear.add(name)
         return
     rows, tensor = file.rows, file.tensor(name)
     step = max(1, _CHUNK_BYTES // rows.row_bytes)
-    for begin, end in file_pages.extents(file.descriptor):
+    for begin, end in disk.extents(file.descriptor):
         first = max(0, begin - HEADER_BYTES) // rows.row_bytes
         last = min(rows.total, -(-(end - HEADER_BYTES) // rows.row_bytes))
         for some in range(first, last, step):
@@ -102,11 +104,11 @@ def _clear(file: MappedFile, name: str) -> None:
 
 @contextmanager
 def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
-    """While it lasts, state that is made in the rows of these parameters' files is not set to zero.
+    """Postpone the zeroing of state in the rows of these parameters' files.
 
-    Afterwards it is, unless all bytes of the file have been replaced.
+    It is zeroed at the end, unless all bytes of the file have been replaced.
     """
-    found = {id(file): file for param in params if (file := _file_of_table(param)) is not None}
+    found = {id(file): file for param in params if (file := _table_file(param)) is not None}
     for file in found.values():
         file.to_clear = set()
     try:
@@ -118,34 +120,35 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
                 _clear(file, name)
 
 
-def copy_beside(
+def copy_state(
     param: Tensor, name: str, value: Tensor, dtype: torch.dtype, replaced: object = None
 ) -> Tensor | None:
-    """State with these values in or beside a parameter's file; ``None`` where it has none.
-
-    What is there already, in the right form, is not copied.
+    """Create state with these values in or next to a parameter's file.
 
     Args:
         param: the parameter.
         name: of the state.
-        value: what it is to be.
+        value: copied, unless it is in the right place already.
         dtype: of the state.
-        replaced: the state that it takes the place of. If that lies in the rows, it is overwritten
-            by ``settle``, and not before: what is read after this may be refused.
+        replaced: the state that it replaces. If that lies in the rows, ``settle`` overwrites it,
+            and not this call: the rest of the checkpoint may be refused.
+
+    Returns:
+        The state; ``None`` if the parameter is not in a file.
     """
-    file, source = _file_of_table(param), file_of(value)
+    file, source = _table_file(param), file_of(value)
     if file is None:
         return None
     if source is not None and value.dtype == dtype:
-        beside = file.beside.get(name)
+        beside = file.state_files.get(name)
         if _is_in_row(file, name, value) or (beside is not None and beside() is source):
             return value.detach()
-    kind = Kind(tuple(value.shape[1:]), dtype)
-    if _is_in_row(file, name, replaced) and file.record.state.get(name) == kind:
+    field = RowField(tuple(value.shape[1:]), dtype)
+    if _is_in_row(file, name, replaced) and file.header.state.get(name) == field:
         made = _set_aside(file, name, value.shape, dtype)
         copy_rows(value.detach(), made, room_in=file)
         return made
-    found = full_beside(param, name, value.shape, 0, dtype)
+    found = new_state(param, name, value.shape, 0, dtype)
     assert found is not None
     copy_rows(value.detach(), found)
     return found
@@ -155,7 +158,7 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and file_of(value) is file
-        and address(value) == file.address + file.record.offsets.get(name, -1)
+        and address(value) == file.address + file.layout.offsets.get(name, -1)
     )
 
 
@@ -168,11 +171,7 @@ def _set_aside(file: MappedFile, name: str, shape: torch.Size, dtype: torch.dtyp
 
 
 def settle(state: dict[str, Any]) -> None:
-    """Move what ``copy_beside`` has set aside to the rows, in the place of what was there.
-
-    Args:
-        state: of a parameter; changed in place.
-    """
+    """Move what ``copy_state`` has set aside to the rows; changes ``state`` in place."""
     for name, value in state.items():
         aside = file_of(value) if isinstance(value, Tensor) else None
         if aside is not None and aside.settles_in is not None:
@@ -184,12 +183,12 @@ def settle(state: dict[str, Any]) -> None:
 
 
 def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None) -> None:
-    """Copy a tensor to one of a file that is zero; rows that are zero take no room.
+    """Copy a tensor to a tensor of zeros in a file; rows of zeros take no disk space.
 
     Args:
-        source: of the same shape, of any dtype.
-        target: of the file.
-        room_in: another file in which the rows need room, too.
+        source: of the same shape and any dtype.
+        target: in the file.
+        room_in: another file in which to reserve the rows.
     """
     file = file_of(target)
     assert file is not None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 INDEX_DTYPES = (torch.int64, torch.int32)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:

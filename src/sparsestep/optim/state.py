@@ -14,7 +14,7 @@ from sparsestep._torch import is_called_by_checkpoint, scalar_dtype
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
 from sparsestep.memory import lazy as pages
-from sparsestep.memory import mapped_state as beside
+from sparsestep.memory import mapped_state
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.tensors import memory_of
@@ -93,7 +93,7 @@ def _new_tensor(
     dtype = state_dtype_for(spec, param, state_dtype)
     value = initial_value(spec, options)
     shape, begins_with = state_shape(spec, param), fill_value(dtype, value)
-    in_file = beside.full_beside(param, spec.name, shape, begins_with, dtype)
+    in_file = mapped_state.new_state(param, spec.name, shape, begins_with, dtype)
     if in_file is not None:
         return in_file
     if not spec.per_row and not param.is_contiguous():
@@ -204,7 +204,7 @@ def convert_loaded(
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = state_dtype_for(known[name], param, state_dtype)
-            copied = beside.copy_beside(param, name, value, dtype, replaced.get(name))
+            copied = mapped_state.copy_state(param, name, value, dtype, replaced.get(name))
             if copied is None:
                 copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
             result[name] = copied

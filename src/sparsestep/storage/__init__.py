@@ -1,12 +1,7 @@
-"""Tables larger than memory: in files, read ahead of time, with checkpoints that survive a kill.
+"""Tables larger than memory: in files, prefetched, with checkpoints that survive a kill."""
 
-``tables`` has tensors in files, ``ahead`` reads rows before they are needed; ``checkpoints`` saves
-and loads, by way of ``journal`` (what lies in the folder) and ``copies``. That such a tensor is a
-file, and that state lies beside it, is known below, in ``memory/files.py``.
-"""
-
-from sparsestep.storage.checkpoint import load, save, writing
-from sparsestep.storage.mapped import Mapped, mapped
+from sparsestep.storage.checkpoint import load, save
+from sparsestep.storage.mapped import Mapped, mapped, writing
 from sparsestep.storage.prefetch import Prefetching, prefetch, prefetching
 
 __all__ = [

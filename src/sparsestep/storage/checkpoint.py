@@ -7,8 +7,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,25 +19,21 @@ from torch import Tensor, nn
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, message
-from sparsestep.memory import lazy as pages
-from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
+from sparsestep.memory import lazy
+from sparsestep.memory.formats import TABLE, RowField, dtype_name
+from sparsestep.memory.mapped_file import MappedFile, file_of, open_file
 from sparsestep.memory.mapped_state import copy_rows, to_be_replaced
 from sparsestep.memory.replace_file import Replacements
-from sparsestep.memory.row_layout import TABLE, described, name_of
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
-from sparsestep.optim.state import check_rows
 from sparsestep.storage import journal
-from sparsestep.storage import manifest as manifests
-from sparsestep.storage.journal import WrittenRows, write_base
-from sparsestep.storage.manifest import Layout, Manifest, Table
-from sparsestep.storage.prefetch import check_table
+from sparsestep.storage.journal import Layout, Manifest, TableEntry, WrittenRows
 
 
 class Place(NamedTuple):
     """A tensor in a file: the table of that file, or the state of this name in its rows."""
 
     file: MappedFile
-    name: str
+    key: str
 
 
 class _OfTable(NamedTuple):
@@ -47,8 +43,8 @@ class _OfTable(NamedTuple):
     files: dict[str, MappedFile]
 
 
-class Contents:
-    """What of a model and its optimizer lies in files, and what does not.
+class MappedState:
+    """The tensors of a model and its optimizer that lie in files, and everything else.
 
     Attributes:
         files: by the name of their table.
@@ -89,10 +85,10 @@ class Contents:
             if file is not None:  # the model may not have it
                 self._add_table(f"param.{index}", param, file)
         state: dict[Any, dict[str, Any]] = {index: {} for index in saved["state"]}
-        for index, record in saved["state"].items():
+        for index, param_state in saved["state"].items():
             param = params.get(index)
             of = None if param is None else file_of(param)
-            for key, value in record.items():
+            for key, value in param_state.items():
                 file = file_of(value) if isinstance(value, Tensor) else None
                 name = f"optimizer.{index}.{key}"
                 if file is None or of is None:
@@ -118,32 +114,32 @@ class Contents:
         for tensor, files in self._tables.values():
             file = file_of(tensor)
             assert file is not None
-            assert file.marks is not None
-            if file.was_written_unseen(tensor):
+            assert file.dirty_rows is not None
+            if file.was_modified(tensor):
                 file.mark(None)
-            rows = file.marks.nonzero().squeeze(1)
+            rows = file.dirty_rows.nonzero().squeeze(1)
             if len(rows):
-                parts.append(
-                    WrittenRows(rows, {numbers[name]: each for name, each in files.items()})
-                )
+                saved = {numbers[name]: each for name, each in files.items()}
+                parts.append(WrittenRows(rows, saved))
         return parts
 
-    def copy_to(self, folder: Path, number: int) -> list[Table]:
+    def write_bases(self, folder: Path, number: int) -> list[TableEntry]:
         """Copy the tables to a folder, as the bases of this and further checkpoints."""
-        return [
-            Table(self._layout(name), write_base(folder, f"base-{number:06}.{index}", file))
-            for index, (name, file) in enumerate(self.files.items())
-        ]
+        tables = []
+        for index, (name, file) in enumerate(self.files.items()):
+            base = journal.write_base(folder, f"base-{number:06}.{index}", file)
+            tables.append(TableEntry(self._layout(name), base))
+        return tables
 
     def _layout(self, name: str) -> Layout:
         file = self.files[name]
         inside = {
-            each: place.name
+            each: place.key
             for each, place in self.places.items()
-            if place.file is file and place.name != TABLE
+            if place.file is file and place.key != TABLE
         }
-        about = list(file.shape), name_of(file.dtype), file.record.row_bytes
-        return Layout(name, *about, described(file.record.state), inside)
+        row_bytes, room = file.layout.row_bytes, file.header.state
+        return Layout(name, list(file.shape), file.dtype, row_bytes, room, inside)
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
         """Prepare to mark the rows that are written after a checkpoint, now that they are equal.
@@ -155,18 +151,18 @@ class Contents:
         for tensor, _ in self._tables.values():
             file = file_of(tensor)
             assert file is not None
-            if file.marks is None:
+            if file.dirty_rows is None:
                 rows = torch.Size([file.shape[0]])
-                file.marks = pages.zeros(rows, torch.bool, torch.device("cpu"))
-            marked.append((tensor, file, file.marks))
+                file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
+            marked.append((tensor, file, file.dirty_rows))
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
             for name, file in self.files.items()
         ]
 
         def note() -> None:
-            for tensor, file, marks in marked:
-                marks.zero_()
+            for tensor, file, dirty_rows in marked:
+                dirty_rows.zero_()
                 file.version = version_of(tensor)
             for file, checkpoint in saved_in:
                 file.saved_in = checkpoint
@@ -184,14 +180,11 @@ class Contents:
         """Refuse a checkpoint of other tables."""
         own, there = {}, {}
         for name, (file, key) in self.places.items():
-            shape, dtype = file.record.kinds[key]
-            own[name] = [file.shape[0], *shape], name_of(dtype)
-        for table in manifest.tables:
-            layout = table.layout
-            there[layout.name] = layout.shape, layout.dtype
-            for name, key in layout.inside.items():
-                kind = layout.room[key]
-                there[name] = [layout.shape[0], *kind["shape"]], kind["dtype"]
+            own[name] = _form_in_rows(file.shape[0], file.layout.fields[key])
+        for layout in (table.layout for table in manifest.tables):
+            fields = layout.header.layout.fields
+            for name, key in layout.tensors.items():
+                there[name] = _form_in_rows(layout.shape[0], fields[key])
         if own != there:
             requirement = "load: model and optimizer must have the same tables in files as they had"
             raise InputError(message(requirement, f"{own} instead of {there}"))
@@ -219,8 +212,8 @@ class Contents:
             kind, _, entry = name.partition(".")
             if kind == "optimizer":
                 index, _, of_state = entry.partition(".")
-                record = rest["optimizer"]["state"].setdefault(int(index), {})
-                record[of_state] = file.tensor(key)
+                param_state = rest["optimizer"]["state"].setdefault(int(index), {})
+                param_state[of_state] = file.tensor(key)
         model, optimizer, live = self._model, self._optimizer, self.rest["model"]
         saved, attributes = copy.deepcopy(live), dict(vars(optimizer))
 
@@ -239,6 +232,11 @@ class Contents:
         return load
 
 
+def _form_in_rows(count: int, field: RowField) -> tuple[list[int], str]:
+    """Shape and dtype of a tensor in a file."""
+    return [count, *field.shape], dtype_name(field.dtype)
+
+
 def _form(value: Any) -> object:
     """What must agree for a value to be loaded."""
     return (value.shape, value.layout) if isinstance(value, Tensor) else None
@@ -255,8 +253,8 @@ def _restore(model: nn.Module, live: dict[str, Any], saved: dict[str, Any]) -> N
 
 
 # A new base is written when journals have grown to this part of the base, but not below a minimum.
-_MOST_OF_BASE = 0.5
-_LEAST_BYTES = 64 << 20
+_COMPACT_RATIO = 0.5
+_COMPACT_MIN_BYTES = 64 << 20
 
 
 def save(
@@ -301,15 +299,15 @@ def save(
         _check_extra(extra)
         folder = Path(os.path.abspath(path))
         folder.mkdir(parents=True, exist_ok=True)
-        before = manifests.read(folder)
-        what = Contents(model, optimizer)
+        before = journal.read_manifest(folder)
+        what = MappedState(model, optimizer)
         try:
             manifest = _write(folder, before, what, extra)
             note_as_saved = what.prepare_note(manifest)
             uninterrupted(partial(_commit, folder, manifest, note_as_saved))
         except BaseException:
             with suppress(Exception):  # whichever checkpoint is the latest now
-                manifests.remove_others(folder, manifests.read(folder))
+                journal.remove_others(folder, journal.read_manifest(folder))
             raise
 
 
@@ -348,14 +346,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     check_model_and_optimizer("load", model, optimizer)
     folder = Path(os.path.abspath(path))
     with memory_errors(), Replacements() as replacements:
-        manifest = manifests.read(folder)
+        manifest = journal.read_manifest(folder)
         if manifest is None:
             requirement = f"{folder} must be a folder with a checkpoint of save()"
             raise InputError(message(requirement, "a folder without one"))
-        manifests.check_sizes(folder, manifest)
+        journal.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
         with to_be_replaced(optimizer.params()):
-            what = Contents(model, optimizer)
+            what = MappedState(model, optimizer)
             what.check(manifest)
             what.check_rest(rest)
             _stage(folder, manifest, what, replacements)
@@ -366,59 +364,21 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     return rest["extra"]
 
 
-@contextmanager
-def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
-    """Announce that you write rows of a table yourself; a context manager.
-
-    It reserves disk space for them, and the next checkpoint includes them. Without it, a full disk
-    would end the process, and the next checkpoint would contain the whole table, because it is
-    known that you have written to it, but not where.
-
-    Args:
-        table: a tensor from :func:`mapped`, or a parameter made from it. Has no effect on other
-            tensors.
-        rows: an integer tensor of row numbers; all rows by default.
-
-    Raises:
-        OSError: the disk is full; nothing has changed.
-
-    Raises:
-        InputError: they are no rows of the table.
-
-    Example:
-        >>> import tempfile, sparsestep
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     table = sparsestep.storage.mapped(f"{folder}/items", (1000, 16))
-        ...     rows = torch.tensor([3, 5])
-        ...     with sparsestep.storage.writing(table, rows):
-        ...         table[rows] = torch.randn(2, 16)
-    """
-    check_table("writing", table)
-    # A mask, or a row counted from the end, would be taken for other rows, which are then saved.
-    flat = None if rows is None else check_rows("rows to write", rows, table)
-    file = file_of(table)
-    if file is not None:
-        beside = (found.tensor() for at in file.beside.values() if (found := at()) is not None)
-        about_to_write(table, beside, None if flat is None else flat.cpu().contiguous())
-    yield
-    written([table])
-
-
-def _write(folder: Path, before: Manifest | None, what: Contents, extra: Any) -> Manifest:
+def _write(folder: Path, before: Manifest | None, what: MappedState, extra: Any) -> Manifest:
     """Write the files of a new checkpoint: a journal if the previous one has the rest."""
     number = 1 if before is None else before.number + 1
     rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
-    manifest = Manifest(manifests.new_id(), number, [], [], rest)
-    if before is not None and what.is_saved_in(before) and manifests.has_all_files(folder, before):
+    manifest = Manifest(journal.new_id(), number, [], [], rest)
+    if before is not None and what.is_saved_in(before) and journal.has_all_files(folder, before):
         rows = what.written_rows(before)
-        size = manifests.journal_bytes([each.part for each in rows], before.tables)
+        size = journal.journal_bytes([each.part for each in rows], before.tables)
         manifest.tables, manifest.journals = before.tables, list(before.journals)
         if not rows:
             return manifest
         if not _is_base_due(folder, before, size) or not _copy(folder, manifest, what):
             manifest.journals.append(journal.write_journal(folder, number, size, rows))
     else:
-        manifest.tables = what.copy_to(folder, number)
+        manifest.tables = what.write_bases(folder, number)
     return manifest
 
 
@@ -426,29 +386,29 @@ def _is_base_due(folder: Path, before: Manifest, size: int) -> bool:
     """Whether journals, with one more of this size, take too much of the disk and of a load."""
     journals = size + sum(each.file.bytes for each in before.journals)
     base = sum((folder / each.base.file).stat().st_blocks * 512 for each in before.tables)
-    return journals >= max(_LEAST_BYTES, _MOST_OF_BASE * base)
+    return journals >= max(_COMPACT_MIN_BYTES, _COMPACT_RATIO * base)
 
 
-def _copy(folder: Path, manifest: Manifest, what: Contents) -> bool:
+def _copy(folder: Path, manifest: Manifest, what: MappedState) -> bool:
     """Write new bases in place of journals; returns whether the disk has room for them."""
     try:
-        manifest.tables, manifest.journals = what.copy_to(folder, manifest.number), []
+        manifest.tables, manifest.journals = what.write_bases(folder, manifest.number), []
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        manifests.remove_others(folder, manifest)
+        journal.remove_others(folder, manifest)
         return False
     return True
 
 
 def _commit(folder: Path, manifest: Manifest, note_as_saved: Callable[[], None]) -> None:
-    manifests.commit(folder, manifest)
+    journal.commit(folder, manifest)
     note_as_saved()
     with suppress(Exception):  # they only take space
-        manifests.remove_others(folder, manifest)
+        journal.remove_others(folder, manifest)
 
 
-def _stage(folder: Path, manifest: Manifest, what: Contents, replacements: Replacements) -> None:
+def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Replacements) -> None:
     """Write what the files of the tables will be to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
@@ -473,9 +433,9 @@ def _stage(folder: Path, manifest: Manifest, what: Contents, replacements: Repla
     }
     for number, layout in others.items():
         with copies[number].read_in_order():
-            for name, key in {layout.name: TABLE, **layout.inside}.items():
+            for name, key in layout.tensors.items():
                 place = what.places[name]
-                copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.name))
+                copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.key))
 
 
 def _replace(

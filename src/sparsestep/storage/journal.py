@@ -1,77 +1,409 @@
-"""The files of a checkpoint besides the manifest: bases, journals, and the rest.
+"""The folder of a checkpoint: a manifest, and the files that it names.
+
+``manifest.json`` names the files that count, with their sizes and checksums; any other file is left
+over. A new checkpoint writes new files first, flushes them to the disk, and then replaces the
+manifest, which the file system does completely or not at all.
 
 The tables lie in *base* files, as they were at some checkpoint. *Journals* hold the rows that have
 changed in later ones. To restore a table is to copy its base and then apply every journal, oldest
 first. When the journals have grown too long, ``save`` writes a new base instead of another journal.
 
 No file is changed once the manifest names it, so its checksum can always be verified. Checksums are
-verified while the files are read into temporary ones, before anything else changes.
+verified while the files are read into temporary ones, before anything else changes. The folder may
+be made by someone else: files are plain names, opened without following links.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
+import re
+import stat
 import sys
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, message
-from sparsestep.memory import file_header
-from sparsestep.memory.file_header import check_version
-from sparsestep.memory.mapped_file import MappedFile, words_of
-from sparsestep.memory.replace_file import copy_sparse, reserve
-from sparsestep.storage.manifest import (
-    JOURNAL_HEADER,
-    JOURNAL_MAGIC,
-    JOURNAL_VERSION,
-    File,
-    Journal,
-    Manifest,
-    Part,
-    Table,
-    changed,
-    create,
-    open_checked,
-)
+from sparsestep.memory import disk, formats
+from sparsestep.memory.formats import TABLE, FileHeader, RowField, check_version, read_header
+from sparsestep.memory.mapped_file import MappedFile
+
+MANIFEST = "manifest.json"
+_VERSION = 2
+
+# The first bytes of a journal: the name of the format and its version.
+_JOURNAL_MAGIC, _JOURNAL_VERSION = b"sparsestep rows ", 1
+_JOURNAL_HEADER = (_JOURNAL_MAGIC + b"%d\n" % _JOURNAL_VERSION).ljust(64)
 
 _REST_VERSION = 1
+
+_MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 16 << 20
+_NAME = re.compile(r"(base|rows|rest)-[0-9]{6,19}(\.[0-9]{1,9})?", re.ASCII)
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_REMEDY = "The disk or another program has changed it: use an earlier checkpoint"
+
+
+# The manifest
+
+
+@dataclass
+class FileEntry:
+    """A file of a checkpoint, which is written once.
+
+    Attributes:
+        file: its name in the folder.
+        bytes: its size.
+        crc: its checksum.
+    """
+
+    file: str
+    bytes: int
+    crc: int
+
+    def check(self, name: str) -> None:
+        """Refuse a name that is a path, or of no kind of file."""
+        if not _NAME.fullmatch(self.file):
+            requirement = f"{name} must be called base-, rows- or rest- and a number"
+            raise ValueError(f"{requirement}, and lie in the folder, got {self.file[:200]!r}")
+        formats.require_integer(f"crc of {name}", self.crc, 0, 2**32 - 1)
+
+    def check_kind(self, kind: str) -> None:
+        """Refuse a file of another kind."""
+        if not self.file.startswith(kind):
+            raise ValueError(f"a file must be called {kind}- and a number, got {self.file!r}")
+
+
+@dataclass
+class Layout:
+    """How tensors lie in a file.
+
+    Attributes:
+        name: of the table.
+        shape: of the table.
+        dtype: of the table.
+        row_bytes: the distance from one row of the file to the next.
+        room: the state that a row of the file has room for.
+        inside: the names of the state tensors that lie in this room, each with its key there.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: torch.dtype
+    row_bytes: int
+    room: dict[str, RowField]
+    inside: dict[str, str]
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """The names of all tensors in the file, each with its key there."""
+        return {self.name: TABLE, **self.inside}
+
+    @property
+    def header(self) -> FileHeader:
+        """Header of a file with this layout, except for which state is in use."""
+        return FileHeader(torch.Size(self.shape), self.dtype, self.room)
+
+    def check(self, name: str) -> None:
+        """Refuse what no file could have."""
+        formats.require_shape(f"shape of {name}", self.shape, self.dtype)
+        if not self.shape:
+            raise ValueError("the shape of a table must have a size, got none")
+        for key in self.inside.values():
+            if key not in self.room:
+                raise ValueError(f"state must be one that rows have room for, got {key!r}")
+        formats.require_unique("state in the rows", list(self.inside.values()))
+        expected = self.header.layout.row_bytes
+        if self.row_bytes != expected:
+            raise ValueError(f"row_bytes must be {expected}, got {self.row_bytes}")
+
+
+@dataclass
+class TableEntry:
+    """A table: how it lies in its file, and its *base*, a copy of that file at some checkpoint."""
+
+    layout: Layout
+    base: FileEntry
+
+    def check(self, _: str) -> None:
+        """Refuse a base of another size."""
+        self.base.check_kind("base")
+        expected = self.layout.header.file_bytes
+        if self.base.bytes != expected:
+            raise ValueError(f"a base must have {expected} bytes, got {self.base.bytes}")
+
+
+@dataclass
+class JournalPart:
+    """Rows of some tables in a journal: the row numbers, then the rows of each table.
+
+    Attributes:
+        tables: indices of the tables in the manifest.
+        rows: how many rows.
+    """
+
+    tables: list[int]
+    rows: int
+
+
+@dataclass
+class Journal:
+    """Rows that have changed since the previous checkpoint."""
+
+    file: FileEntry
+    parts: list[JournalPart]
+
+    def check_tables(self, tables: list[TableEntry]) -> None:
+        """Refuse rows that no table has."""
+        self.file.check_kind("rows")
+        for part in self.parts:
+            for index in part.tables:
+                formats.require_integer("the index of a table", index, 0, len(tables) - 1)
+            formats.require_unique("tables of a part", part.tables)
+            most = min((tables[index].layout.shape[0] for index in part.tables), default=0)
+            formats.require_integer("rows", part.rows, 1, most)
+        expected = journal_bytes(self.parts, tables)
+        if self.file.bytes != expected:
+            raise ValueError(f"a journal must have {expected} bytes, got {self.file.bytes}")
+
+
+def journal_bytes(parts: list[JournalPart], tables: list[TableEntry]) -> int:
+    """Size of a journal with these parts."""
+    return len(_JOURNAL_HEADER) + sum(
+        part.rows * (8 + sum(tables[index].layout.row_bytes for index in part.tables))
+        for part in parts
+    )
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        id: random. Two checkpoints with the same id have the same content.
+        number: one more than that of the previous checkpoint in the folder; part of file names.
+        tables: the tables in files.
+        journals: from the oldest to the latest; to be applied to the bases in this order.
+        rest: everything else.
+    """
+
+    id: str
+    number: int
+    tables: list[TableEntry]
+    journals: list[Journal]
+    rest: FileEntry
+
+    @property
+    def files(self) -> Iterator[FileEntry]:
+        """All files that count."""
+        yield from (table.base for table in self.tables)
+        yield from (journal.file for journal in self.journals)
+        yield self.rest
+
+    def check(self, _: str) -> None:
+        """Refuse what does not agree with itself."""
+        if not _ID.fullmatch(self.id):
+            raise ValueError("id must be 32 hexadecimal digits, got something else")
+        formats.require_integer("number", self.number, 1, 1 << 53)
+        for journal in self.journals:
+            journal.check_tables(self.tables)
+        self.rest.check_kind("rest")
+        formats.require_unique("files", [each.file for each in self.files])
+        layouts = [table.layout for table in self.tables]
+        names = [name for each in layouts for name in (each.name, *each.inside)]
+        formats.require_unique("tensors", names)
+
+    @property
+    def crc(self) -> int:
+        """Checksum of all fields."""
+        return zlib.crc32(formats.dumps(self, sort_keys=True))
+
+
+def new_id() -> str:
+    """Return a random id for a checkpoint."""
+    return uuid.uuid4().hex
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of the latest checkpoint in a folder; ``None`` if there is none."""
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return None
+    with _open_regular(folder, MANIFEST) as raw, io.BufferedReader(raw) as file:
+        text = file.read(_MAX_MANIFEST_BYTES + 1)
+    try:
+        if len(text) > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"it must have at most {_MAX_MANIFEST_BYTES:,} bytes, got more")
+        found = formats.loads(text)
+        version = formats.require_integer("version", found.pop("version", None), 1, 10**9 - 1)
+        check_version(path, b"%d" % version, _VERSION)
+        crc = found.pop("crc", None)
+        manifest = formats.read(Manifest, "the manifest", found)
+        if crc != manifest.crc:
+            raise ValueError("crc must be that of the other fields, got another")
+    except InputError:
+        raise
+    except ValueError as error:
+        requirement = f"{path} must be a manifest that save() has written"
+        raise InputError(message(requirement, f"one in which {error}", _REMEDY)) from None
+    return manifest
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint the latest one; its files must be on the disk."""
+    temporary = f".{MANIFEST}"
+    about = {"version": _VERSION, "crc": manifest.crc, **vars(manifest)}
+    with _create(folder, temporary) as raw, io.BufferedWriter(raw) as file:
+        file.write(formats.dumps(about, indent=1))
+        file.flush()
+        os.fsync(raw.fileno())
+    disk.sync_folder(folder)
+    os.replace(folder / temporary, folder / MANIFEST)
+    disk.sync_folder(folder)
+
+
+def remove_others(folder: Path, manifest: Manifest | None) -> None:
+    """Remove files of earlier checkpoints and of interrupted ones."""
+    known = set() if manifest is None else {file.file for file in manifest.files}
+    with suppress(OSError):  # they only take space
+        for path in folder.iterdir():
+            if _NAME.fullmatch(path.name) and path.name not in known:
+                with suppress(OSError):
+                    path.unlink()
+
+
+# Files are objects and not descriptors: Ctrl-C at any line leaves none open.
+
+
+def _open_regular(folder: Path, name: str) -> io.FileIO:
+    """Open a file of a checkpoint for reading; refuses links and anything but a regular file."""
+    path = folder / name
+    requirement = f"{path} must be a regular file"
+    try:
+        # An interrupt in the opener would leave the descriptor open.
+        file = uninterrupted(lambda: io.FileIO(path, "r", opener=_open_itself))
+    except FileNotFoundError:
+        raise InputError(message(requirement, "no such file", _REMEDY)) from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise
+        raise InputError(message(requirement, "a link, folder or device")) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(message(requirement, "something else"))
+    return file
+
+
+def _open_itself(path: str, flags: int) -> int:
+    """Open a file without following a link, and without waiting for a writer to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
+def _open_checked(folder: Path, file: FileEntry) -> io.FileIO:
+    """Open a file of a checkpoint for reading, and check its size."""
+    found = _open_regular(folder, file.file)
+    size = os.fstat(found.fileno()).st_size
+    if size != file.bytes:
+        found.close()
+        raise _changed(folder, file, f"{size:,} bytes instead of {file.bytes:,}")
+    return found
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint with missing, truncated or extended files."""
+    for file in manifest.files:
+        _open_checked(folder, file).close()
+
+
+def has_all_files(folder: Path, manifest: Manifest) -> bool:
+    """Whether all files are there, with the right sizes."""
+    try:
+        check_sizes(folder, manifest)
+    except (InputError, OSError):
+        return False
+    return True
+
+
+def _changed(folder: Path, file: FileEntry, got: str) -> InputError:
+    requirement = f"{folder / file.file} must be unchanged since the checkpoint was written"
+    return InputError(message(requirement, got, _REMEDY))
+
+
+def _create(folder: Path, name: str) -> io.FileIO:
+    """Create a file of a checkpoint, in place of any that an interrupted one has left."""
+    path = folder / name
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return io.FileIO(path, "x+")
+
+
+class _Summed:
+    """An open file, with size and checksum of everything written to it or read from it."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.bytes, self.crc = 0, 0
+
+    def _add(self, memory: memoryview) -> None:
+        self.bytes += len(memory)
+        self.crc = zlib.crc32(memory, self.crc)
+
+    def write(self, memory: memoryview) -> None:
+        self._add(memory)
+        while memory:
+            memory = memory[os.write(self._file.fileno(), memory) :]
+
+    def read(self, size: int) -> Tensor:
+        """Read bytes; raises ``EOFError`` if the file has fewer."""
+        data = torch.empty(size, dtype=torch.uint8)
+        memory = left = _bytes_of(data)
+        while left:
+            count = self._file.readinto(left)
+            if not count:
+                raise EOFError
+            left = left[count:]
+        self._add(memory)
+        return data
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, which must outlive them."""
+    if not data.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
 
 
 # Bases
 
 
-def write_base(folder: Path, name: str, file: MappedFile) -> File:
+def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
     """Copy the file of a table."""
-    with create(folder, name) as target:
-        crc = copy_sparse(file.descriptor, target.fileno())
+    with _create(folder, name) as target:
+        crc = disk.copy_sparse(file.descriptor, target.fileno())
         os.fsync(target.fileno())
         file.evict()  # it has been read in order
-        return File(name, os.fstat(target.fileno()).st_size, crc)
+        return FileEntry(name, os.fstat(target.fileno()).st_size, crc)
 
 
-def copy_base(folder: Path, table: Table, target: int) -> None:
-    """Copy a base to an empty file, and verify it.
-
-    Args:
-        folder: of the checkpoint.
-        table: whose base.
-        target: descriptor of the file to write.
-    """
-    with open_checked(folder, table.base) as source:
-        header = file_header.read(str(folder / table.base.file), source.fileno())
+def copy_base(folder: Path, table: TableEntry, target: int) -> None:
+    """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
+    with _open_checked(folder, table.base) as source:
+        header = read_header(str(folder / table.base.file), source.fileno())
         if header._replace(used=frozenset()) != table.layout.header:
-            raise changed(folder, table.base, "a header that differs from the manifest")
-        if copy_sparse(source.fileno(), target) != table.base.crc:
-            raise changed(folder, table.base, "different bytes")
+            raise _changed(folder, table.base, "a header that differs from the manifest")
+        if disk.copy_sparse(source.fileno(), target) != table.base.crc:
+            raise _changed(folder, table.base, "different bytes")
 
 
 # Journals
@@ -90,33 +422,26 @@ class WrittenRows:
         self.files: Mapping[int, MappedFile] = files
 
     @property
-    def part(self) -> Part:
+    def part(self) -> JournalPart:
         """Their entry in the manifest."""
-        return Part(list(self.files), len(self.rows))
+        return JournalPart(list(self.files), len(self.rows))
 
 
 def write_journal(folder: Path, number: int, size: int, parts: Sequence[WrittenRows]) -> Journal:
-    """Write a journal.
-
-    Args:
-        folder: of the checkpoint.
-        number: of the checkpoint.
-        size: of the journal; see ``journal_bytes``.
-        parts: its content.
-    """
+    """Write the journal of a checkpoint, whose size ``journal_bytes`` has computed."""
     name = f"rows-{number:06}"
-    with create(folder, name) as target:
-        descriptor = target.fileno()
-        reserve(descriptor, 0, size)
-        crc = _append(descriptor, memoryview(JOURNAL_HEADER), 0)
+    with _create(folder, name) as file:
+        disk.reserve(file.fileno(), 0, size)
+        target = _Summed(file)
+        target.write(memoryview(_JOURNAL_HEADER))
         for part in parts:
-            crc = _append(descriptor, _memory(part.rows), crc)
-            for file in part.files.values():
-                for some in _chunks(part.rows, file):
-                    data = words_of(file).index_select(0, some)
-                    crc = _append(descriptor, _memory(data), crc)
-        os.fsync(descriptor)
-    return Journal(File(name, size, crc), [part.part for part in parts])
+            target.write(_bytes_of(part.rows))
+            for table in part.files.values():
+                for some in _chunks(part.rows, table):
+                    data = table.words().index_select(0, some)
+                    target.write(_bytes_of(data))
+        os.fsync(file.fileno())
+    return Journal(FileEntry(name, size, target.crc), [part.part for part in parts])
 
 
 def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
@@ -125,50 +450,47 @@ def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
         yield rows[first : first + step]
 
 
-def _append(descriptor: int, memory: memoryview, crc: int) -> int:
-    crc = zlib.crc32(memory, crc)
-    while memory:
-        memory = memory[os.write(descriptor, memory) :]
-    return crc
-
-
-def _memory(data: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which must outlive them."""
-    if not data.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
-
-
 def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
-    """Apply all journals to temporary files, oldest first, and verify them.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        files: a copy of each table's base, by index of the table.
-    """
+    """Apply all journals to copies of the bases, by index of the table, and verify them."""
     for journal in manifest.journals:
-        with open_checked(folder, journal.file) as source:
-            reader = _JournalReader(source, folder, journal.file)
-            header = bytes(reader.read(len(JOURNAL_HEADER)).tolist())
-            if header != JOURNAL_HEADER:
-                _check_journal_version(folder / journal.file.file, header)
-                raise changed(folder, journal.file, "another header")
-            for part in journal.parts:
-                rows = reader.read(part.rows * 8).view(torch.int64)
-                count = min(manifest.tables[index].layout.shape[0] for index in part.tables)
-                if not _are_rows(rows, count):
-                    raise changed(folder, journal.file, f"rows outside of [0, {count})")
-                for index in part.tables:
-                    _replay_table(reader, rows, files[index])
-            if reader.crc != journal.file.crc:
-                raise changed(folder, journal.file, "different bytes")
+        with _open_checked(folder, journal.file) as file:
+            source = _Summed(file)
+            try:
+                problem = _replay(source, folder, journal, manifest.tables, files)
+            except EOFError:
+                problem = "fewer bytes"
+            if not problem and source.crc != journal.file.crc:
+                problem = "different bytes"
+        if problem:
+            raise _changed(folder, journal.file, problem)
 
 
-def _check_journal_version(path: Path, header: bytes) -> None:
-    version = header.removeprefix(JOURNAL_MAGIC).split(b"\n", 1)[0]
-    if header.startswith(JOURNAL_MAGIC) and version.isdigit() and len(version) < 10:
-        check_version(str(path), version, JOURNAL_VERSION)
+def _replay(
+    source: _Summed,
+    folder: Path,
+    journal: Journal,
+    tables: list[TableEntry],
+    files: Mapping[int, MappedFile],
+) -> str | None:
+    """Apply a journal; returns what is wrong with it."""
+    header = bytes(source.read(len(_JOURNAL_HEADER)).tolist())
+    if header != _JOURNAL_HEADER:
+        version = header.removeprefix(_JOURNAL_MAGIC).split(b"\n", 1)[0]
+        if header.startswith(_JOURNAL_MAGIC) and version.isdigit() and len(version) < 10:
+            check_version(folder / journal.file.file, version, _JOURNAL_VERSION)
+        return "another header"
+    for part in journal.parts:
+        rows = source.read(part.rows * 8).view(torch.int64)
+        count = min(tables[index].layout.shape[0] for index in part.tables)
+        if not _are_rows(rows, count):
+            return f"rows outside of [0, {count})"
+        for index in part.tables:
+            files[index].reserve(rows)
+            words = files[index].words()
+            for some in _chunks(rows, files[index]):
+                data = source.read(len(some) * words[0].nbytes)
+                words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
+    return None
 
 
 def _are_rows(rows: Tensor, count: int) -> bool:
@@ -178,66 +500,36 @@ def _are_rows(rows: Tensor, count: int) -> bool:
     return bool((rows[1:] > rows[:-1]).all())
 
 
-def _replay_table(reader: _JournalReader, rows: Tensor, file: MappedFile) -> None:
-    file.reserve(rows)
-    words = words_of(file)
-    for some in _chunks(rows, file):
-        data = reader.read(len(some) * file.rows.row_bytes)
-        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
-
-
-class _JournalReader:
-    """Reads a file from its beginning, with the checksum of what was read."""
-
-    def __init__(self, source: Any, folder: Path, file: File) -> None:
-        self._source, self._folder, self._file = source, folder, file
-        self.crc = 0
-
-    def read(self, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        memory = left = _memory(data)
-        while left:
-            count = self._source.readinto(left)
-            if not count:
-                raise changed(self._folder, self._file, "fewer bytes")
-            left = left[count:]
-        self.crc = zlib.crc32(memory, self.crc)
-        return data
-
-
 # The rest
 
 
 class _Writer:
-    """A file for ``torch.save``, with the checksum of what was written."""
+    """A file for ``torch.save``, which ends the process if a write raises at the wrong time."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.bytes, self.crc = 0, 0
+    def __init__(self, target: _Summed) -> None:
+        self._target = target
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         memory = memoryview(data).cast("B")
         if self.error is None:
             try:
-                self.crc = _append(self._descriptor, memory, self.crc)
-            except (
-                BaseException
-            ) as error:  # torch ends the process if this raises at the wrong time
+                self._target.write(memory)
+            except BaseException as error:
                 self.error = error
-        self.bytes += len(memory)
         return len(memory)
 
     def flush(self) -> None:
         pass
 
 
-def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
+def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
     """Write everything but the tables."""
     name = f"rest-{number:06}"
     handled = sys.exc_info()[1]
-    with create(folder, name) as target:
-        writer = _Writer(target.fileno())
+    with _create(folder, name) as file:
+        target = _Summed(file)
+        writer = _Writer(target)
         content = {"version": _REST_VERSION, **content}
         try:
             uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
@@ -246,37 +538,36 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> File:
             raise first_error(error, handled) from None
         if writer.error is not None:
             raise writer.error
-        os.fsync(target.fileno())
-        return File(name, writer.bytes, writer.crc)
+        os.fsync(file.fileno())
+        return FileEntry(name, target.bytes, target.crc)
 
 
-def read_rest(folder: Path, file: File) -> dict[str, Any]:
+def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
-    with open_checked(folder, file) as raw, io.BufferedReader(raw) as source:
-        if _crc_of(source) != file.crc:
-            raise changed(folder, file, "different bytes")
-        source.seek(0)
+    with _open_checked(folder, file) as raw, io.BufferedReader(raw) as buffered:
+        source = _Summed(raw)
         try:
-            found = torch.load(source, weights_only=True, map_location="cpu")
+            while source.bytes < file.bytes:
+                source.read(min(_CHUNK_BYTES, file.bytes - source.bytes))
+        except EOFError:
+            raise _changed(folder, file, "fewer bytes") from None
+        if source.crc != file.crc:
+            raise _changed(folder, file, "different bytes")
+        buffered.seek(0)
+        try:
+            found = torch.load(buffered, weights_only=True, map_location="cpu")
         except Exception as error:
             first = first_error(error, handled)
             if isinstance(first, OSError) or is_out_of_memory(first):
                 raise first from None
-            raise changed(folder, file, f"{type(error).__name__}: {error}") from None
+            raise _changed(folder, file, f"{type(error).__name__}: {error}") from None
     return _checked_rest(folder / file.file, found)
-
-
-def _crc_of(source: BinaryIO) -> int:
-    crc = 0
-    while some := source.read(_CHUNK_BYTES):
-        crc = zlib.crc32(some, crc)
-    return crc
 
 
 def _checked_rest(path: Path, found: Any) -> dict[str, Any]:
     if isinstance(found, dict) and type(found.get("version")) is int and found["version"] >= 0:
-        check_version(str(path), str(found["version"])[:9].encode(), _REST_VERSION)
+        check_version(path, str(found["version"])[:9].encode(), _REST_VERSION)
     is_valid = (
         isinstance(found, dict)
         and found.keys() == {"version", "model", "optimizer", "extra"}

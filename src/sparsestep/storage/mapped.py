@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
-from sparsestep.memory.mapped_file import file_of, open_file
-from sparsestep.memory.row_layout import Kind
+from sparsestep.memory.formats import RowField
+from sparsestep.memory.mapped_file import about_to_write, file_of, open_file, written
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.storage.prefetch import prefetch
+from sparsestep.storage.prefetch import check_table, prefetch
 
 
 class _IsMapped(type(Tensor)):  # type: ignore[misc]
@@ -132,15 +133,51 @@ def mapped(
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         requirement = "shape must be integers, all at least 1: a file cannot be empty"
         raise InputError(message(requirement, tuple(sizes)))
-    state = None if optimizer is None else _state_of(optimizer, torch.Size(sizes), dtype)
+    state = None if optimizer is None else _state_fields(optimizer, torch.Size(sizes), dtype)
     tensor = open_file(path, torch.Size(sizes), dtype, state=state).tensor()
     tensor.prefetch = _Prefetch(tensor)  # type: ignore[attr-defined]
     return cast("Mapped", tensor)
 
 
-def _state_of(
+@contextmanager
+def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
+    """Announce that you write rows of a table yourself; a context manager.
+
+    It reserves disk space for them, and the next checkpoint includes them. Without it, a full disk
+    would end the process, and the next checkpoint would contain the whole table, because it is
+    known that you have written to it, but not where.
+
+    Args:
+        table: a tensor from :func:`mapped`, or a parameter made from it. Has no effect on other
+            tensors.
+        rows: an integer tensor of row numbers; all rows by default.
+
+    Raises:
+        InputError: they are no rows of the table.
+        OSError: the disk is full; nothing has changed.
+
+    Example:
+        >>> import tempfile, sparsestep
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = sparsestep.storage.mapped(f"{folder}/items", (1000, 16))
+        ...     rows = torch.tensor([3, 5])
+        ...     with sparsestep.storage.writing(table, rows):
+        ...         table[rows] = torch.randn(2, 16)
+    """
+    check_table("writing", table)
+    # A mask, or a row counted from the end, would be taken for other rows, which are then saved.
+    flat = None if rows is None else states.check_rows("rows to write", rows, table)
+    file = file_of(table)
+    if file is not None:
+        beside = (found.tensor() for at in file.state_files.values() if (found := at()) is not None)
+        about_to_write(table, beside, None if flat is None else flat.cpu().contiguous())
+    yield
+    written([table])
+
+
+def _state_fields(
     optimizer: Callable[[list[Tensor]], RuleOptimizer], shape: torch.Size, dtype: torch.dtype
-) -> dict[str, Kind]:
+) -> dict[str, RowField]:
     """The state that an optimizer keeps for each row of such a table."""
     if not (dtype.is_floating_point or dtype.is_complex):
         requirement = "the dtype of a table that an optimizer trains must be real or complex"
@@ -158,7 +195,7 @@ def _state_of(
     (group,) = made.param_groups
     specs = made.stored_rule_for(group).state
     return {
-        spec.name: Kind(
+        spec.name: RowField(
             tuple(states.state_shape(spec, param)[1:]),
             states.state_dtype_for(spec, param, group.get("state_dtype")),
         )

@@ -15,22 +15,20 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import MappedFile, file_of
+from sparsestep.memory.tensors import INTEGER_DTYPES, out_of_range
 
 Batch = TypeVar("Batch")
 
-_Request = tuple[MappedFile, Tensor]
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
 
 class _PrefetchThread:
-    """A thread that asks for rows. To ask takes as long as the disk's queue is full."""
+    """A thread that requests rows: a request waits while the queue of the disk is full."""
 
     def __init__(self) -> None:
-        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[MappedFile, Tensor] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
-    def ask(self, file: MappedFile, rows: Tensor) -> None:
+    def submit(self, file: MappedFile, rows: Tensor) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._read, daemon=True)
             self._thread.start()
@@ -41,25 +39,25 @@ class _PrefetchThread:
             file, rows = request
             if not self._is_ending:
                 file.prefetch(rows)
-            del file, rows, request  # or the last file asked for would stay open
+            del file, rows, request  # or the last file would stay open
 
-    def forget(self) -> None:
-        """In a forked process there is no such thread."""
+    def reset(self) -> None:
+        """Start over: a forked process does not have the thread."""
         self.__init__()  # type: ignore[misc]
 
-    def end(self) -> None:
-        """It must not be in the core when the interpreter goes."""
+    def stop(self) -> None:
+        """Wait for the thread: it must not be in the core when the interpreter ends."""
         self._is_ending = True
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join()
-        self.forget()
+        self.reset()
 
 
-_reader = _PrefetchThread()
-atexit.register(_reader.end)
+_thread = _PrefetchThread()
+atexit.register(_thread.stop)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reader.forget)
+    os.register_at_fork(after_in_child=_thread.reset)
 
 
 def prefetch(table: Tensor, rows: Tensor) -> None:
@@ -84,18 +82,16 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
         ...     sparsestep.storage.prefetch(items.weight, torch.tensor([3, 997]))
     """
     check_table("prefetch", table)
-    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
+    if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows to prefetch must be an integer tensor", got))
     rows = rows.detach().reshape(-1)
-    if rows.numel():
-        low, high = (int(bound) for bound in rows.aminmax())
-        if low < 0 or high >= len(table):
-            requirement = f"rows to prefetch must be in [0, {len(table)})"
-            raise InputError(message(requirement, low if low < 0 else high))
+    wrong = out_of_range(rows, len(table))
+    if wrong is not None:
+        raise InputError(message(f"rows to prefetch must be in [0, {len(table)})", wrong))
     file = file_of(table)
     if file is not None:
-        _reader.ask(file, rows.to("cpu", torch.int64).contiguous())
+        _thread.submit(file, rows.to("cpu", torch.int64).contiguous())
 
 
 def check_table(who: str, table: Any) -> None:

@@ -38,7 +38,7 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group_like
 from sparsestep.errors import InputError, message
-from sparsestep.memory.replace_file import sync_folder
+from sparsestep.memory.disk import sync_folder
 from sparsestep.nn.vocabulary.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 

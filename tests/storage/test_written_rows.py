@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from sparsestep.grads.compact import CompactGrad
 from sparsestep.memory.mapped_file import MappedFile, file_of
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import mapped
+from tests.storage import training
+from tests.storage.training import adam, in_each_place
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -29,10 +32,7 @@ pytestmark = [
 
 ROWS, DIM, PAGE = 400, 1024, 4096  # one page per row
 CHOSEN = [3, 77, 390]
-
-
-def coo(rows: list[int]) -> Tensor:
-    return torch.sparse_coo_tensor([rows], torch.ones(len(rows), DIM), (ROWS, DIM))
+coo = functools.partial(training.coo, shape=(ROWS, DIM))
 
 
 def by_rows() -> Tensor:
@@ -53,12 +53,19 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 
 
 def param_in(path: Path, **options: Any) -> nn.Parameter:
-    """A parameter in a file that marks what is written."""
+    """A parameter in a file that marks the rows that are written."""
     param = nn.Parameter(mapped(path, (ROWS, DIM), **options))
     file = file_of(param)
     assert file is not None
-    file.marks, file.version = torch.zeros(ROWS, dtype=torch.bool), version_of(param)
+    file.dirty_rows, file.version = torch.zeros(ROWS, dtype=torch.bool), version_of(param)
     return param
+
+
+def dirty_rows(param: Tensor) -> list[int]:
+    file = file_of(param)
+    assert file is not None
+    assert file.dirty_rows is not None
+    return file.dirty_rows.nonzero().squeeze(1).tolist()
 
 
 def files_of(param: Tensor, optimizer: RuleOptimizer | None = None) -> list[MappedFile]:
@@ -68,49 +75,45 @@ def files_of(param: Tensor, optimizer: RuleOptimizer | None = None) -> list[Mapp
     return list(found.values())
 
 
-def check_announced(param: Tensor, rows: list[int], optimizer: RuleOptimizer | None = None) -> None:
+def check_written(param: Tensor, rows: list[int], optimizer: RuleOptimizer) -> None:
     """Exactly these rows are marked, and only their pages have blocks: plus the header's."""
-    file, *_ = files = files_of(param, optimizer)
-    assert file.marks is not None
-    assert file.marks.nonzero().squeeze(1).tolist() == rows
-    for each in files:
-        pages = each.rows.row_bytes // PAGE * len(rows)
-        assert each.reserved.count_nonzero() == pages
-        os.fsync(each.descriptor)
-        assert os.fstat(each.descriptor).st_blocks * 512 <= (pages + 1) * PAGE + 64 * 1024
+    assert dirty_rows(param) == rows
+    for file in files_of(param, optimizer):
+        pages = file.rows.row_bytes // PAGE * len(rows)
+        assert file.reserved.count_nonzero() == pages
+        os.fsync(file.descriptor)
+        assert os.fstat(file.descriptor).st_blocks * 512 <= (pages + 1) * PAGE + 64 * 1024
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@in_each_place
 @pytest.mark.parametrize("mask", [by_rows, by_elements])
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_a_masked_step_writes_what_the_mask_selects(gradient, mask, together, tmp_path: Path):
-    make = sparsestep.Adam if together else None
-    param = param_in(tmp_path / "table", optimizer=make)
-    opt = sparsestep.Adam([{"params": [param], "mask": mask()}], lr=0.1)
-    for _ in range(4):  # planned for the first time, and again
+def test_a_masked_step_writes_what_the_mask_selects(gradient, mask, in_rows, tmp_path: Path):
+    param = param_in(tmp_path / "table", optimizer=adam if in_rows else None)
+    opt = adam([{"params": [param], "mask": mask()}])
+    for _ in range(4):  # planned for the first time, and replayed
         param.grad = GRADIENTS[gradient]()
         opt.step()
-    check_announced(param, CHOSEN, opt)
+    check_written(param, CHOSEN, opt)
     assert param.detach().any(1).nonzero().squeeze(1).tolist() == CHOSEN
 
 
 def test_a_mask_that_changes_is_followed(tmp_path: Path):
     param = param_in(tmp_path / "table")
-    opt = sparsestep.Adam([{"params": [param], "mask": by_rows()}], lr=0.1)
+    opt = adam([{"params": [param], "mask": by_rows()}])
     param.grad = torch.ones(ROWS, DIM)
     for _ in range(3):
         opt.step()
-    file = file_of(param)
-    assert file is not None
-    assert file.marks is not None
-    file.marks.zero_()
-    opt.param_groups[0]["mask"][CHOSEN[0]] = False
-    opt.step()
-    assert file.marks.nonzero().squeeze(1).tolist() == CHOSEN[1:]
-    file.marks.zero_()
-    opt.param_groups[0]["mask"] = torch.arange(ROWS) == 9
-    opt.step()
-    assert file.marks.nonzero().squeeze(1).tolist() == [9]
+    changed = by_rows()
+    changed[CHOSEN[0]] = False
+    for mask, rows in ((changed, CHOSEN[1:]), (torch.arange(ROWS) == 9, [9])):
+        file_of(param).dirty_rows.zero_()
+        if mask is changed:
+            opt.param_groups[0]["mask"].copy_(mask)
+        else:
+            opt.param_groups[0]["mask"] = mask
+        opt.step()
+        assert dirty_rows(param) == rows
 
 
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
@@ -120,23 +123,38 @@ def test_masked_groups_beside_others(semantics, tmp_path: Path):
         {"params": params[:2], "mask": [by_rows(), None]},
         {"params": params[2:]},
     ]
-    opt = sparsestep.Adam(groups, lr=0.1, semantics=semantics)
+    opt = adam(groups, semantics=semantics)
     for _ in range(3):
         params[0].grad, params[1].grad, params[2].grad = torch.ones(ROWS, DIM), coo([8]), coo([9])
         opt.step()
     for param, rows in zip(params, (CHOSEN, [8], [9]), strict=True):
-        check_announced(param, rows, opt)
+        check_written(param, rows, opt)
 
 
-def test_steps_in_backward_follow_masks(tmp_path: Path):
-    param = param_in(tmp_path / "table")
-    opt = sparsestep.Adam([{"params": [param], "mask": by_rows()}], lr=0.1)
+def in_backward(param: nn.Parameter, opt: RuleOptimizer) -> None:
     handle = opt.step_in_backward()
     for _ in range(3):
         (param * 2).sum().backward()
         opt.step()
     handle.remove()
-    check_announced(param, CHOSEN, opt)
+
+
+def with_compact_gradients(param: nn.Parameter, opt: RuleOptimizer) -> None:
+    table = sparsestep.nn.Embedding.from_pretrained(param.detach(), freeze=False)
+    table.weight = param
+    for _ in range(3):
+        opt.zero_grad()
+        table(torch.tensor([*CHOSEN, 5, 6])).sum().backward()
+        assert isinstance(param.grad, CompactGrad)
+        opt.step()
+
+
+@pytest.mark.parametrize("step", [in_backward, with_compact_gradients])
+def test_other_steps_follow_masks(step, tmp_path: Path):
+    param = param_in(tmp_path / "table")
+    opt = adam([{"params": [param], "mask": by_rows()}])
+    step(param, opt)
+    check_written(param, CHOSEN, opt)
 
 
 @pytest.mark.parametrize("gradient", ["strided", "coo"])
@@ -146,58 +164,41 @@ def test_gradients_by_hand_follow_masks(gradient, tmp_path: Path):
     for _ in range(3):
         opt.step([GRADIENTS[gradient]()])
         opt.step_param(param, GRADIENTS[gradient]())
-    check_announced(param, CHOSEN, opt.optimizer)
+    check_written(param, CHOSEN, opt.optimizer)
 
 
 @pytest.mark.parametrize("mask", [by_rows, by_elements, None])
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_functions_announce_what_they_write(gradient, mask, tmp_path: Path):
+def test_functions_reserve_what_they_write(gradient, mask, tmp_path: Path):
     param = param_in(tmp_path / "table")
     state = [mapped(tmp_path / name, (ROWS, DIM)) for name in ("m", "v")]
-    rows = {"strided": list(range(ROWS)), "coo": sorted([*CHOSEN, 5, 6])}.get(gradient, CHOSEN)
-    sparsestep.functional.adam_(
-        *(param.detach(), GRADIENTS[gradient](), *state),
-        step=1,
-        mask=None if mask is None else mask(),
-    )
+    of_gradient = {"strided": list(range(ROWS)), "coo": sorted([*CHOSEN, 5, 6])}
+    rows = of_gradient.get(gradient, CHOSEN) if mask is None else CHOSEN
+    masked = {} if mask is None else {"mask": mask()}
+    sparsestep.functional.adam_(param.detach(), GRADIENTS[gradient](), *state, step=1, **masked)
     for tensor in (param, *state):
         (file,) = files_of(tensor)
-        marked = rows if mask is None else CHOSEN
-        assert file.reserved.count_nonzero() in (len(marked), len(marked) + 1)
-    file, *_ = files_of(param)
-    assert file.marks is not None
-    assert file.marks.nonzero().squeeze(1).tolist() == marked
+        assert file.reserved.count_nonzero() in (len(rows), len(rows) + 1)
+    assert dirty_rows(param) == rows
 
 
-def test_compact_gradients_follow_masks(tmp_path: Path):
-    param = param_in(tmp_path / "table")
-    opt = sparsestep.Adam([{"params": [param], "mask": by_rows()}], lr=0.1)
-    table = sparsestep.nn.Embedding.from_pretrained(param.detach(), freeze=False)
-    table.weight = param
-    for _ in range(3):
-        opt.zero_grad()
-        table(torch.tensor([*CHOSEN, 5, 6])).sum().backward()
-        assert isinstance(param.grad, CompactGrad)
-        opt.step()
-    check_announced(param, CHOSEN, opt)
-
-
-@pytest.mark.parametrize("optimizer", [sparsestep.Adam, sparsestep.AdamW, sparsestep.Adagrad])
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-def test_the_first_dense_step_reserves_its_state(optimizer, together, tmp_path: Path):
+@in_each_place
+def test_the_first_dense_step_reserves_its_state(in_rows, tmp_path: Path):
     """It is torch's kernel that writes, into state that was created for this step."""
-    param = param_in(tmp_path / "table", optimizer=optimizer if together else None)
-    opt = optimizer([param], lr=0.1)
-    param.grad = torch.ones(ROWS, DIM)
-    opt.step()
-    assert "torch" in str(opt.explain()) or together
-    for file in files_of(param, opt):
-        assert file.reserved[1:].all()
+    for optimizer in (sparsestep.Adam, sparsestep.AdamW, sparsestep.Adagrad):
+        path = tmp_path / optimizer.__name__
+        param = param_in(path, optimizer=optimizer if in_rows else None)
+        opt = optimizer([param], lr=0.1)
+        param.grad = torch.ones(ROWS, DIM)
+        opt.step()
+        assert "torch" in str(opt.explain()) or in_rows
+        for file in files_of(param, opt):
+            assert file.reserved[1:].all()
 
 
 def test_forgetting_catching_up_and_clipping_write_only_their_rows(tmp_path: Path):
     param = param_in(tmp_path / "table")
-    opt = sparsestep.Adam([param], lr=0.1, semantics="dense")
+    opt = adam([param], semantics="dense")
     for rows in ([3], [77], [3, 390]):
         opt.catch_up(param, torch.tensor(rows))
         param.grad = coo(rows)
@@ -205,4 +206,4 @@ def test_forgetting_catching_up_and_clipping_write_only_their_rows(tmp_path: Pat
         opt.step()
     opt.catch_up()
     opt.forget(param, torch.tensor([77]))
-    check_announced(param, CHOSEN, opt)
+    check_written(param, CHOSEN, opt)

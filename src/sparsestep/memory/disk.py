@@ -1,0 +1,363 @@
+"""What the operating system does with files: locks, blocks on the disk, the page cache, copies."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import struct
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsestep._process import uninterrupted
+from sparsestep.errors import message
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
+else:
+    fcntl = _fcntl
+
+_PAGE_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+
+# Errors of file systems without locks, without hard links, and without reserved blocks.
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL}
+
+# On Windows, a mapped file can be neither replaced nor renamed.
+CAN_REMAP = sys.platform != "win32"
+
+_MAP_FIXED = 0x10  # the same on Linux and macOS
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+_IN_MEMORY = ("tmpfs", "devtmpfs")
+
+
+# Locks
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file; ``False`` if another open file description holds the lock."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def lock_holder(descriptor: int) -> str:
+    """Describe the process that holds the lock of a file, as far as the system tells."""
+    about = os.fstat(descriptor)
+    device = os.major(about.st_dev), os.minor(about.st_dev), about.st_ino
+    try:
+        with open("/proc/locks") as locks:
+            fields = [line.split() for line in locks]
+    except OSError:
+        return "another process"
+    for _, kind, *_, pid, file, _, _ in (each for each in fields if len(each) == 8):
+        major, minor, inode = file.split(":")
+        if kind == "FLOCK" and (int(major, 16), int(minor, 16), int(inode)) == device:
+            is_gone = int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")
+            return f"a process forked from process {pid}" if is_gone else f"process {pid}"
+    return "another process"
+
+
+# Files and their names
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Make every ``OSError`` name this path, which is the one that the user knows."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from None
+
+
+def create(path: str, head: bytes, size: int, *, replace: bool) -> int | None:
+    """Create a file, complete and locked, or not at all; follows symbolic links.
+
+    Args:
+        path: of the file.
+        head: its first bytes; the others are zero.
+        size: its size.
+        replace: replace an existing file, whose descriptors keep the old one.
+
+    Returns:
+        The descriptor; ``None`` if the file exists and is not to be replaced.
+
+    Raises:
+        OSError: names ``path``, never the temporary file.
+    """
+    with naming(path):
+        target = os.path.realpath(path)
+        folder, name = os.path.split(target)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        try:
+            lock(descriptor)
+            os.ftruncate(descriptor, size)
+            write(descriptor, head, 0)
+            allocate_in_memory(descriptor)
+            if hasattr(os, "fchmod"):
+                os.fchmod(descriptor, 0o644)
+            if replace:
+                os.replace(temporary, target)
+            elif not _link(temporary, target):
+                os.close(descriptor)
+                os.unlink(temporary)
+                return None
+        except BaseException:
+            os.close(descriptor)
+            remove(temporary)
+            raise
+    return descriptor
+
+
+def _link(temporary: str, target: str) -> bool:
+    """Give a file its name; ``False`` if another file has that name."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            return False
+        os.rename(temporary, target)
+        return True
+    os.unlink(temporary)
+    return True
+
+
+def remove(path: str) -> None:
+    """Remove a file if there is one."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def write(descriptor: int, data: bytes | memoryview, begin: int) -> None:
+    """Write all bytes; a file system that is nearly full may write a part at a time."""
+    while data:
+        written = os.pwrite(descriptor, data, begin)
+        begin, data = begin + written, data[written:]
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Write the names in a folder to the disk."""
+    if os.name != "nt":  # Windows opens no folders, and writes names by itself
+        uninterrupted(partial(_sync_folder, folder))  # or its descriptor might stay open
+
+
+def _sync_folder(folder: str | os.PathLike[str]) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Memory and the page cache
+
+
+def map_file(address: int, size: int, descriptor: int) -> None:
+    """Map a file, shared and writable, in place of the mapping at an address."""
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    found = _libc().mmap(address, size, prot, flags, descriptor, 0)
+    if found != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_ssize_t)
+    return libc
+
+
+def populate(memory: mmap.mmap, begin: int, size: int) -> int:
+    """Make pages writable in memory: fails where a write would end the process with ``SIGBUS``.
+
+    Returns:
+        An errno, or 0; also 0 if the system has no such call.
+    """
+    if sys.platform != "linux":
+        return 0
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE, begin, size)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # before Linux 5.14
+            return 0
+        return errno.ENOSPC if error.errno == errno.EFAULT else error.errno or errno.EIO
+    return 0
+
+
+def evict(descriptor: int) -> None:
+    """Drop the cached pages of a file that are clean and that no process has mapped.
+
+    Files that are read or written in order are cached in large folios. Touching one row of such a
+    folio maps all of it, and writing one row writes all of it.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# Blocks
+
+
+def fallocate(descriptor: int, begin: int, size: int) -> int:
+    """Reserve blocks; returns an errno, or 0. ``EOPNOTSUPP``: the file system cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return 0
+    try:
+        os.posix_fallocate(descriptor, begin, size)
+    except OSError as error:
+        return errno.EOPNOTSUPP if error.errno in _NO_RESERVE else error.errno or errno.EIO
+    return 0
+
+
+def reserve(descriptor: int, begin: int, size: int) -> None:
+    """Reserve blocks for a copy, if the file system can; raises if the disk is full."""
+    error = fallocate(descriptor, begin, size)
+    if error and error != errno.EOPNOTSUPP:
+        requirement = "the disk must have room for the copy"
+        remedy = "Free some space, then try again"
+        raise OSError(error, message(requirement, os.strerror(error), remedy))
+
+
+def allocate_in_memory(descriptor: int) -> None:
+    """Allocate all pages of a file that a file system keeps in memory (tmpfs).
+
+    There, even reading a hole takes memory, and ends the process with ``SIGBUS`` if there is none.
+    """
+    if not hasattr(os, "posix_fallocate") or _file_system(descriptor) not in _IN_MEMORY:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+    except OSError as error:
+        requirement = "a table in a file system that is kept in memory (tmpfs) must fit as a whole"
+        reason = os.strerror(error.errno or errno.EIO)
+        remedy = "Choose a folder on a disk, or free some space"
+        raise OSError(error.errno, message(requirement, reason, remedy)) from None
+
+
+def _file_system(descriptor: int) -> str:
+    """The type of the file system of an open file; empty if unknown."""
+    device = os.fstat(descriptor).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", errors="replace") as mounts:
+            for line in mounts:
+                fields = line.split()
+                if fields[2] == wanted:
+                    return fields[fields.index("-") + 1]
+    except OSError:
+        pass
+    return ""
+
+
+def extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the parts of a file that are not holes."""
+    size = os.fstat(descriptor).st_size
+    if not hasattr(os, "SEEK_DATA"):
+        yield 0, size
+        return
+    end = 0
+    while end < size:
+        try:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing follows
+                return
+            raise
+        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        yield begin, end
+
+
+# Copies and checksums
+
+
+def copy_sparse(source: int, target: int) -> int:
+    """Copy a file into an empty one; pages of zeros become holes. Reserves the blocks first.
+
+    Returns:
+        A checksum that is the same whether zeros are holes or written: the CRC-32 of all pages that
+        are not zero, each run of them preceded by its offset and length. A run does not cross a
+        multiple of 16 MiB.
+    """
+    os.ftruncate(target, os.fstat(source).st_size)
+    for begin, end in extents(source):
+        reserve(target, begin, end - begin)
+    crc = 0
+    for begin, data in _runs(source):
+        crc = zlib.crc32(data, zlib.crc32(struct.pack("<QQ", begin, len(data)), crc))
+        write(target, data, begin)
+    return crc
+
+
+def _runs(descriptor: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the offset and content of each run of pages that are not zero."""
+    pages_of_file = -(-os.fstat(descriptor).st_size // _PAGE_BYTES)
+    buffer = bytearray(min(_CHUNK_BYTES, max(1, pages_of_file) * _PAGE_BYTES))
+    memory, pages = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
+    for begin, end in _chunks(descriptor):
+        size = end - begin
+        _read(descriptor, memory[:size], begin)
+        count = -(-size // _PAGE_BYTES)
+        memory[size : count * _PAGE_BYTES] = bytes(count * _PAGE_BYTES - size)
+        used = pages[: count * _PAGE_BYTES].view(count, _PAGE_BYTES).any(1)
+        edges = torch.nn.functional.pad(used, (1, 1)).diff().nonzero().squeeze(1).tolist()
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            at, until = first * _PAGE_BYTES, min(last * _PAGE_BYTES, size)
+            yield begin + at, memory[at:until]
+
+
+def _chunks(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file that may hold data, cut at multiples of the chunk size."""
+    for begin, end in _whole_pages(descriptor):
+        while begin < end:
+            stop = min(end, (begin // _CHUNK_BYTES + 1) * _CHUNK_BYTES)
+            yield begin, stop
+            begin = stop
+
+
+def _whole_pages(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield extents rounded to pages; adjacent ones are merged, so that runs are maximal."""
+    size, found = os.fstat(descriptor).st_size, (0, 0)
+    for begin, end in extents(descriptor):
+        begin = begin // _PAGE_BYTES * _PAGE_BYTES
+        end = min(size, -(-end // _PAGE_BYTES) * _PAGE_BYTES)
+        if begin <= found[1]:
+            found = found[0], max(found[1], end)
+        else:
+            yield found
+            found = begin, end
+    yield found
+
+
+def _read(descriptor: int, memory: memoryview, begin: int) -> None:
+    while memory:
+        count = os.preadv(descriptor, [memory], begin)
+        if not count:
+            raise OSError(errno.EIO, "the file was truncated while it was read")
+        begin, memory = begin + count, memory[count:]

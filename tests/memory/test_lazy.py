@@ -1,0 +1,101 @@
+"""State costs what was touched, not what the table holds."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsestep.memory import lazy
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (300_000, 8)], ids=str)
+def test_zeros_are_ordinary_tensors(shape, dtype):
+    ours = lazy.zeros(torch.Size(shape), dtype, CPU)
+    assert torch.equal(ours, torch.zeros(shape, dtype=dtype))
+    ours += 1
+    assert torch.equal(copy.deepcopy(ours), torch.ones(shape, dtype=dtype))
+    assert torch.equal(lazy.full(torch.Size([3]), 0.5, dtype, CPU), torch.full((3,), 0.5).to(dtype))
+
+
+# A row of a table that is lazy, too; and one of a few rows that a mask selects.
+PROGRAM = """
+import torch, sparsestep
+from sparsestep.memory import lazy
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+shape, cpu = torch.Size([40_000_000, 16]), torch.device("cpu")
+param = lazy.zeros(shape, torch.float32, cpu)
+opt = sparsestep.SparseAdam([param], lr=0.1)
+rows = (torch.arange(256) * (len(param) // 256))[None]
+before = resident()
+for _ in range(2):
+    param.grad = torch.sparse_coo_tensor(rows, torch.ones(256, 16), param.shape)
+    opt.step()
+grown = resident() - before
+assert grown < 64, f"{grown} MiB"  # the table has 2,441
+assert param[rows[0]].max() < -0.1
+
+shape = torch.Size([150_000, 1_024])
+param, grad = (lazy.zeros(shape, torch.float32, cpu) for _ in range(2))
+mask = torch.arange(len(param)) >= len(param) - 5
+grad[mask] = 1.0
+opt = sparsestep.AdamW([{"params": [param], "mask": mask}], lr=0.1)
+before = resident()
+for _ in range(3):
+    param.grad = grad
+    opt.step()
+grown = resident() - before
+assert grown < 16, f"{grown} MiB"  # the moments of all rows would be 1,172
+assert param[mask].max() < -0.2
+
+import resource
+size = 1 << 25
+param = torch.zeros(size // 8, 4).requires_grad_()
+opt = sparsestep.Adam([param])
+param.grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 4), param.shape, check_invariants=True)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+try:
+    opt.step()
+except MemoryError as error:
+    print(error)
+assert len(opt.state) == 0 and not param[3].any()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_steps_on_large_tables_take_memory_for_what_they_touch_or_are_refused():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("the state of a parameter needs"), done.stderr
+    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def strict_overcommit() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(strict_overcommit(), reason="the system promises no more than it has")
+def test_state_may_be_larger_than_the_machine():
+    """As long as only a little of it is touched."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    state = lazy.zeros(torch.Size([2 * machine // 4]), torch.float32, CPU)
+    state[-1] = 1.0
+    assert state[[0, -1]].tolist() == [0.0, 1.0]

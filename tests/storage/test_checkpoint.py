@@ -1,0 +1,379 @@
+"""Checkpoints have the rows that were written since the one before, and survive errors."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparsestep
+from sparsestep.storage import checkpoint, journal, load, mapped, save, writing
+from tests.storage.training import (
+    DIM,
+    ROWS,
+    Run,
+    batches,
+    coo,
+    embedding,
+    in_each_place,
+    initial,
+    journals_in,
+    needs_holes,
+    now,
+    same,
+    saved_run,
+    table_in,
+    train,
+)
+from tests.table import same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@in_each_place
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize("optimizer", [sparsestep.Adam, sparsestep.Adagrad, sparsestep.SGD])
+def test_a_checkpoint_restores_everything(optimizer, semantics, in_rows, tmp_path: Path):
+    run = Run(tmp_path, optimizer, in_rows, semantics=semantics)
+    for number in range(3):
+        run.train(2)
+        run.save(extra={"number": number, "random": torch.get_rng_state()})
+    before = run.now
+    run.train(3)
+    assert not same(before, run.now)
+    assert run.load()["number"] == 2
+    assert same(before, run.now)
+    run.batches = batches(1)
+    run.train(2)
+    after = run.now
+    del run
+    gc.collect()
+    fresh = Run(tmp_path, optimizer, in_rows, semantics=semantics)  # as another process would
+    fresh.load()
+    assert same(before, fresh.now)
+    fresh.batches = batches(1)
+    fresh.train(2)
+    assert same(after, fresh.now)
+    names = {path.name for path in tmp_path.glob("table*")}
+    assert len(names) == 1 if in_rows else "table" in names
+
+
+@in_each_place
+def test_only_rows_that_were_written_are_saved_again(in_rows, tmp_path: Path):
+    run = Run(tmp_path, in_rows=in_rows)
+    run.train()
+    run.save()
+    assert run.journals == []
+    counts = []
+    for _ in range(2):
+        rows = next(run.batches)
+        run.optimizer.zero_grad()
+        run.model(rows).sum().backward()
+        run.optimizer.step()
+        counts.append(len(rows.unique()))
+        run.save()
+        assert run.journals == counts
+    run.save()  # nothing since
+    assert run.journals == counts
+    run.train()
+    run.load()
+    run.train()
+    run.save()
+    assert len(run.journals) == 3, "a loaded checkpoint is gone on from"
+    assert run.journals[-1] <= 9
+
+
+@in_each_place
+def test_rows_written_in_backward_and_by_hand_are_saved(in_rows, tmp_path: Path):
+    run = Run(tmp_path, sparsestep.RowwiseAdagrad, in_rows)
+    run.train()
+    run.save()
+    run.optimizer.zero_grad()
+    handle = run.optimizer.step_in_backward()
+    run.train(1)
+    handle.remove()
+    run.save()
+    assert 0 < run.journals[-1] <= 9
+    weight = run.model[0].weight
+    rows = torch.tensor([250, 299])
+    with writing(weight, rows), torch.no_grad():
+        weight[rows] = 7.0
+    run.save()
+    assert run.journals[-1] == 2
+    for steps in (0, 1):  # a step afterwards does not hide it
+        with torch.no_grad():
+            weight[251 + steps] = 8.0  # not announced: that it was written shows, where does not
+        run.train(steps)
+        run.save()
+        assert run.journals[-1] == ROWS
+    before = run.now
+    with torch.no_grad():
+        weight.zero_()
+    run.load()
+    assert same(before, run.now)
+
+
+@in_each_place
+@pytest.mark.parametrize("steps", [1, 4])
+def test_journals_that_grow_long_are_replaced_by_a_base(steps, in_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "_COMPACT_RATIO", 0.03 * steps)
+    run = Run(tmp_path, in_rows=in_rows)
+    lengths = []
+    for _ in range(12):
+        run.train()
+        run.save()
+        lengths.append(len(run.journals))
+        before = run.now
+        run.train()
+        run.load()
+        assert same(before, run.now)
+    assert 0 in lengths[1:]
+    assert max(lengths) >= steps
+    manifest = journal.read_manifest(tmp_path / "saved")
+    assert manifest is not None
+    named = {each.file for each in manifest.files}
+    assert set(os.listdir(tmp_path / "saved")) == {*named, journal.MANIFEST}, "nothing else is left"
+
+
+@in_each_place
+def test_files_are_on_the_disk_before_the_manifest_names_them(in_rows, tmp_path, monkeypatch):
+    run = Run(tmp_path, in_rows=in_rows)
+    fsync, replace = os.fsync, os.replace
+    flushed: set[int] = set()
+    renamed = []
+
+    def note_flushed(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def check_flushed(source: Any, target: Any) -> None:
+        if Path(target).name == journal.MANIFEST:
+            renamed.append(target)
+            assert {path.stat().st_ino for path in Path(target).parent.iterdir()} <= flushed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flushed)
+    monkeypatch.setattr(os, "replace", check_flushed)
+    for _ in range(3):
+        run.train(1)
+        run.save()
+    assert len(renamed) == 3
+
+
+def _new_optimizer(run: Run) -> None:
+    run.optimizer = sparsestep.Adam(run.model.parameters(), lr=0.1)
+
+
+def _other_folder(run: Run) -> None:
+    run.save(run.folder / "other")
+
+
+def _lost_file(run: Run) -> None:
+    next((run.folder / "saved").glob("base-*.0")).unlink()
+
+
+def _other_model(run: Run) -> None:
+    """The folder was deleted, and another model has saved a checkpoint of that number there."""
+    shutil.rmtree(run.folder / "saved")
+    other = Run(run.folder / "2", in_rows=run.in_rows)
+    other.batches = batches(7)
+    other.train(3)
+    other.save(run.folder / "saved")
+
+
+def _other_lineage(run: Run) -> None:
+    """Two runs go on from the same checkpoint; one's folder takes the other's place."""
+    older = run.folder / "older"
+    shutil.copytree(run.folder / "saved", older)
+    run.train()
+    run.save()
+    other = Run(run.folder / "2", in_rows=run.in_rows)
+    other.load(older)
+    other.batches = batches(3)
+    other.train(2)
+    other.save(older)
+    assert len(journals_in(older)) == len(run.journals)
+    shutil.rmtree(run.folder / "saved")
+    older.rename(run.folder / "saved")
+
+
+@in_each_place
+@pytest.mark.parametrize(
+    "change", [_new_optimizer, _other_folder, _lost_file, _other_model, _other_lineage]
+)
+def test_a_folder_without_the_rest_of_the_rows_gets_a_new_base(change, in_rows, tmp_path: Path):
+    run = Run(tmp_path, in_rows=in_rows)
+    run.train()
+    run.save()
+    change(run)
+    run.train()
+    before = run.now
+    run.save()
+    assert run.journals == []
+    run.train()
+    run.load()
+    assert same(before, run.now)
+
+
+@in_each_place
+def test_a_checkpoint_is_loaded_where_state_lies_elsewhere(in_rows, tmp_path: Path):
+    run, before = saved_run(tmp_path / "here", in_rows)
+    moved = Run(tmp_path / "there", in_rows=not in_rows)
+    moved.train(2)
+    moved.load(run.folder / "saved")
+    assert same(before, moved.now)
+    moved.batches = batches(0)
+    for _ in range(3):
+        next(moved.batches)
+    moved.train(2)
+    after = moved.now
+    assert same(after, run.now)
+    for path in (tmp_path / "there" / "saved", tmp_path / "here" / "saved"):
+        moved.save(path)
+        assert journals_in(path) == [], "a new base, whatever lies in the folder"
+        moved.train()
+        moved.load(path)
+        assert same(after, moved.now)
+
+
+@pytest.mark.parametrize("kind", ["rest", "rows", "base"])
+def test_a_full_disk_leaves_the_checkpoint_before(kind, tmp_path: Path, monkeypatch):
+    run = Run(tmp_path)
+    run.train()
+    if kind != "base":
+        run.save()
+    before = run.now
+    run.train()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if kind == "rest":
+            patch.setattr(torch, "save", lambda what, file: full() if what else None)
+        else:
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises((OSError, sparsestep.InputError)):
+            run.save()
+    if kind == "base":
+        assert not any(name.startswith("base") for name in os.listdir(tmp_path / "saved"))
+        return
+    for _ in range(2):
+        run.load()
+        assert same(before, run.now)
+        run.save()
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.ones(ROWS).bool(), torch.tensor([-1]), torch.tensor([ROWS]), [3]], ids=str
+)
+def test_wrong_rows_to_write_are_refused(rows, tmp_path: Path):
+    """A mask would be taken for rows 0 and 1, and the next checkpoint would have no others."""
+    table = mapped(tmp_path / "table", (ROWS, DIM))
+    with pytest.raises(sparsestep.InputError, match=r"^rows "), writing(table, rows):
+        table.fill_(1.0)
+    assert not table.any()
+    wrong: Any = [1]
+    with pytest.raises(sparsestep.InputError, match=r"^writing: the table"), writing(wrong):
+        pass
+
+
+def test_wrong_models_and_optimizers_are_refused(tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    with pytest.raises(sparsestep.InputError, match="must be a folder with a checkpoint of save"):
+        run.load(tmp_path / "nothing")
+    run.save()
+    before = run.now
+    other = nn.Sequential(embedding(mapped(tmp_path / "other", (ROWS, DIM))))
+    with pytest.raises(sparsestep.InputError, match="parameters, buffers and shapes"):
+        load(tmp_path / "saved", other, sparsestep.Adam(other.parameters()))
+    with pytest.raises(sparsestep.InputError, match="must have the same tables in files"):
+        load(tmp_path / "saved", run.model, sparsestep.RowwiseAdagrad(run.model.parameters()))
+    with pytest.raises(sparsestep.InputError, match="extra must hold only"):
+        run.save(extra=run)
+    theirs: Any = torch.optim.Adam(run.model.parameters())
+    swapped: Any = run.optimizer, run.model
+    for call in (save, load):
+        with pytest.raises(sparsestep.InputError, match=f"^{call.__name__}: the optimizer must"):
+            call(tmp_path / "saved", run.model, theirs)
+        with pytest.raises(sparsestep.InputError, match=f"^{call.__name__}: the model must"):
+            call(tmp_path / "saved", *swapped)
+    assert same(before, run.now)
+    assert json.loads((tmp_path / "saved" / "manifest.json").read_text())["number"] == 1
+
+
+def test_a_table_that_the_model_does_not_have_and_tied_ones(tmp_path: Path):
+    table = table_in(tmp_path / "table")
+    model = nn.Sequential(embedding(table), nn.Linear(DIM, ROWS, bias=False))
+    model[1].weight = model[0].weight
+    extra = nn.Parameter(mapped(tmp_path / "extra", (50, 4)))
+    opt = sparsestep.Adagrad([*model.parameters(), extra], lr=0.1, initial_accumulator_value=0.5)
+    for step in range(3):
+        extra.grad = coo([step], (50, 4))
+        train(model[0], opt, 1)
+        save(tmp_path / "saved", model, opt)
+    before = [extra.detach().clone(), *now(model, opt)]
+    extra.grad = coo([40], (50, 4))
+    train(model[0], opt, 1)
+    load(tmp_path / "saved", model, opt)
+    assert same(before, [extra.detach(), *now(model, opt)])
+    assert same_bits(table[299], initial()[299])
+
+
+def test_files_of_others_stay(tmp_path: Path):
+    run, _ = saved_run(tmp_path)
+    names = {"base-1.txt", "rows-of-mine", "rest-000001.bak", "notes"}
+    for name in names:
+        (tmp_path / "saved" / name).write_text("mine")
+    (tmp_path / "saved" / "base-000099.0").symlink_to(tmp_path / "table")
+    run.save()
+    assert names <= set(os.listdir(tmp_path / "saved"))
+    assert (tmp_path / "table").stat().st_size > 10_000
+
+
+@needs_holes
+def test_a_large_sparse_table_is_verified_in_no_time(tmp_path: Path):
+    """16 GB of holes, whose checksum covers only the pages with data."""
+    table = mapped(tmp_path / "table", (1 << 26, 64))
+    model = embedding(table)
+    rows = torch.tensor([3, 1 << 20, (1 << 26) - 1])
+    opt = sparsestep.SGD(model.parameters(), lr=0.1)
+    for value in (1.5, 2.5):
+        with writing(model.weight, rows), torch.no_grad():
+            model.weight[rows] = value
+        if value == 1.5:
+            save(tmp_path / "saved", model, opt)
+    load(tmp_path / "saved", model, opt)
+    assert table[rows].eq(1.5).all()
+    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*")) * 512 < 1 << 20
+    (base,) = (tmp_path / "saved").glob("base-*")
+    with open(base, "r+b") as file:
+        file.seek(1 << 33)
+        file.write(b"!")
+    with pytest.raises(sparsestep.InputError, match="different bytes"):
+        load(tmp_path / "saved", model, opt)
+
+
+def test_a_checkpoint_copied_without_holes_is_the_same(tmp_path: Path):
+    run = Run(tmp_path)
+    with writing(run.model[0].weight), torch.no_grad():
+        run.model[0].weight[50:250] = 0.0
+    run.save()
+    before = run.now
+    for base in (tmp_path / "saved").glob("base-*"):
+        data = base.read_bytes()
+        base.unlink()
+        base.write_bytes(data)
+    run.train()
+    run.load()
+    assert same(before, run.now)

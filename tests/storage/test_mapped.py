@@ -1,0 +1,466 @@
+"""A table in a file is a tensor like any other, wherever its state lies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.masked import masked_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsestep
+from sparsestep.memory.mapped_file import file_of, mapped_files
+from sparsestep.storage import Mapped, mapped
+from tests.storage.training import (
+    DIM,
+    ROWS,
+    adam,
+    coo,
+    embedding,
+    in_each_place,
+    initial,
+    needs_holes,
+    now,
+    same,
+    saved_run,
+    state_of,
+    table_in,
+    train,
+)
+from tests.table import DTYPES, EVERY, WITH_DENSE, same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def allocated(path: Path) -> int:
+    return os.stat(path).st_blocks * 512
+
+
+@in_each_place
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_every_optimizer_has_the_bits_that_it_has_in_memory(engine, in_rows, tmp_path: Path):
+    for number, variant in enumerate(EVERY):
+        make = functools.partial(variant, lr=0.1, engine=engine)
+        (folder := tmp_path / str(number)).mkdir()
+        table = table_in(folder / "table", optimizer=make if in_rows else None)
+        models = embedding(table), embedding(initial())
+        optimizers = [make(model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, 4)
+        assert same(*map(now, models, optimizers)), str(variant)
+        names = {spec.name for spec in variant.rule.state}
+        beside = set() if in_rows else {f"table.{name}" for name in names}
+        assert set(os.listdir(folder)) == {"table", *beside}
+        state = optimizers[0].state[models[0].weight]
+        assert all(isinstance(state[name], Mapped) for name in names)
+
+
+@in_each_place
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_dense_semantics_work_as_in_memory(decay, in_rows, tmp_path: Path):
+    for optimizer in WITH_DENSE:
+        options: dict[str, Any] = {"lr": 0.1, "semantics": "dense"}
+        if decay and "decoupled_weight_decay" in inspect.signature(optimizer).parameters:
+            options |= {"weight_decay": decay, "decoupled_weight_decay": True}
+        elif decay and optimizer in (sparsestep.AdamW, sparsestep.Lion):
+            options |= {"weight_decay": decay}
+        make = functools.partial(optimizer, **options)
+        table = table_in(tmp_path / optimizer.__name__, optimizer=make if in_rows else None)
+        models = embedding(table), embedding(initial())
+        for model in models:
+            opt = make(model.parameters())
+            opt.track(model)
+            train(model, opt, 6)
+            opt.catch_up()
+        assert same_bits(*(model.weight.detach() for model in models)), optimizer.__name__
+
+
+@in_each_place
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_dtype": torch.int8},
+        {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 3},
+        {"amsgrad": True, "bias_correction": "per_row"},
+    ],
+    ids=["int8", "bfloat16", "amsgrad"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_state_and_gradients_of_every_kind(dtype, options, in_rows, tmp_path: Path):
+    if options.get("stochastic_rounding") and dtype == torch.float64:
+        options = {"state_dtype": torch.float32}
+    make = functools.partial(adam, **options)
+    for fused in (False, True):
+        table = table_in(tmp_path / f"{fused}", dtype, make if in_rows else None)
+        models = [nn.Sequential(embedding(each)) for each in (table, initial(0, dtype))]
+        optimizers = []
+        for model in models:
+            if fused:
+                sparsestep.nn.fuse(model)
+            optimizers.append(make(model.parameters()))
+            train(model, optimizers[-1], 4)
+            assert "native" in str(optimizers[-1].explain())
+        assert same(*map(now, models, optimizers))
+        assert isinstance(models[0][0].weight, Mapped)
+        assert type(models[0][0].weight) is nn.Parameter
+
+
+@in_each_place
+def test_gradients_of_other_layouts_masks_and_steps_in_backward(in_rows, tmp_path: Path):
+    make = functools.partial(sparsestep.AdamW, lr=0.1)
+    tables = table_in(tmp_path / "table", optimizer=make if in_rows else None), initial()
+    mask = torch.arange(ROWS) % 50 == 3
+    for table in tables:
+        model = embedding(table)
+        param = model.weight
+        opt = make([{"params": [param], "mask": None}])
+        param.grad = torch.full_like(param, 0.5)  # all rows, by torch's kernel
+        opt.step()
+        opt.param_groups[0]["mask"] = mask
+        opt.step()
+        opt.param_groups[0]["mask"] = None
+        param.grad = torch.sparse_coo_tensor([[5, 7], [1, 2]], [1.0, 2.0], param.shape)
+        opt.step()
+        opt.forget(param, torch.tensor([5, 3]))
+        opt.step()
+        opt.zero_grad()
+        handle = opt.step_in_backward()
+        train(model, opt, 3)
+        handle.remove()
+    assert same_bits(*tables)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@in_each_place
+def test_gradients_that_only_python_reads(in_rows, tmp_path: Path):
+    tables = table_in(tmp_path / "table", optimizer=adam if in_rows else None), initial()
+    mask = torch.zeros(ROWS, DIM, dtype=torch.bool)
+    mask[[3, 200]] = True
+    for table in tables:
+        param = nn.Parameter(table)
+        opt = adam([param])
+        for _ in range(2):
+            param.grad = masked_tensor(torch.full_like(param, 0.5), mask)
+            opt.step()
+        del opt, param
+        by_hand = sparsestep.FunctionalAdam([nn.Parameter(table)], lr=0.1)
+        gradient = torch.full((ROWS, DIM), 0.25).to_sparse_csr()
+        with torch.device("meta"):
+            by_hand.step([gradient])
+        indexed: Any = sparsestep.IndexedGrad(1.5, torch.ones(1, DIM), ROWS, DIM)
+        for wrong in (indexed, torch.ones(3), "gradient"):
+            with pytest.raises(sparsestep.InputError):
+                by_hand.step([wrong])
+    assert same_bits(*tables)
+
+
+class _Tables(TorchDispatchMode):
+    """The sizes of the tables that torch's own bags were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "embedding_bag" in str(func):
+            self.rows.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_bags_are_looked_up_without_a_copy_of_the_table(mode, is_native, tmp_path: Path):
+    for padding in (None, 4):
+        tables = table_in(tmp_path / f"{padding}", optimizer=adam), initial()
+        ids, found = torch.tensor([[3, 4, 3], [299, 4, 0]]), []
+        weights = torch.rand(2, 3) if mode == "weighted" else None
+        for table in tables:
+            bag = sparsestep.nn.EmbeddingBag.from_pretrained(
+                table,
+                freeze=False,
+                mode="sum" if mode == "weighted" else mode,
+                padding_idx=padding,
+            )
+            if is_native:
+                output = bag(ids, per_sample_weights=weights)
+            else:
+                with _Tables() as seen:  # a dispatch mode excludes the core
+                    output = bag(ids, per_sample_weights=weights)
+                copies = mode != "max" and padding is None and table is tables[0]
+                assert seen.rows == [4 if copies else ROWS]
+            output.square().sum().backward()
+            opt = adam(bag.parameters())
+            opt.step()
+            found += [output.detach(), bag.weight.detach()]
+        assert same(found[:2], found[2:])
+
+
+@needs_holes
+@in_each_place
+def test_rows_that_were_not_touched_take_no_room(in_rows, tmp_path: Path):
+    table = mapped(tmp_path / "table", (10_000_000, 64), optimizer=adam if in_rows else None)
+    model = embedding(table)
+    opt = adam(model.parameters())
+    for rows in (torch.tensor([5, 9_999_999]), torch.tensor([5_000_000])):
+        opt.zero_grad()
+        model(rows).sum().backward()
+        opt.step()
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size > 2_000_000_000
+        assert allocated(path) <= 8 * 4096
+    assert table[5_000_000].lt(0).all()
+    assert table[4_999_999].eq(0).all()
+
+
+@needs_holes
+def test_to_catch_up_takes_no_room_for_rows_without_gradient(tmp_path: Path):
+    model = embedding(mapped(tmp_path / "table", (100_000, 64)))
+    opt = adam(model.parameters(), semantics="dense")
+    opt.track(model)
+    for rows in (torch.tensor([5]), torch.tensor([77_000])):
+        opt.zero_grad()
+        model(rows).sum().backward()
+        opt.step()
+    opt.catch_up()
+    assert allocated(tmp_path / "table") <= 8 * 4096
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 3), (40, 2, 3)], ids=str)
+def test_rows_of_any_shape(shape, tmp_path: Path):
+    tables: list[Tensor] = [mapped(tmp_path / "table", shape, optimizer=adam), torch.zeros(shape)]
+    for table in tables:
+        param = nn.Parameter(table)
+        opt = adam([param])
+        for rows in ([3, 5, 3], [39, 0, 3]):
+            values = torch.arange(3 * param[0].numel()).view(3, *shape[1:]) + 0.5
+            param.grad = torch.sparse_coo_tensor([rows], values, shape)
+            opt.step()
+    assert same_bits(*tables)
+
+
+# Files
+
+
+def test_a_file_is_opened_again(tmp_path: Path):
+    table_in(tmp_path / "table")[7] = 5.0
+    gc.collect()
+    again = mapped(str(tmp_path / "table"), [ROWS, DIM])
+    assert again[7].eq(5).all()
+    assert same_bits(again[8], initial()[8])
+    another = mapped(tmp_path / "table", (ROWS, DIM))
+    again[9] = 3.0
+    assert another[9].eq(3).all()
+    assert another.data_ptr() == again.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "optimizer", "match"),
+    [
+        ((DIM, ROWS), torch.float32, None, "shape and dtype"),
+        ((ROWS, DIM), torch.float64, None, "shape and dtype"),
+        ((ROWS, DIM), torch.float32, sparsestep.SGD, r"room for exp_avg \(float32\), exp_avg_sq"),
+        ((ROWS, DIM), torch.float32, torch.optim.Adam, "one that makes a Adam"),
+        ((ROWS, DIM), torch.float32, sparsestep.Adam([torch.zeros(1)]), "Got Adam"),
+        ((ROWS, DIM), torch.float32, "Adam", "Got str"),
+        ((ROWS,), torch.int64, adam, "must be real or complex"),
+        ((), torch.float32, None, "shape must be integers"),
+        ((0, 3), torch.float32, None, "shape must be integers"),
+        ((3, -1), torch.float32, None, "shape must be integers"),
+        ((2.5,), torch.float32, None, "shape must be integers"),
+        ((3,), "float32", None, "dtype must be a torch.dtype"),
+    ],
+    ids=range(12),
+)
+def test_wrong_arguments_are_refused(shape, dtype, optimizer, match, tmp_path: Path):
+    table = mapped(tmp_path / "table", (ROWS, DIM), optimizer=adam)
+    with pytest.raises(sparsestep.InputError, match=match):
+        mapped(tmp_path / "table", shape, dtype, optimizer=optimizer)
+    assert os.listdir(tmp_path) == ["table"]
+    assert not table.any()
+
+
+def test_a_table_without_room_for_state_is_not_one_with(tmp_path: Path):
+    mapped(tmp_path / "table", (ROWS, DIM))
+    with pytest.raises(sparsestep.InputError, match="where a row has room for none"):
+        mapped(tmp_path / "table", (ROWS, DIM), optimizer=adam)
+
+
+def test_a_file_is_closed_with_its_last_tensor(tmp_path: Path):
+    table = table_in(tmp_path / "table")
+    model = embedding(table)
+    opt = adam(model.parameters())
+    train(model, opt, 1)
+    addresses = {file_of(model.weight).address}
+    addresses |= {file_of(opt.state[model.weight]["exp_avg"]).address}
+    assert addresses <= mapped_files.keys()
+    del table, model, opt
+    gc.collect()
+    assert not addresses & mapped_files.keys()
+
+
+@in_each_place
+def test_copies_and_pickles_are_ordinary_tensors(in_rows, tmp_path: Path):
+    table = table_in(tmp_path / "table", optimizer=adam if in_rows else None)
+    model = embedding(table)
+    opt = adam(model.parameters())
+    train(model, opt, 2)
+    for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert same_bits(copied, table)
+        assert not isinstance(copied, Mapped)
+        copied.prefetch(torch.tensor([0]))  # there is nothing to read
+    other, other_opt = copy.deepcopy((model, opt))
+    before = table.clone()
+    train(other, other_opt, 1)
+    assert same_bits(table, before)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), opt.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert same_bits(saved[0]["weight"], before)
+    assert same_bits(saved[1]["state"][0]["exp_avg"], opt.state[model.weight]["exp_avg"])
+
+
+def test_parts_of_a_table_and_its_state_are_ordinary_parameters(tmp_path: Path):
+    table = table_in(tmp_path / "table", optimizer=adam)
+    part = nn.Parameter(table[: ROWS // 2])
+    model = embedding(table)
+    first = adam(model.parameters())
+    train(model, first, 1)
+    for param in (part, nn.Parameter(first.state[model.weight]["exp_avg"])):
+        before = first.state[model.weight]["exp_avg_sq"].clone()
+        second = adam([param])
+        param.grad = torch.ones_like(param)
+        second.step()
+        assert not isinstance(second.state[param]["exp_avg_sq"], Mapped)
+        assert same_bits(before, first.state[model.weight]["exp_avg_sq"])
+    assert not isinstance(part, Mapped)
+    assert table[3].ne(initial()[3]).all()
+
+
+# State
+
+
+@in_each_place
+def test_a_loaded_state_lies_with_the_table(in_rows, tmp_path: Path):
+    table = table_in(tmp_path / "table", optimizer=adam if in_rows else None)
+    models = embedding(table), embedding(initial())
+    there, here = (adam(model.parameters()) for model in models)
+    train(models[1], here, 3)
+    with torch.no_grad():
+        models[0].weight.copy_(models[1].weight)
+    there.load_state_dict(copy.deepcopy(here.state_dict()))
+    state = there.state[models[0].weight]
+    assert isinstance(state["exp_avg"], Mapped)
+    assert (file_of(state["exp_avg"]) is file_of(table)) == in_rows
+    for model, opt in zip(models, (there, here), strict=True):
+        train(model, opt, 2, seed=1)
+    assert same_bits(*(model.weight.detach() for model in models))
+    kept = state["exp_avg_sq"].data_ptr()
+    there.load_state_dict(there.state_dict())  # nothing is copied
+    assert there.state[models[0].weight]["exp_avg_sq"].data_ptr() == kept
+    there.share_memory()
+    assert there.state[models[0].weight]["exp_avg_sq"].data_ptr() == kept
+
+
+@in_each_place
+def test_a_second_optimizer_leaves_the_first_alone(in_rows, tmp_path: Path):
+    model = embedding(table_in(tmp_path / "table", optimizer=adam if in_rows else None))
+    first = adam(model.parameters())
+    train(model, first, 2)
+    before = [tensor.clone() for tensor in state_of(first)]
+    second = adam(model.parameters())
+    if in_rows:
+        with pytest.warns(sparsestep.SlowWarning, match="room for the state of one optimizer"):
+            second.materialize_state()
+    second.materialize_state()
+    assert not any(tensor.any() for tensor in state_of(second))
+    train(model, second, 2)
+    assert same(state_of(first), before)
+    assert {path.name for path in tmp_path.iterdir()} > {"table", "table.exp_avg"}
+
+
+@pytest.mark.parametrize("shape", [(ROWS, DIM), (1,), (1, 1), (3, 1)], ids=str)
+def test_a_new_optimizer_resets_the_state_in_the_rows(shape, tmp_path: Path):
+    """In the same process, and in one that opens the file again."""
+    param = nn.Parameter(mapped(tmp_path / "table", shape, optimizer=adam))
+    for _ in range(3):
+        param = nn.Parameter(mapped(tmp_path / "table", shape))
+        opt = adam([param])
+        opt.materialize_state()
+        assert not any(tensor.any() for tensor in state_of(opt))
+        expected = param.detach().clone().requires_grad_()
+        other = adam([expected])
+        for each, optimizer in ((param, opt), (expected, other)):
+            each.grad = torch.ones(shape)
+            optimizer.step()
+        assert same_bits(param.detach(), expected.detach())
+        del param, opt
+        gc.collect()
+    assert os.listdir(tmp_path) == ["table"]
+
+
+def test_state_that_does_not_fit_the_rows_lies_apart(tmp_path: Path):
+    model = embedding(table_in(tmp_path / "table", optimizer=adam))
+    opt = adam(model.parameters(), state_dtype=torch.bfloat16)
+    with pytest.warns(sparsestep.SlowWarning, match="as torch.bfloat16, where there is room for"):
+        train(model, opt, 1)
+    assert set(os.listdir(tmp_path)) == {"table", "table.exp_avg", "table.exp_avg_sq"}
+    assert opt.state[model.weight]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_a_state_in_the_rows_is_replaced_when_all_of_a_checkpoint_is_read(tmp_path: Path):
+    make = functools.partial(sparsestep.Adagrad, lr=0.1)  # its state is there from the beginning
+    tables = table_in(tmp_path / "table", optimizer=make), initial()
+    params = [[nn.Parameter(table), nn.Parameter(torch.zeros(3))] for table in tables]
+    there, here = (make(each) for each in params)
+    for each, opt in zip(params, (there, here), strict=True):
+        each[0].grad = coo([7, 250], (ROWS, DIM))
+        opt.step()
+    for _ in range(2):
+        here.step()
+    saved, before = copy.deepcopy(here.state_dict()), [t.clone() for t in state_of(there)]
+    wrong = copy.deepcopy(saved)
+    wrong["state"][1]["sum"] = torch.zeros(4)
+    with pytest.raises(sparsestep.InputError, match="sum"):
+        there.load_state_dict(wrong)
+    assert same(state_of(there), before)
+    there.load_state_dict(saved)
+    assert same(state_of(there), state_of(here))
+    assert file_of(there.state[params[0][0]]["sum"]) is file_of(tables[0])
+    assert os.listdir(tmp_path) == ["table"]
+
+
+def test_a_checkpoint_that_is_refused_leaves_a_new_state(tmp_path: Path):
+    """The state that an optimizer of an earlier process has left in the rows is not used."""
+    run, _ = saved_run(tmp_path, in_rows=True)
+    run.optimizer = None
+    gc.collect()
+    run.optimizer = adam(run.model.parameters())
+    base = tmp_path / "saved" / "base-000001.0"
+    base.write_bytes(base.read_bytes()[:-1] + b"!")
+    with pytest.raises(sparsestep.InputError, match="must be unchanged"):
+        run.load()
+    state = run.optimizer.state[run.model[0].weight]
+    assert not any(state[name].any() for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_a_state_of_one_column_is_loaded_whatever_its_strides(tmp_path: Path):
+    param = nn.Parameter(mapped(tmp_path / "table", (4, 1), optimizer=sparsestep.Adagrad))
+    opt = sparsestep.Adagrad([param])
+    saved = opt.state_dict()
+    column = torch.ones(12).as_strided((4, 1), (1, 3))  # contiguous, for it has no second column
+    assert column.is_contiguous()
+    saved["state"] = {0: {"step": torch.tensor(1.0), "sum": column}}
+    opt.load_state_dict(saved)
+    assert opt.state[param]["sum"].eq(1).all()
