@@ -9,12 +9,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 LIMIT := build/bench/.built
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
-PYTEST := $(BIN)/python -m pytest --numprocesses auto
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h benchmarks/native/*)
 NATIVE := $(filter-out native/tests/% benchmarks/%,$(FORMATTED))
 
-.PHONY: help demo test lint format integrations fuzz faults mutants mutants-native coverage \
-	coverage-diff sanitize portability gpu-check bench house docs wheel release-requirements clean
+.PHONY: help demo test messages lint format integrations fuzz faults mutants mutants-native coverage \
+	sanitize portability gpu-check bench house docs wheel release-requirements clean
 
 help: ## this list
 	@sed -n 's|^\([a-z-]*\)[a-z -]*:.*## |\1\t|p' Makefile | expand -t 22
@@ -24,6 +24,9 @@ demo: $(or $(wildcard $(READY)),$(VENV)/.demo) ## train word vectors with torch'
 
 test: $(READY) $(LIMIT) ## the tests; ALL=1 with every instruction set and the slow ones
 	$(if $(ALL),SPARSESTEP_TESTS=all) $(PYTEST)
+
+messages: $(READY) ## accept what refusals say now, in tests/messages.txt
+	$(BIN)/python -W ignore -m tests.messages
 
 lint: $(READY) ## what CI checks: ruff, clang-format, mypy, import-linter
 	$(BIN)/ruff check .
@@ -60,9 +63,6 @@ coverage: $(VENV)/.extra-coverage ## lines and branches that tests reach, in bui
 	$(BIN)/coverage json --quiet -o build/coverage.json
 	$(BIN)/coverage report --skip-covered --sort=cover | tail -40
 
-coverage-diff: ## what tests no longer reach since build/coverage-before.json
-	$(BIN)/python -m tests.mutants.coverage_diff build/coverage-before.json build/coverage.json
-
 sanitize: $(if $(MODULE),$(READY)) ## the core's tests under the sanitizers; MODULE=1: the extension in Python
 	packaging/sanitize.sh $(if $(MODULE),$(BIN)/python)
 
@@ -87,7 +87,7 @@ docs: $(VENV)/.extra-docs ## the site, in docs/_build/html
 
 wheel: ## sdist and wheel, tested in a clean environment; WHEEL_TESTS=tests for all tests
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	packaging/test_wheel.sh $(BIN) $(or $(WHEEL_TESTS),tests/optim tests/engines tests/test_readme.py tests/test_errors.py)
+	packaging/test_wheel.sh $(BIN) $(or $(WHEEL_TESTS),tests/optim tests/engines tests/test_errors.py)
 
 release-requirements: ## update the pinned tools that build and publish releases
 	packaging/lock.sh

@@ -144,6 +144,8 @@ USER_RULES = [
 ]
 EVERY = [*VARIANTS, *USER_RULES]
 PLAIN = [Variant(cls, {}) for cls in (*OPTIMIZERS, sign_sgd, sm3_by_rows)]
+# No state, state per element, state per row, and a user's: where the rule itself does not matter.
+FEW = [v for v in PLAIN if v.cls.__name__ in ("SGD", "Adam", "RowwiseAdagrad", "sm3_by_rows")]
 
 each_stateful = pytest.mark.parametrize("variant", STATEFUL, ids=lambda v: v.cls.__name__)
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)

@@ -1,4 +1,4 @@
-"""Warnings: once for each reason, and at the user's line whoever calls."""
+"""Messages of refusals; warnings: once for each reason, and at the user's line."""
 
 import inspect
 import re
@@ -11,6 +11,8 @@ import torch
 
 import sparsestep
 from sparsestep.errors import message, warn_once
+from tests import messages
+from tests.fuzz.findings import INNER_WORDS
 
 
 def odd_param(*sizes: int) -> torch.Tensor:
@@ -108,6 +110,15 @@ def test_a_warning_that_is_an_error_is_not_said_to_be_over():
         with pytest.raises(sparsestep.SlowWarning):  # the suite makes warnings errors
             opt.step()
         assert (param == 1).all()
+
+
+def test_refusals_say_what_they_said():
+    """``make messages`` accepts new messages."""
+    found = messages.collect()
+    assert messages.written(found).splitlines() == messages.FILE.read_text().splitlines()
+    for name, text in found.items():
+        assert text != messages.ACCEPTED, name
+        assert not any(words in text for words in INNER_WORDS), name
 
 
 def test_what_cannot_be_printed_is_named():

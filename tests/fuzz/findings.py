@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
+
+from torch import Tensor
 
 from sparsestep import InputError
 from tests.oracle import FindingError
+from tests.subject import NOT_NATIVE
 
 # Errors of Python and of torch's base class that are documented, or say all there is to say.
 _OTHERS = (
@@ -26,7 +30,7 @@ _OTHERS = (
     (RuntimeError, r"The total norm of order .* is non-finite"),
     (RuntimeError, r"linalg.vector_norm cannot compute the .* norm on an empty tensor"),
 )
-_INNER_WORDS = ("INTERNAL ASSERT", "incompatible function arguments", "nanobind", "NotImplemented")
+INNER_WORDS = ("INTERNAL ASSERT", "incompatible function arguments", "nanobind", "NotImplemented")
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -39,12 +43,9 @@ def is_refusal(error: BaseException) -> bool:
         # As torch's optimizers say it of their parameters; of nothing else.
         return where(error).endswith(("__init__", "add_param_group"))
     if isinstance(error, InputError):
-        return bool(text.strip()) and "\n" not in text.strip() and not _has_inner_words(text)
+        has_inner_words = any(words in text for words in INNER_WORDS)
+        return bool(text.strip()) and "\n" not in text.strip() and not has_inner_words
     return any(isinstance(error, kind) and re.search(words, text) for kind, words in _OTHERS)
-
-
-def _has_inner_words(text: str) -> bool:
-    return any(words in text for words in _INNER_WORDS)
 
 
 def check_refusal(error: BaseException, during: str) -> None:
@@ -54,6 +55,31 @@ def check_refusal(error: BaseException, during: str) -> None:
         raise FindingError(
             f"{type(error).__name__} at {place}", f"{text} (during {during})"
         ) from error
+
+
+def is_taken(call: Callable[[], object], check_unchanged: Callable[[], None]) -> bool:
+    """Do what is valid; false where the native engine was asked for by name and does not apply."""
+    try:
+        call()
+    except Exception as error:
+        if isinstance(error, InputError) and NOT_NATIVE in str(error):
+            check_unchanged()
+            return False
+        raise FindingError(f"{type(error).__name__} in a valid step", str(error)[:300]) from error
+    return True
+
+
+def check_close(finding: str, what: str, ours: Tensor, exact: Tensor, room: float) -> None:
+    """Raise a finding where two tensors are further apart than ``room``, or one alone is NaN."""
+    if ours.shape != exact.shape:
+        raise FindingError("wrong shape", f"{what}: {ours.shape}, right is {exact.shape}")
+    ours, exact = ours.detach().double(), exact.detach().double()
+    both_nan = ours.isnan() & exact.isnan()
+    off = (ours - exact).abs().masked_fill(both_nan | (ours == exact), 0.0)  # where both are inf
+    if off.numel() and not float(off.max()) <= room:
+        at = int(off.argmax())
+        found, right = float(ours.flatten()[at]), float(exact.flatten()[at])
+        raise FindingError(finding, f"{what}: {found}, right is {right} within {room:.2g}")
 
 
 def where(error: BaseException) -> str:

@@ -41,6 +41,20 @@ class Wrapper(Tensor):
         return tree_map(lambda t: Wrapper(t) if isinstance(t, Tensor) else t, found)
 
 
+class Handed(torch.nn.Parameter):
+    """A parameter whose gradient is whatever it was handed: torch itself refuses some bad ones."""
+
+    handed: Any = None
+
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        return self.handed
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.handed = value
+
+
 NO_TENSORS: list[Any] = [
     *({}, [], (), 3, 0.5, "gradient", True, object(), int, len, torch.float32, torch.Size([2])),
     *(np.ones((4, 6)), [1.0], {"grad": 1}, b"bytes", range(3), 1j, torch.nn.Identity(), Tensor),
