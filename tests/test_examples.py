@@ -55,13 +55,6 @@ def test_one_optimizer_trains_like_two(options: list[str]):
     assert float(ours) < 0.67  # it has learned something: tossing a coin has 0.69
 
 
-@pytest.mark.slow
-def test_one_optimizer_says_what_is_wrong_with_an_option():
-    done = run("one_optimizer.py", "--steps", "0")
-    assert done.returncode == 2
-    assert "--steps: must be at least 1, got 0" in done.stderr
-
-
 def test_the_recommender_learns_and_agrees_with_plain_torch():
     done = run("recommender.py", "--quick", "--steps", "60")
     assert done.returncode == 0, done.stderr
@@ -81,21 +74,6 @@ def test_the_recommender_learns_and_agrees_with_plain_torch():
     assert float(lines[-1][2]) < float(best[1])
     speeds = re.search(r"^samples per second +([\d,]+) +([\d,]+) +(\d+\.\d)x$", done.stdout, re.M)
     assert speeds is not None
-
-
-@pytest.mark.slow
-def test_the_recommender_with_single_ids_says_so():
-    done = run("recommender.py", "--quick", "--single", "--steps", "1", "--held-out", "512")
-    assert done.returncode == 0, done.stderr
-    assert "26 ids per example" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["--steps", "--batch"])
-def test_the_recommender_says_what_is_wrong_with_an_option(option: str):
-    done = run("recommender.py", option, "0")
-    assert done.returncode == 2
-    assert f"{option}: it must be a whole number from 1" in done.stderr.replace("\n", " ")
 
 
 @hypothesis.given(scores=st.lists(st.integers(-3, 3), min_size=2, max_size=12), data=st.data())
@@ -139,15 +117,6 @@ def test_clicks_are_the_same_for_a_seed_and_within_the_tables():
         assert torch.equal(batch.numbers, same.numbers)
         assert torch.equal(batch.clicks, same.clicks)
     assert not torch.equal(first.ids[0], other.batch(64).ids[0])
-
-
-def test_popular_ids_are_popular_and_every_id_can_come():
-    ids = CLICKS.Clicks(0, 1_000).batch(4_096).ids[20].flatten()
-    counts = ids.bincount(minlength=1_000).sort(descending=True).values.double()
-    assert counts.min() > 0
-    for most in (1, 10, 100):
-        expected = (1 - (most + 1) ** -0.05) / (1 - 1_001**-0.05)
-        assert float(counts[:most].sum() / counts.sum()) == pytest.approx(expected, abs=0.005)
 
 
 def test_averages_of_weights_see_current_rows():

@@ -11,9 +11,9 @@ import torch
 import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.fuzz import cases, pool, spoiling
+from tests.fuzz.__main__ import Tally
 from tests.fuzz.findings import check_refusal
 from tests.fuzz.kinds import training
-from tests.fuzz.screen import Tally
 from tests.generate.source import SeededSource, Source
 from tests.oracle import FindingError
 

