@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
+from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.properties.counterparts import each_counterpart
 from tests.table import PARAMETERS, each_engine, running_on, same_bits, snapshot, unchanged
+
+# Torch's SparseAdam takes no dense gradients.
+COUNTERPARTS = [
+    (ours, getattr(torch.optim, ours.__name__))
+    for ours in OPTIMIZERS
+    if hasattr(torch.optim, ours.__name__) and ours is not sparsestep.SparseAdam
+]
+each_counterpart = pytest.mark.parametrize(
+    ("ours", "theirs"), COUNTERPARTS, ids=[ours.__name__ for ours, _ in COUNTERPARTS]
+)
 
 STEPS = 20
 
@@ -313,3 +323,26 @@ def test_half_precision_with_float32_state_is_torch_in_float32_rounded_once(
         mine = our_opt.state[our][name]
         assert mine.dtype == torch.float32
         assert math.isclose(float((mine - tensor).abs().max()), 0, abs_tol=1e-5), name
+
+
+@each_counterpart
+def test_gradients_flow_through_a_differentiable_step(
+    ours: type[RuleOptimizer], theirs: type[torch.optim.Optimizer]
+):
+    """Learning to learn: the derivative of what two steps give by start and gradients."""
+    derivatives = []
+    for cls in (ours, theirs):
+        start, *grads = (
+            torch.randn(3, 2, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            for seed in range(3)
+        )
+        param = start.clone()
+        opt = cls([param], lr=0.1, weight_decay=0.1, differentiable=True)
+        for grad in grads:
+            param.grad = grad
+            opt.step()
+        param.square().sum().backward()
+        derivatives.append([param.detach(), *(leaf.grad for leaf in (start, *grads))])
+    for our, their in zip(*derivatives, strict=True):
+        assert bool((their != 0).all())
+        assert same_bits(our, their)

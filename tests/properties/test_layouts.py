@@ -17,7 +17,7 @@ from tests.properties.marks import QUIET
 from tests.subject import Snapshot, by_hand
 from tests.table import (
     DTYPES,
-    EVERY,
+    PLAIN,
     Variant,
     each_engine,
     on_each_engine,
@@ -52,7 +52,7 @@ def steps(draw: st.DrawFn) -> Steps:
     return Steps(before, entries, options, randn(shape, draw(seeds)).to(dtype))
 
 
-@on_each_engine(EVERY)
+@on_each_engine(PLAIN)
 @each_case(examples=5, case=steps())
 def test_the_layout_decides_nothing(variant: Variant, engine: str, case: Steps):
     """All layouts give one result, which is the rule, in float64, on what is held."""
@@ -73,14 +73,14 @@ def test_the_layout_decides_nothing(variant: Variant, engine: str, case: Steps):
 
 
 # One of each kind: per element, with decay, with numbers per row, without any state.
-FEW = [
+WITH_OPTIONS = [
     Variant(sparsestep.Adam, {"amsgrad": True, "weight_decay": 0.1}),
     Variant(sparsestep.SparseAdam, {"bias_correction": "per_row"}),
     Variant(sparsestep.RowwiseAdagrad, {}),
     Variant(sparsestep.RowwiseAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     Variant(sparsestep.SGD, {}),
 ]
-each_of_a_few = pytest.mark.parametrize("variant", FEW, ids=str)
+each_of_a_few = pytest.mark.parametrize("variant", WITH_OPTIONS, ids=str)
 
 
 @each_of_a_few
@@ -121,7 +121,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", [v for v in FEW if v.cls.supports_complex], ids=str)
+@pytest.mark.parametrize("variant", [v for v in WITH_OPTIONS if v.cls.supports_complex], ids=str)
 @each_engine
 def test_complex_numbers_are_pairs_in_every_layout(variant: Variant, engine: str):
     entries = Entries.random((6, 8), (2, 2), 0.5, seed=0)

@@ -13,19 +13,19 @@ import sparsestep
 from sparsestep.grads.compact import CompactGrad
 from tests.loops import LOOPS, SAME, Model, Training, changed, copied, plain
 from tests.nn.cases import plain as written_out
-from tests.table import PLAIN, STATEFUL, Variant, on_each_engine, running_on, same_bits, snapshot
+from tests.table import FEW, Variant, on_each_engine, running_on, same_bits, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = [
+SUBJECTS = [
     Variant(sparsestep.SparseAdam, {}),
     Variant(sparsestep.SGD, {"momentum": 0.9}),
     Variant(sparsestep.RowwiseAdagrad, {}),
     Variant(sparsestep.AdamW, {"semantics": "dense"}),
 ]
-each_of_a_few = pytest.mark.parametrize("variant", FEW, ids=str)
+each_of_a_few = pytest.mark.parametrize("variant", SUBJECTS, ids=str)
 
 
-@on_each_engine(PLAIN)
+@on_each_engine(FEW)
 def test_loops_that_come_to_the_same(variant: Variant, engine: str):
     with running_on(engine) as name:
         wanted = {
@@ -128,7 +128,7 @@ def test_torchs_optimizers(name: str, loop: str):
 # Named examples
 
 
-@pytest.mark.parametrize("variant", STATEFUL, ids=str)
+@pytest.mark.parametrize("variant", FEW, ids=str)
 def test_a_table_that_the_batch_did_not_use_is_left_alone(variant: Variant):
     """Its gradient is None, hence no step of it is counted; what is emptied moves nothing."""
     training = Training.of(Model(), variant)
