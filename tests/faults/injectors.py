@@ -44,9 +44,15 @@ class Lines(Injector):
     Two kinds of lines are left out, where the interpreter checks for no signal: those of ``with``
     statements, traced once more when the block ends, and a ``try:`` inside of another block, which
     CPython's compiler does not protect by that block.
+
+    Args:
+        folder: only lines of files in there.
     """
 
     raises = (KeyboardInterrupt,)
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder = folder
 
     def count(self, run: Callable[[], None]) -> int:
         return self._traced(run, None)
@@ -68,7 +74,7 @@ class Lines(Injector):
                     if seen - 1 == nth:
                         sys.settrace(None)
                         self.fault()
-            elif event == "call" and frame.f_code.co_filename == __file__:
+            elif event == "call" and not self._is_traced(frame.f_code.co_filename):
                 return None
             return trace
 
@@ -78,6 +84,9 @@ class Lines(Injector):
         finally:
             sys.settrace(None)
         return seen
+
+    def _is_traced(self, file: str) -> bool:
+        return file != __file__ and file.startswith(self._folder)
 
 
 def _is_interruptible(frame: Any) -> bool:

@@ -53,6 +53,13 @@ class Operation:
         raise NotImplementedError
 
 
+def of(base: type[Operation], make: Make | None = None, **attributes: Any) -> Any:
+    """An operation with other attributes."""
+    if make is not None:
+        attributes["make"] = staticmethod(make)
+    return type(base.__name__, (base,), attributes)
+
+
 def ids_of(seed: int, count: int = 400, below: int = ROWS) -> Tensor:
     return torch.randint(below, (count,), generator=torch.Generator().manual_seed(seed))
 
@@ -100,64 +107,6 @@ class Step(Operation):
         return of_optimizer(self.optimizer)
 
 
-class FirstStep(Step):
-    steps_before = 0
-
-
-class ReplayedStep(Step):
-    steps_before = 3
-
-
-class MixedStep(Step):
-    has_layers = True
-
-
-class FirstMixedStep(MixedStep):
-    steps_before = 0
-
-
-class ComplexStep(MixedStep):
-    dtype = torch.complex64
-
-
-class LionStep(MixedStep):
-    make = staticmethod(lambda params: sparsestep.Lion(params, lr=0.1))
-
-
-class ReferenceStep(MixedStep):
-    make = staticmethod(lambda params: sparsestep.AdamW(params, engine="reference"))
-
-
-class DeferredStep(MixedStep):
-    """The history of deferred updates doubles in the middle of it."""
-
-    make = staticmethod(lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"))
-    dtype = torch.float64
-    steps_before = 16
-
-
-class DeferredReferenceStep(DeferredStep):
-    make = staticmethod(
-        lambda params: sparsestep.Adam(params, semantics="dense", engine="reference")
-    )
-
-
-class RoundedReferenceStep(ReferenceStep):
-    make = staticmethod(
-        lambda params: sparsestep.Adam(params, engine="reference", stochastic_rounding=True)
-    )
-    dtype = torch.bfloat16
-
-
-class Int8Step(Step):
-    make = staticmethod(lambda params: sparsestep.Adam(params, state_dtype=torch.int8))
-
-
-class RoundedStep(Step):
-    make = staticmethod(lambda params: sparsestep.Adam(params, stochastic_rounding=True))
-    dtype = torch.bfloat16
-
-
 @sparsestep.rule(state={"average": 0.0})
 def averaged(param: Tensor, grad: Tensor, average: Tensor, *, lr: float = 0.1, step: int = 0):
     average = 0.9 * average + 0.1 * grad
@@ -170,15 +119,9 @@ def sorted_average(param: Tensor, grad: Tensor, average: Tensor, *, lr: float = 
     return param - lr * average, average
 
 
-class RuleStep(MixedStep):
-    make = staticmethod(lambda params: averaged(params))
+class FunctionalStep(Step):
+    has_layers = True
 
-
-class UntracedRuleStep(MixedStep):
-    make = staticmethod(lambda params: sorted_average(params))
-
-
-class FunctionalStep(MixedStep):
     def setup(self) -> None:
         super().setup()
         self.functional = sparsestep.FunctionalAdam(self.params)
@@ -192,12 +135,6 @@ class FunctionalStep(MixedStep):
             "params": self.params,
             "state": [dict(self.functional.state.get(param) or {}) for param in self.params],
         }
-
-
-class MaskedStep(MixedStep):
-    def make(self, params: Any) -> RuleOptimizer:  # type: ignore[override]
-        masks = [torch.rand(len(param)) < 0.3 for param in params]
-        return sparsestep.AdamW([{"params": params, "mask": masks}], lr=0.1)
 
 
 class DenseStep(Step):
@@ -231,12 +168,54 @@ def dense_steps() -> dict[str, type[Step]]:
     found: dict[str, type[Step]] = {}
     for name, make in makes.items():
         for when, steps in (("first ", 0), ("", 1)):
-            attributes = {"make": staticmethod(make), "steps_before": steps}
-            found[f"{when}dense step: {name}"] = type("DenseStep", (DenseStep,), attributes)
+            found[f"{when}dense step: {name}"] = of(DenseStep, make, steps_before=steps)
     for name in ("dense step: Adam", "dense step: AdamW fused", "first dense step: SGD"):
-        attributes = {"few_params": 0}
-        found[f"{name}, in pieces"] = type("PiecewiseStep", (found[name],), attributes)
+        found[f"{name}, in pieces"] = of(found[name], few_params=0)
     return found
+
+
+def masked_adamw(params: Any) -> RuleOptimizer:
+    masks = [torch.rand(len(param)) < 0.3 for param in params]
+    return sparsestep.AdamW([{"params": params, "mask": masks}], lr=0.1)
+
+
+def reference(params: Any, **options: Any) -> RuleOptimizer:
+    return sparsestep.Adam(params, engine="reference", **options)
+
+
+def rounded(params: Any, **options: Any) -> RuleOptimizer:
+    return sparsestep.Adam(params, stochastic_rounding=True, **options)
+
+
+def deferred(params: Any, **options: Any) -> RuleOptimizer:
+    return sparsestep.AdamW(params, lr=0.1, semantics="dense", **options)
+
+
+Mixed = of(Step, has_layers=True)
+# The history of deferred updates doubles in the middle of it.
+Deferred = of(Mixed, deferred, dtype=torch.float64, steps_before=16)
+STEPS: dict[str, type[Operation]] = {
+    "step": Step,
+    "first step": of(Step, steps_before=0),
+    "replayed step": of(Step, steps_before=3),
+    "mixed step": Mixed,
+    "first mixed step": of(Mixed, steps_before=0),
+    "complex step": of(Mixed, dtype=torch.complex64),
+    "Lion step": of(Mixed, lambda params: sparsestep.Lion(params, lr=0.1)),
+    "reference step": of(Mixed, reference),
+    "rounded reference step": of(
+        Mixed, lambda params: rounded(params, engine="reference"), dtype=torch.bfloat16
+    ),
+    "deferred step": Deferred,
+    "deferred reference step": of(Deferred, lambda params: deferred(params, engine="reference")),
+    "int8 step": of(Step, lambda params: sparsestep.Adam(params, state_dtype=torch.int8)),
+    "rounded step": of(Step, rounded, dtype=torch.bfloat16),
+    "rule step": of(Mixed, averaged),
+    "untraced rule step": of(Mixed, sorted_average),
+    "functional step": FunctionalStep,
+    "masked step": of(Mixed, masked_adamw),
+    **dense_steps(),
+}
 
 
 # Modules
@@ -318,7 +297,7 @@ class TrackedLookup(Model):
     """Rows catch up before they are read."""
 
     dtype = torch.float64
-    make = staticmethod(lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"))
+    make = staticmethod(deferred)
     guard = False
 
     def tables(self) -> list[nn.Module]:
@@ -331,10 +310,6 @@ class TrackedLookup(Model):
         self.loss(8)
 
 
-class GuardedLookup(TrackedLookup):
-    guard = True
-
-
 class CatchUp(TrackedLookup):
     def run(self) -> None:
         self.optimizer.catch_up()
@@ -345,9 +320,8 @@ class Forget(Model):
         self.optimizer.forget(self.model[0].weight, ids_of(3, 50))
 
 
-class DeferredForget(TrackedLookup):
-    def run(self) -> None:
-        self.optimizer.forget(self.model[0].weight, ids_of(3, 50))
+class DeferredForget(Forget, TrackedLookup):
+    pass
 
 
 class GrowTable(Model):
@@ -421,17 +395,9 @@ class VocabularyLookup(Model):
         }
 
 
-class AdmittingLookup(VocabularyLookup):
-    options: ClassVar[dict[str, Any]] = {"admit": 2}
-
-
-class LfuLookup(VocabularyLookup):
-    options: ClassVar[dict[str, Any]] = {"evict": "lfu", "shared": 2}
-
-
 class DeferredVocabularyLookup(VocabularyLookup):
     dtype = torch.float64
-    make = staticmethod(lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"))
+    make = staticmethod(deferred)
 
     def prepare(self) -> None:
         super().prepare()
@@ -515,14 +481,6 @@ class MappedStep(Mapped):
         self.optimizer.step()
 
 
-class InRowsStep(MappedStep):
-    in_rows = True
-
-
-class DeferredMappedStep(MappedStep):
-    semantics = "dense"
-
-
 class CreateTable(Mapped):
     """A file that does not exist yet."""
 
@@ -581,22 +539,16 @@ class Save(Mapped):
         return snapshot({"saved": self.loaded("another")})
 
 
-class SaveChanges(Save):
-    checkpoints = 2
-
-
-class SaveAndCompact(SaveChanges):
+class SaveAndCompact(Save):
     """Journals are merged into the base."""
+
+    checkpoints = 2
 
     def run(self) -> None:
         from sparsestep.storage import checkpoint as checkpoints
 
         checkpoints._COMPACT_MIN_BYTES, checkpoints._COMPACT_RATIO = 1, 0.01
         super().run()
-
-
-class SaveInRows(SaveChanges):
-    in_rows = True
 
 
 class Load(Mapped):
@@ -623,38 +575,13 @@ class Load(Mapped):
         return self.snapshot()
 
 
-class LoadInRows(Load):
-    in_rows = True
-
-
-class LoadDeferred(Load):
-    semantics = "dense"
-
-
 OPERATIONS: dict[str, type[Operation]] = {
-    "step": Step,
-    "first step": FirstStep,
-    "replayed step": ReplayedStep,
-    "mixed step": MixedStep,
-    "first mixed step": FirstMixedStep,
-    "complex step": ComplexStep,
-    "Lion step": LionStep,
-    "reference step": ReferenceStep,
-    "rounded reference step": RoundedReferenceStep,
-    "deferred step": DeferredStep,
-    "deferred reference step": DeferredReferenceStep,
-    "int8 step": Int8Step,
-    "rounded step": RoundedStep,
-    "rule step": RuleStep,
-    "untraced rule step": UntracedRuleStep,
-    "functional step": FunctionalStep,
-    "masked step": MaskedStep,
-    **dense_steps(),
+    **STEPS,
     "compact step": CompactStep,
     "step in backward": StepInBackward,
     "clip": ClippedGrads,
     "lookup: tracked": TrackedLookup,
-    "lookup: guarded": GuardedLookup,
+    "lookup: guarded": of(TrackedLookup, guard=True),
     "catch_up": CatchUp,
     "forget": Forget,
     "forget: deferred": DeferredForget,
@@ -662,21 +589,21 @@ OPERATIONS: dict[str, type[Operation]] = {
     "add_param_group": AddGroup,
     "load_state_dict": LoadStateDict,
     "vocabulary: lru": VocabularyLookup,
-    "vocabulary: admit": AdmittingLookup,
-    "vocabulary: lfu": LfuLookup,
+    "vocabulary: admit": of(VocabularyLookup, options={"admit": 2}),
+    "vocabulary: lfu": of(VocabularyLookup, options={"evict": "lfu", "shared": 2}),
     "vocabulary: deferred": DeferredVocabularyLookup,
     "vocabulary: mapped": MappedVocabularyLookup,
     "vocabulary: grow": GrowVocabulary,
     "vocabulary: load": LoadVocabulary,
     "mapped step": MappedStep,
-    "mapped step: in rows": InRowsStep,
-    "mapped step: deferred": DeferredMappedStep,
+    "mapped step: in rows": of(MappedStep, in_rows=True),
+    "mapped step: deferred": of(MappedStep, semantics="dense"),
     "mapped: create": CreateTable,
     "save: first": Save,
-    "save: changes": SaveChanges,
+    "save: changes": of(Save, checkpoints=2),
     "save: compact": SaveAndCompact,
-    "save: in rows": SaveInRows,
+    "save: in rows": of(Save, checkpoints=2, in_rows=True),
     "load": Load,
-    "load: in rows": LoadInRows,
-    "load: deferred": LoadDeferred,
+    "load: in rows": of(Load, in_rows=True),
+    "load: deferred": of(Load, semantics="dense"),
 }

@@ -43,7 +43,7 @@ class Locked(Torn):
         self.lock = threading.Lock()
 
     def run(self) -> None:
-        if not self.lock.acquire(timeout=5):
+        if not self.lock.acquire(timeout=0.5):
             raise RuntimeError("locked")
         torch.zeros(1000)
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparsestep
-from tests.faults.operations import Operation, ids_of
+from tests.faults.operations import Operation, ids_of, of
 from tests.faults.snapshot import of_optimizer
 
 WORLD = 2
@@ -73,10 +73,6 @@ class ShardedStep(RankOperation):
 
     def run(self) -> None:
         self.optimizer.step()
-
-
-class ShardedTablesStep(ShardedStep):
-    plan = "tables"
 
 
 class ShardedLookup(RankOperation):
@@ -173,7 +169,7 @@ OPERATIONS: dict[str, type[Operation]] = {
     "ranks: shard": Shard,
     "ranks: lookup": ShardedLookup,
     "ranks: step": ShardedStep,
-    "ranks: step on whole tables": ShardedTablesStep,
+    "ranks: step on whole tables": of(ShardedStep, plan="tables"),
     "ranks: vocabulary": SharedVocabularyLookup,
     "ranks: save": DistributedSave,
     "ranks: load": DistributedLoad,

@@ -18,5 +18,5 @@ Parameters, gradients and garbage come from `tests/generate`, the numbers of a s
 | `spoiling.py` | what must be refused, or at least not break anything |
 | `kinds/` | a file for each kind of case |
 | `cases.py` | seed to case |
-| `pool.py`, `screen.py`, `__main__.py` | processes that survive a crash, and the command |
+| `pool.py`, `__main__.py` | processes that survive a crash, and the command |
 """

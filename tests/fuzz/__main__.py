@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import sys
 import time
+from collections import Counter, defaultdict
 
 from tests.fuzz import pool
-from tests.fuzz.screen import Screen, Tally
+from tests.fuzz.pool import Outcome
 
 
 def main() -> int:
@@ -47,19 +49,61 @@ def search(options: argparse.Namespace) -> int:
     if options.cases is None and options.seconds is None:
         print(f"seeds from {first}; until you stop it")
     tally = Tally()
-    screen = Screen(tally)
     try:
-        with screen:
-            for outcome in pool.run(
-                seeds, options.workers, options.timeout, lambda: time.monotonic() < end
-            ):
-                screen.add(outcome)
+        for outcome in pool.run(
+            seeds, options.workers, options.timeout, lambda: time.monotonic() < end
+        ):
+            tally.add(outcome)
+            tally.show_now_and_then()
     except KeyboardInterrupt:
         print("stopped")
-    screen.close()
+    print("\n".join(tally.report()))
     if tally.findings:
         print("See a case again with: python -m tests.fuzz --seed SEED")
     return int(bool(tally.findings))
+
+
+class Tally:
+    """Cases by kind, and findings by what they are."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.findings: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+        self._start = self._shown = time.monotonic()
+
+    def add(self, outcome: Outcome) -> None:
+        """Count it; a new finding is printed at once."""
+        self.kinds[outcome.kind] += 1
+        if outcome.finding:
+            same = self.findings[outcome.kind, re.sub(r"\d{3,}", "…", outcome.finding)]
+            same.append(outcome)
+            if len(same) == 1:
+                print(f"seed {outcome.seed}, {outcome.kind}: {outcome.finding}: {outcome.detail}")
+
+    def show_now_and_then(self) -> None:
+        if time.monotonic() - self._shown > 10:
+            self._shown = time.monotonic()
+            print(self.head(), flush=True)
+
+    @property
+    def cases(self) -> int:
+        return sum(self.kinds.values())
+
+    def head(self) -> str:
+        seconds = time.monotonic() - self._start
+        count = sum(map(len, self.findings.values()))
+        rate = self.cases / max(seconds, 1e-9)
+        return f"{self.cases:,} cases in {seconds:.0f} s, {rate:.0f} a second, {count} findings"
+
+    def report(self) -> list[str]:
+        """Every finding once, with how often it came and how to see it again."""
+        lines = [self.head(), *(f"  {kind:32}{n:10,}" for kind, n in sorted(self.kinds.items()))]
+        for (kind, what), found in sorted(self.findings.items(), key=lambda item: -len(item[1])):
+            seeds = ", ".join(str(outcome.seed) for outcome in found[:5])
+            lines.append(f"{len(found):5} x {kind}: {what}")
+            lines.append(f"        {found[0].detail}")
+            lines.append(f"        seeds {seeds}")
+        return lines
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from sparsestep import _native
 from tests.fuzz.findings import where
 from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
-from tests.fuzz.outcome import Outcome
+from tests.fuzz.pool import Outcome
 from tests.fuzz.world import INSTRUCTION_SETS, Say
 from tests.generate.source import NotApplicableError, SeededSource, Source
 from tests.oracle import FindingError
@@ -41,28 +41,21 @@ def collect() -> None:
 
 def run(seed: int, tell: Say | None = None) -> Outcome:
     """One case. ``tell`` gets its steps as they are taken."""
-    chance, steps = SeededSource(seed), list[str]()
-
-    def say(text: str) -> None:
-        steps.append(text)
-        if tell is not None:
-            tell(text)
-
+    chance, say = SeededSource(seed), tell or (lambda text: None)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     if INSTRUCTION_SETS:
         _native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
     kind = chance.weighted(KINDS)
     name = kind.__name__.replace("_", " ")
-    if tell is not None:
-        tell(f"{name}, instruction set {_native.instruction_set()}")
+    say(f"{name}, instruction set {_native.instruction_set()}")
     try:
         kind(chance, say)
     except FindingError as found:
-        return Outcome(seed, name, found.kind, found.detail, tuple(steps))
+        return Outcome(seed, name, found.kind, found.detail)
     except NotApplicableError:
         pass
     except Exception as error:
         text = f"{type(error).__name__} at {where(error)}"
-        return Outcome(seed, name, text, " ".join(str(error).split())[:300], tuple(steps))
+        return Outcome(seed, name, text, " ".join(str(error).split())[:300])
     return Outcome(seed, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from tests.fuzz.outcome import Outcome
+from tests.fuzz.pool import Outcome
 
 
 def prepare() -> None:

@@ -15,12 +15,27 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.outcome import Outcome
-
 # So many seeds a message.
 BATCH = 50
 _STARTING = -1
 _IDLE_LOOKS = 3
+
+
+@dataclass
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        seed: of the case.
+        kind: of the case.
+        finding: what was found, in a word or two; empty if nothing.
+        detail: the same with numbers.
+    """
+
+    seed: int
+    kind: str
+    finding: str = ""
+    detail: str = ""
 
 
 def _work(runner: str, mailbox: Connection, at: Any, log: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
+import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import sparsestep
+from tests.faults.injectors import Lines
+from tests.fuzz.findings import is_taken
 from tests.fuzz.world import World, refused
 from tests.generate import garbage
 from tests.generate.source import NotApplicableError
 from tests.oracle import FindingError
-from tests.subject import NOT_NATIVE, Snapshot
+from tests.subject import Snapshot
+
+_SOURCES = os.path.dirname(sparsestep.__file__)
 
 
 @dataclass
@@ -295,35 +299,15 @@ def interrupt(world: World) -> None:
     drawn = world.draw()
     world.give(drawn)
     wanted, before = world.wanted(drawn), Snapshot(world)
-    left = world.chance.integer(1, 150)
-    world.say(f"step, with Ctrl-C at its line {left}")
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if "/sparsestep/" not in frame.f_code.co_filename:
-            return None
-        # Not where a with block ends: Python itself lets no signal in there.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not line.lstrip().startswith("with "):
-            left -= 1
-            if left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
+    nth = world.chance.integer(0, 149)
+    world.say(f"step, with Ctrl-C at its line {nth}")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupted = False
     try:
-        sys.settrace(trace)
-        world.step()
+        is_taken(lambda: Lines(_SOURCES).inject(world.step, nth), lambda: None)
     except KeyboardInterrupt:
         interrupted = True
-    except Exception as error:
-        if NOT_NATIVE not in str(error):
-            raise FindingError(
-                f"{type(error).__name__} in a valid step", str(error)[:300]
-            ) from error
     finally:
-        sys.settrace(None)
         signal.signal(signal.SIGINT, handler)
     try:
         before.check()

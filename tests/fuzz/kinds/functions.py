@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep import InputError
 from tests import oracle
-from tests.fuzz.findings import check_refusal
+from tests.fuzz.findings import check_refusal, is_taken
 from tests.fuzz.surroundings import any_surroundings
 from tests.fuzz.world import Say
 from tests.generate import garbage
@@ -19,7 +19,6 @@ from tests.generate.grads import any_grad
 from tests.generate.params import any_dtype, any_mask, any_options, any_param
 from tests.generate.source import Source
 from tests.oracle import FindingError
-from tests.subject import NOT_NATIVE
 from tests.table import FUNCTIONS, same_bits
 
 # The names of state that are keyword arguments where a function takes several kinds.
@@ -90,13 +89,10 @@ class Call:
         if self.param.numel():
             wanted = oracle.expected(self.cls, self.group, record, self.param, drawn, self.mask)
         before = self.snapshot()
-        try:
-            with around:
-                self.function(self.param, drawn.grad, engine=engine, **self.keywords())
-        except InputError as error:
-            if NOT_NATIVE not in str(error):
-                raise FindingError("a valid step is refused", str(error)[:300]) from error
-            self.check_unchanged(before)
+        call = partial(self.function, self.param, drawn.grad, engine=engine, **self.keywords())
+        with around:
+            taken = is_taken(call, partial(self.check_unchanged, before))
+        if not taken:
             return
         self.steps += 1
         if wanted is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from tests.fuzz.findings import check_refusal
+from tests.fuzz.findings import check_close, check_refusal
 from tests.fuzz.world import Say
 from tests.generate.grads import as_dense
 from tests.generate.source import Source
@@ -169,12 +169,8 @@ class Pair:
             raise FindingError("a refusal changed something", "weight")
 
     def close(self, what: str, ours: Tensor, exact: Tensor) -> None:
-        if ours.shape != exact.shape:
-            raise FindingError("wrong shape", f"{what}: {ours.shape}, right is {exact.shape}")
-        off = (ours.detach().double() - exact.detach().double()).abs()
         room = _ROOM[self.dtype] * max(1.0, float(exact.abs().max()) if exact.numel() else 1.0)
-        if off.numel() and not float(off.max()) <= room:
-            raise FindingError("not what torch's module gives", f"{what} is off by {off.max()}")
+        check_close("not what torch's module gives", what, ours, exact, room)
 
 
 _THINGS: list[Any] = [
