@@ -23,10 +23,6 @@ uses_torchscript = pytest.mark.filterwarnings(
     r"ignore:`torch\.jit\.\w+` is (deprecated|not supported)::torch\.jit"
 )
 
-needs_clipping_of_sparse_gradients = pytest.mark.skipif(
-    torch.__version__ < (2, 14), reason="torch's clip_grad_norm_ takes no sparse gradients here"
-)
-
 needs_gradients_that_autograd_lets_go = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="autograd holds the gradient during backward here (seen in 2.7 and 2.10), so that "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,13 +72,49 @@ class Nested(nn.Module):
         return (self.parts["a"](ids_of(t, 2)) + read).sin().sum()
 
 
-MODELS = [OneTable, ByKeyword, BagWithOffsets, BagOfRows, BagByKeyword, Nested]
+class Tied(nn.Module):
+    """A table, and a head of the same weight that some batches use."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 3, sparse=sparse)
+        self.layer = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, t: int, with_head: bool = False) -> Tensor:
+        hidden = self.layer(self.table(ids_of(t, 4)))
+        loss = hidden.sin().sum()
+        if with_head:
+            loss = loss + 0.1 * self.head(hidden).cos().sum()
+        return loss
+
+
+class WeightedBags(nn.Module):
+    """Reads a table twice, with weights that need a gradient: for that, backward reads it again."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 3, mode="sum", sparse=sparse)
+        self.weights = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, t: int) -> Tensor:
+        return self.read(ids_of(t, 2, 2), ids_of(t, 2, 2).flip(0))
+
+    def read(self, *both: Tensor) -> Tensor:
+        bags = [
+            self.table(ids, per_sample_weights=weights.view(2, 2))
+            for ids, weights in zip(both, self.weights, strict=True)
+        ]
+        return (bags[0] * bags[1]).sin().sum()
+
+
+MODELS = [OneTable, ByKeyword, BagWithOffsets, BagOfRows, BagByKeyword, Nested, Tied, WeightedBags]
 each_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 
 
-def made(
-    cls: Any, sparse: bool, optimizer: Any = sparsestep.AdamW, **more: Any
-) -> tuple[nn.Module, Any]:
+def made(cls: Any, sparse: bool, optimizer: Any = sparsestep.AdamW, **more: Any) -> tuple[Any, Any]:
+    """A model and its optimizer; with sparse gradients, under dense semantics."""
     torch.manual_seed(0)
     model = cls(sparse).double()
     if sparse:
@@ -88,14 +123,21 @@ def made(
     return model, optimizer(model.parameters(), lr=0.05, **options, **more)
 
 
-def train(model: nn.Module, opt: Any, steps: range) -> Iterator[float]:
+def train(model: Any, opt: Any, steps: range, **how: Any) -> list[float]:
+    losses = []
     for t in steps:
         opt.zero_grad()
-        loss = model(t)
+        loss = model(t, **how)
         loss.backward()
         opt.step()
-        yield float(loss.detach())
+        losses.append(float(loss.detach()))
+    return losses
 
 
-def finish(model: nn.Module, opt: Any, steps: range) -> list[float]:
-    return list(train(model, opt, steps))
+def close(ours: Any, theirs: Any) -> bool:
+    """To a few roundings: numbers, tensors, or state dicts."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(close(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, Tensor):
+        return torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+    return ours == pytest.approx(theirs, rel=1e-11)

@@ -1,53 +1,255 @@
-"""``optimizer.track(model, guard=True)``: a parameter that brings up to date what is read of it."""
+"""``optimizer.track(model, guard=True)``: a parameter whose rows catch up when they are read.
+
+Programs that read the table beside the lookups of a tracked model are compared with the same
+program with dense gradients and torch's AdamW.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsestep
-from tests.deferred.tied_model import made, train
-from tests.table import same_bits
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.nn import lookup
+from tests.deferred.models import Tied, close, ids_of, made, train
+from tests.deferred.runs import on_both_engines
+from tests.table import running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_guard_reads_no_more_rows_than_are_asked_for():
-    model, opt = made(True)
-    opt.track(model, guard=True)
+# What tracking alone makes right. Each takes model and optimizer, and returns numbers to compare.
+
+
+def averaged(model: Any, opt: Any) -> Any:
+    average = AveragedModel(model)
+    exponential = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for t in range(12):
+        train(model, opt, range(t, t + 1))
+        average.update_parameters(model)
+        exponential.update_parameters(nn.ModuleDict({"module": model})["module"])
+    return torch.cat([each.module.table.weight.detach() for each in (average, exponential)])
+
+
+def tied_head_in_some_batches(model: Any, opt: Any) -> Any:
+    losses = []
+    for t in range(12):
+        losses += train(model, opt, range(t, t + 1), with_head=t % 4 == 3)
+    return losses
+
+
+def tied_head_without_gradients(model: Any, opt: Any) -> Any:
     train(model, opt, range(10))
-    clock = opt.deferred[id(model.table.weight)]
+    with torch.no_grad():
+        return model.head(torch.ones(3).double())
+
+
+def evaluation(model: Any, opt: Any) -> Any:
+    """Over the whole weight, as a recommender ranks all items."""
+    train(model, opt, range(10))
+    assert model.eval() is model
+    assert not model.table.training
+    ranked = model.table.weight.detach().clone()
+    losses = train(model.train(), opt, range(10, 12))
+    nn.Sequential(model).eval()
+    return torch.cat([ranked, model.table.weight.detach(), torch.tensor([[*losses, 0.0]]).double()])
+
+
+def detached_parameters(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    detached = {name: param.detach() for name, param in model.named_parameters()}
+    return functional_call(model, detached, (20,))
+
+
+def shallow_copy(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    return copy.copy(model.table).weight.detach().clone()
+
+
+def renormalized(model: Any, opt: Any) -> Any:
+    """Torch writes the rows that are looked up, without a warning."""
+    model.table.max_norm = 0.5
+    if opt.semantics == "dense":
+        opt.track(model.table)
+    losses = train(model, opt, range(10))
+    model.eval()
+    return torch.cat([model.table.weight.detach().flatten(), torch.tensor(losses).double()])
+
+
+TRACKED = [
+    averaged,
+    tied_head_in_some_batches,
+    tied_head_without_gradients,
+    evaluation,
+    detached_parameters,
+    shallow_copy,
+    renormalized,
+]
+
+# What tracking cannot see, and the guard makes right.
+
+
+def own_average(model: Any, opt: Any) -> Any:
+    """As many programs have it."""
+    shadow = [param.detach().clone() for param in model.parameters()]
+    for t in range(12):
+        train(model, opt, range(t, t + 1))
+        for average, param in zip(shadow, model.parameters(), strict=True):
+            average.lerp_(param.data, 0.1)
+    return shadow[0]
+
+
+def one_vector(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def direct_lookups(model: Any, opt: Any) -> Any:
+    def read(t: int) -> Tensor:
+        weight = model.table.weight
+        return functional.embedding(ids_of(t, 4), weight, sparse=model.table.sparse).sin().sum()
+
+    return train(read, opt, range(12))
+
+
+def bags(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    ids = torch.tensor([[1, 2], [17, 3]])
+    return functional.embedding_bag(ids, model.table.weight, mode="sum").detach()
+
+
+def indexing(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    weight = model.table.weight.data
+    rows = [weight[torch.tensor([3, 1])], weight[7], weight[2:4], weight.T[:, 5], weight[[8]]]
+    rows += [weight[..., 0], weight.index_select(0, torch.tensor([11])), weight[weight.sum(1) > 0]]
+    return torch.cat([each.flatten() for each in rows])
+
+
+def module_elsewhere(model: Any, opt: Any) -> Any:
+    other = nn.Embedding(20, 3, sparse=model.table.sparse, _weight=torch.zeros(20, 3))
+    other.weight = model.table.weight
+    train(model, opt, range(10))
+    return other(torch.arange(20)).detach()
+
+
+def old_alias(model: Any, opt: Any) -> Any:
+    """A view that was taken before the steps."""
+    alias = model.table.weight.detach()
+    train(model, opt, range(10))
+    return alias * 1
+
+
+def exported(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    return torch.from_numpy(model.table.weight.detach().numpy().copy())
+
+
+def normalized(model: Any, opt: Any) -> Any:
+    """The whole table is written by hand after each step, as knowledge graph embeddings do it."""
+    losses = []
+    for t in range(10):
+        losses += train(model, opt, range(t, t + 1))
+        weight = model.table.weight
+        weight.data = functional.normalize(weight.data)
+        with torch.no_grad():
+            weight[3:5] *= 0.5
+            weight.clamp_(-0.5, 0.5)
+    return losses
+
+
+def pickled_parameter(model: Any, opt: Any) -> Any:
+    train(model, opt, range(10))
+    weight = pickle.loads(pickle.dumps(model.table.weight))
+    assert type(weight) is nn.Parameter
+    assert not vars(weight)
+    assert type(copy.deepcopy(model.table.weight)) is nn.Parameter
+    return weight.detach()
+
+
+GUARDED = [
+    own_average,
+    one_vector,
+    direct_lookups,
+    bags,
+    indexing,
+    module_elsewhere,
+    old_alias,
+    exported,
+    normalized,
+    pickled_parameter,
+]
+
+
+def results(program: Callable[[Any, Any], Any], guard: bool, **options: Any) -> tuple[Any, Any]:
+    model, opt = made(Tied, True, **options)
+    opt.track(model, guard=guard)
+    return program(model, opt), program(*made(Tied, False))
+
+
+@pytest.mark.parametrize("program", TRACKED, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
+def test_what_tracking_sees_is_as_in_the_dense_run(program: Any, guard: bool):
+    assert close(*results(program, guard))
+
+
+@pytest.mark.parametrize("program", GUARDED, ids=lambda p: p.__name__)
+@on_both_engines
+def test_what_only_the_guard_sees_is_as_in_the_dense_run(program: Any, engine: str):
+    with running_on(engine) as name:
+        assert close(*results(program, True, engine=name))
+
+
+@pytest.mark.parametrize("program", [own_average, module_elsewhere, old_alias])
+def test_without_the_guard_it_is_not(program: Any):
+    """Or the tests above would show nothing."""
+    assert not close(*results(program, False))
+
+
+def guarded() -> tuple[Any, Any, Any]:
+    model, opt = made(Tied, True)
+    return model, opt, opt.track(model, guard=True)
+
+
+def test_a_guard_catches_up_only_the_rows_that_are_read():
+    model, opt, _ = guarded()
+    train(model, opt, range(10))
     weight = model.table.weight
-    behind = (clock.last_step.abs() < 9).nonzero().squeeze(1)
-    assert behind.numel() > 4
-    for read, rows in (
-        (lambda: functional.embedding(behind[:1], weight), behind[:1]),
-        (lambda: weight[behind[1:2]], behind[1:2]),
-        (lambda: weight.index_select(0, behind[2:3]), behind[2:3]),
-        (
-            lambda: (weight.shape, weight.grad, weight.detach().T, weight.is_contiguous()),
-            behind[:0],
-        ),
-    ):
-        before = clock.last_step.clone()
+    deferred = opt.deferred[id(weight)]
+    stale = (deferred.last_step.abs() < 9).nonzero().squeeze(1)
+    assert stale.numel() > 4
+    reads: list[tuple[Callable[[], Any], Tensor]] = [
+        (lambda: functional.embedding(stale[:1], weight), stale[:1]),
+        (lambda: weight[stale[1:2]], stale[1:2]),
+        (lambda: weight.index_select(0, stale[2:3]), stale[2:3]),
+        (lambda: (weight.shape, weight.grad, weight.detach().T), stale[:0]),
+        (lambda: weight.is_contiguous(), stale[:0]),
+    ]
+    for read, rows in reads:
+        before = deferred.last_step.clone()
         read()
-        assert (clock.last_step != before).nonzero().squeeze(1).tolist() == rows.tolist()
+        assert (deferred.last_step != before).nonzero().squeeze(1).tolist() == rows.tolist()
     weight.sum()
-    assert not clock.has_deferred
+    assert not deferred.has_deferred
 
 
-def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch):
+def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         raise MemoryError
 
-    model, opt = made(True)
-    opt.track(model, guard=True)
+    model, opt, _ = guarded()
     train(model, opt, range(5))
     with monkeypatch.context() as patched:
         patched.setattr("sparsestep.optim.step.EngineDispatcher.prepare", fail)
@@ -57,25 +259,23 @@ def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch):
     assert not opt.deferred[id(model.table.weight)].has_deferred
 
 
-def test_a_guard_that_is_removed_leaves_an_ordinary_parameter():
-    model, opt = made(True)
+def test_a_removed_guard_leaves_an_ordinary_parameter():
+    model, opt, handle = guarded()
     weight = model.table.weight
-    handle = opt.track(model, guard=True)
     assert isinstance(weight, nn.Parameter)
     alias = weight.detach()
     train(model, opt, range(5))
     handle.remove()
     assert type(weight) is nn.Parameter
     assert not vars(weight)
-    before = weight.clone()
-    assert same_bits(alias.clone(), before)
+    assert same_bits(alias.clone(), weight.clone())
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_optimizers_may_guard_one_table(first: int):
-    model, opt = made(True)
+    model, opt, handle = guarded()
     other = sparsestep.AdamW([model.table.weight], lr=0.01, semantics="dense")
-    handles = [opt.track(model, guard=True), other.track(model, guard=True)]
+    handles = [handle, other.track(model, guard=True)]
     handles[first].remove()
     one = other if first == 0 else opt
     train(model, one, range(5))
@@ -85,28 +285,181 @@ def test_two_optimizers_may_guard_one_table(first: int):
     assert type(model.table.weight) is nn.Parameter
 
 
-def saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict, by way of a file."""
+def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return loaded
+    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize(
-    "again", [saved, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
+    "copied", [through_a_file, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
 )
-def test_a_state_dict_of_guarded_tables_is_saved_and_copied(again):
-    """Its tensors are views of the tables: what is written is current, and an ordinary tensor."""
-    model, opt = made(True)
-    opt.track(model, guard=True)
+def test_a_state_dict_of_guarded_tables_is_saved_and_copied(copied: Any):
+    """Its tensors are views of the tables: copies are current, and ordinary tensors."""
+    model, opt, _ = guarded()
     state = model.state_dict()
     train(model, opt, range(5))
-    found = again(state)
-    weight = model.table.weight
-    assert not opt.deferred[id(weight)].has_deferred
+    found = copied(state)
+    assert not opt.deferred[id(model.table.weight)].has_deferred
     for name, tensor in found.items():
         assert type(tensor) is Tensor
         assert same_bits(tensor, state[name].clone())
         assert tensor.data_ptr() != state[name].data_ptr()
+
+
+# Which gradient a table gets, however its parameter is wrapped: never a dense one by accident
+
+ROWS, DIM = 50, 4
+IDS = torch.tensor([[3, 7, 3], [0, 7, 49]])
+
+
+class Collection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = sparsestep.nn.EmbeddingBagCollection([(ROWS, DIM), (ROWS, DIM)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sum(self.tables([ids, ids]))
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="sum")
+        self.factors = nn.Parameter(torch.ones(IDS.shape))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids, per_sample_weights=self.factors)
+
+
+class Shared(nn.Module):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (sparsestep.nn.Embedding(ROWS, DIM) for _ in range(2))
+        self.other.weight = self.one.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.one(ids) + self.other(ids + 0)
+
+
+COMPACT: dict[str, Callable[[], nn.Module]] = {
+    "Embedding": lambda: sparsestep.nn.Embedding(ROWS, DIM, padding_idx=0),
+    "Embedding, max_norm": lambda: sparsestep.nn.Embedding(ROWS, DIM, max_norm=1.0),
+    "EmbeddingBag": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM),
+    "EmbeddingBag, max": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="max"),
+    "EmbeddingBag, max_norm": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, max_norm=1.0),
+    "weighted bags": Weighted,
+    "EmbeddingBagCollection": Collection,
+    "fused": lambda: sparsestep.nn.fuse(nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True))),
+    "shared": Shared,
+}
+COO: dict[str, Callable[[], nn.Module]] = {
+    "torch's Embedding": lambda: nn.Embedding(ROWS, DIM, sparse=True),
+    "torch's EmbeddingBag": lambda: nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum"),
+}
+each_kind = pytest.mark.parametrize("kind", [*COMPACT, *COO])
+# Rows are rescaled, or factors are guarded parameters themselves.
+USES_OPERATIONS = {"Embedding, max_norm", "EmbeddingBag, max_norm", "weighted bags"}
+
+
+def guard_twice(model: nn.Module, optimizer: Any) -> None:
+    other = sparsestep.AdamW(model.parameters(), lr=0.01, semantics="dense")
+    model.other_optimizer = [other]  # kept, or its guard would be idle
+    for each in (optimizer, other):
+        each.track(model, guard=True)
+
+
+def guard_then_move(model: nn.Module, optimizer: Any) -> None:
+    """Other memory for the same parameters."""
+    optimizer.track(model, guard=True)
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {
+    "not": lambda model, optimizer: None,
+    "tracked": lambda model, optimizer: optimizer.track(model),
+    "guarded": lambda model, optimizer: optimizer.track(model, guard=True),
+    "guarded twice": guard_twice,
+    "no longer guarded": lambda model, optimizer: optimizer.track(model, guard=True).remove(),
+    "other memory": guard_then_move,
+}
+
+
+def wrapped(kind: str, wrapper: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = {**COMPACT, **COO}[kind]()
+    optimizer = sparsestep.Adam(model.parameters(), lr=0.1, semantics="dense")
+    WRAPPERS[wrapper](model, optimizer)
+    return model, optimizer
+
+
+def backward(model: nn.Module, optimizer: Any, ids: Tensor = IDS) -> None:
+    optimizer.zero_grad()
+    model(ids).square().sum().backward()
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore::sparsestep.errors.StaleWarning")  # of max_norm, untracked
+def test_gradients_stay_compact_or_sparse(kind: str):
+    for wrapper in WRAPPERS:
+        model, optimizer = wrapped(kind, wrapper)
+        for _ in range(2):
+            backward(model, optimizer)
+            for name, table in model.named_parameters():
+                if name == "factors":
+                    continue
+                if kind in COMPACT:
+                    assert type(table.grad) is CompactGrad, wrapper
+                else:
+                    assert table.grad.layout is torch.sparse_coo, wrapper
+            optimizer.step()
+
+
+@pytest.mark.skipif(lookup.ext is None, reason="needs the native core")
+@pytest.mark.parametrize("kind", sorted(set(COMPACT) - USES_OPERATIONS))
+def test_the_core_looks_up_guarded_tables(kind: str, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    core = lookup.ext
+
+    class Watched:
+        def look_up(self, *args: Any) -> Any:
+            found.append(core.look_up(*args))
+            return found[-1]
+
+    monkeypatch.setattr(lookup, "ext", Watched())
+    model, _ = wrapped(kind, "guarded")
+    model(IDS)
+    assert found
+    assert all(each is not None for each in found)
+
+
+@each_kind
+def test_a_guard_changes_no_bit(kind: str):
+    runs = [wrapped(kind, wrapper) for wrapper in ("tracked", "guarded")]
+    for model, optimizer in runs:
+        for step in range(6):
+            backward(model, optimizer, (IDS + 5 * step) % ROWS)
+            optimizer.step()
+        optimizer.catch_up()
+    for param, its in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        assert same_bits(param.detach().clone(), its.detach().clone())
+
+
+def test_a_module_outside_the_tracked_model_reads_current_rows():
+    """It has no hooks: the guarded weight itself catches up the rows of the lookup."""
+    model, optimizer = wrapped("Embedding", "guarded")
+    outside = sparsestep.nn.Embedding(ROWS, DIM)
+    outside.weight = model.weight
+    for step in range(4):
+        backward(model, optimizer, (IDS + step % 2) % ROWS)
+        optimizer.step()
+    deferred = optimizer.deferred[id(model.weight)]
+    assert deferred.num_deferred() > 0
+    read = outside(IDS).detach().clone()
+    assert deferred.num_deferred() > 0  # no more than the rows of the lookup
+    optimizer.catch_up()
+    assert same_bits(read, model.weight.detach().clone()[IDS])

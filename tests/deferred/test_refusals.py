@@ -13,6 +13,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.deferred.runs import (
     DECAY,
     assert_close,
+    assert_dense_run,
     bookkeeping,
     coo,
     dense_run,
@@ -85,13 +86,6 @@ LATER: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def same_bookkeeping(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(
-        x[0] == y[0] and torch.equal(x[1], y[1]) and x[2:] == y[2:]
-        for x, y in zip(a, b, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("cls", "options", "later", "message"), LATER, ids=str)
 def test_what_is_refused_at_the_step(
     cls: Any, options: dict[str, Any], later: dict[str, Any], message: str
@@ -110,7 +104,7 @@ def test_what_is_refused_at_the_step(
     with pytest.raises(InputError, match=message):
         opt.step()
     assert unchanged(opt, before)
-    assert same_bookkeeping(bookkeeping(opt), books)
+    assert bookkeeping(opt) == books
     for name in later:
         del opt.param_groups[1][name]
     opt.param_groups[1].update(was)
@@ -138,11 +132,11 @@ def test_what_the_native_engine_cannot_run_changes_nothing(first_step: bool):
     with pytest.raises(InputError, match="the native engine needs CPU tensors"):
         opt.step()
     assert unchanged(opt, before)
-    assert same_bookkeeping(bookkeeping(opt), books)
+    assert bookkeeping(opt) == books
     opt.catch_up()
 
 
-@pytest.mark.parametrize("taken", [2**31 - 2, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("taken", [2**31 - 2, 2**31, 2**40])
 @pytest.mark.parametrize("dense_gradient", [False, True], ids=["sparse", "dense"])
 def test_more_steps_than_rows_can_remember(taken: int, dense_gradient: bool):
     table = torch.nn.Embedding(6, 2, sparse=not dense_gradient)
@@ -158,19 +152,31 @@ def test_more_steps_than_rows_can_remember(taken: int, dense_gradient: bool):
     assert unchanged(opt, before)
 
 
+@pytest.mark.parametrize("count", [float("nan"), -1.0])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_count_that_is_none(count: float, sparse: bool):
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.Adagrad([param], lr=0.1, semantics="dense")
+    opt.materialize_state()
+    opt.state[param]["step"] = torch.tensor(count)
+    param.grad = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
+    with pytest.raises(InputError, match=r"Adagrad: param 0 of group 0: .*number of steps taken"):
+        opt.step()
+    assert bool((param == 1).all())
+
+
 def test_the_last_step_that_rows_can_remember():
     table = torch.nn.Embedding(6, 2, sparse=True)
     opt = sparsestep.Adam(table.parameters(), lr=0.1, semantics="dense")
     table(torch.tensor([1])).sum().backward()
     opt.step()
-    saved = opt.state_dict()
-    opt.load_state_dict(saved)  # in the dtype of torch's counts, which is too coarse
+    opt.load_state_dict(opt.state_dict())
     opt.state[table.weight]["step"] = torch.tensor(2.0**31 - 4, dtype=torch.float64)
     opt.step()
     opt.step()
     opt.catch_up()
     before = snapshot(opt)
-    with pytest.raises(InputError, match="counts at most"):
+    with pytest.raises(InputError, match=r"counts at most 2147483646 steps\. Got \d+ steps"):
         opt.step()
     assert unchanged(opt, before)
 
@@ -178,15 +184,15 @@ def test_the_last_step_that_rows_can_remember():
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_is_given_twice_takes_two_steps():
     run = standard(20)
-    results = []
-    for sparse in (True, False):
-        param = run.param()
-        opt = sparsestep.AdamW([param, param], **({"semantics": "dense"} if sparse else {}))
+
+    def twice(params: list[torch.nn.Parameter], **options: Any) -> Any:
+        return sparsestep.AdamW([*params, *params], **options)
+
+    def train(opt: Any, param: torch.Tensor) -> None:
         run.train(opt, param)
-        opt.catch_up()
         assert int(opt.state[param]["step"]) == 40
-        results.append(kept(opt, param))
-    assert_close(*results)
+
+    assert_dense_run(twice, run, train=train)
 
 
 def test_a_parameter_in_several_groups_is_refused_as_by_torch():

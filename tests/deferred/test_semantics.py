@@ -1,30 +1,46 @@
-"""``semantics="dense"``: an entry without a gradient is one whose gradient is zero."""
+"""``semantics="dense"``: an entry without a gradient is one whose gradient is zero.
+
+``tests/properties/test_deferred.py`` has the same for gradients of every layout and shape.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparsestep
+from sparsestep.deferred import history as histories
+from sparsestep.deferred.history import StepHistory
+from sparsestep.deferred.rows import DeferredRows
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import NoDrift
 from tests.deferred.runs import (
-    OF_TORCH,
+    DECAY,
+    KINDS,
     VARIANTS,
+    Run,
     assert_close,
+    assert_dense_run,
+    assert_same_bits,
+    bookkeeping,
     coo,
-    each_variant,
+    dense_run,
+    each_kind,
     kept,
     on_both_engines,
-    oracle,
     room_for,
     standard,
 )
-from tests.table import WITH_DENSE, Variant, each_engine, on_each_engine, running_on
+from tests.elsewhere import DEVICE, Elsewhere, elsewhere
+from tests.table import WITH_DENSE, Variant, on_each_engine, running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ADAMW = KINDS[0]
 
 
 def test_every_optimizer_is_covered():
@@ -34,16 +50,10 @@ def test_every_optimizer_is_covered():
 
 @on_each_engine(VARIANTS)
 def test_it_is_the_dense_run(variant: Variant, engine: str):
-    run = standard()
-    param = run.param()
-    with running_on(engine) as name:
-        opt = variant([param], lr=0.1, semantics="dense", engine=name)
-        run.train(opt, param)
-        opt.catch_up()
-    assert_close(kept(opt, param), oracle(variant), room_for(variant))
+    assert_dense_run(variant, standard(), engine)
 
 
-@each_variant
+@each_kind
 @on_both_engines
 def test_rows_are_current_wherever_one_looks(variant: Variant, engine: str):
     """Some rows after every step, all of them after some, and never all at once in the end."""
@@ -57,88 +67,40 @@ def test_rows_are_current_wherever_one_looks(variant: Variant, engine: str):
             run.train(dense, theirs, range(t, t + 1))
             rows = torch.arange(24) if t == 9 else torch.tensor([0, t, 23])
             opt.catch_up(ours, rows)
-            some, wanted = kept(opt, ours), kept(dense, theirs)
-            some, wanted = ({k: v[rows] for k, v in each.items()} for each in (some, wanted))
+            some, wanted = (
+                {k: v[rows] for k, v in each.items()}
+                for each in (kept(opt, ours), kept(dense, theirs))
+            )
             assert_close(some, wanted, room_for(variant))
 
 
-@pytest.mark.parametrize(("name", "options"), OF_TORCH, ids=str)
 @on_both_engines
-def test_it_is_the_run_of_torch(name: str, options: dict[str, Any], engine: str):
-    run = standard()
-    theirs, ours = run.param(), run.param()
-    dense = getattr(torch.optim, name)([theirs], lr=0.1, **options)
-    run.train(dense, theirs)
-    with running_on(engine) as chosen:
-        opt = getattr(sparsestep, name)([ours], lr=0.1, semantics="dense", engine=chosen, **options)
-        run.train(opt, ours)
-        opt.catch_up()
-    assert_close(kept(opt, ours), kept(dense, theirs))
-    if name != "SGD":
-        assert int(opt.state[ours]["step"]) == int(dense.state[theirs]["step"])
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [v for v in VARIANTS if not isinstance(v.rule.idle_update, NoDrift)],
-    ids=str,
-)
-@on_both_engines
-@pytest.mark.parametrize("missed", [1, 2, 3])
-def test_a_gap(variant: Variant, engine: str, missed: int):
-    """A row is touched again after so many steps, with rates that differ from step to step."""
-    gradients = [0] + missed * [1] + [0] + missed * [2] + [0, 1]
-    results = []
-    for sparse in (True, False):
-        generator = torch.Generator().manual_seed(1)
-        param = torch.nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
-        with running_on(engine) as name:
-            more = {"semantics": "dense", "engine": name} if sparse else {}
-            opt = variant([param], lr=0.1, **more)
-            for t, row in enumerate(gradients):
-                opt.param_groups[0]["lr"] = 0.1 / (t + 1)
-                values = torch.randn(1, 2, generator=generator, dtype=torch.float64)
-                grad = coo([row], values, (4, 2))
-                if sparse:
-                    opt.catch_up(param, torch.tensor([row]))
-                param.grad = grad if sparse else grad.to_dense()
-                opt.step()
-            opt.catch_up()
-        results.append(kept(opt, param))
-    assert_close(*results, room_for(variant))
-
-
-@each_engine
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cls", [sparsestep.Adam, sparsestep.SparseAdam], ids=lambda c: c.__name__)
-def test_squares_that_are_nothing(cls: type[RuleOptimizer], engine: str, dtype: torch.dtype):
-    """Gradients so small that their squares underflow still move by their share of eps."""
-    least, eps = (1e-25, 1e-20) if dtype == torch.float32 else (1e-170, 1e-160)
-    results = []
-    for sparse in (True, False):
-        param = torch.nn.Parameter(torch.zeros(3, 2, dtype=dtype if sparse else torch.float64))
-        with running_on(engine) as name:
-            more = {"semantics": "dense", "engine": name} if sparse else {}
-            opt = cls([param], lr=eps / least, eps=eps, **more)
-            for row in (0, 1, 1, 0, 1, 1, 1):
-                values = torch.full((1, 2), least, dtype=param.dtype)
-                grad = coo([row], values, (3, 2))
-                if sparse:
+def test_squares_that_underflow(cls: type[RuleOptimizer], engine: str):
+    """Gradients so small that their squares are zero still move by their share of eps."""
+    for dtype, least, eps in ((torch.float32, 1e-25, 1e-20), (torch.float64, 1e-170, 1e-160)):
+        results = []
+        for sparse in (True, False):
+            param = torch.nn.Parameter(torch.zeros(3, 2, dtype=dtype if sparse else torch.float64))
+            with running_on(engine) as name:
+                more = {"semantics": "dense", "engine": name} if sparse else {}
+                opt = cls([param], lr=eps / least, eps=eps, **more)
+                for row in (0, 1, 1, 0, 1, 1, 1):
+                    grad = coo([row], torch.full((1, 2), least, dtype=param.dtype), (3, 2))
                     opt.catch_up(param, torch.tensor([row]))
-                param.grad = grad if sparse else grad.to_dense()
-                opt.step()
-            opt.catch_up()
-        results.append(param.detach().double())
-        if sparse:
-            assert not opt.state[param]["exp_avg_sq"].any()
-    ours, exact = results
-    assert ours[:2].abs().min() > 0.1
-    # In float64 the squares of 1e-25 are there: a hundred-thousandth beside eps.
-    assert torch.allclose(ours, exact, rtol=3e-5 if dtype == torch.float32 else 1e-9, atol=0)
+                    param.grad = grad if sparse else grad.to_dense()
+                    opt.step()
+                opt.catch_up()
+            results.append(param.detach().double())
+            assert not sparse or not opt.state[param]["exp_avg_sq"].any()
+        ours, exact = results
+        assert ours[:2].abs().min() > 0.1
+        # In float64 the squares of 1e-25 are there: a hundred-thousandth beside eps.
+        assert torch.allclose(ours, exact, rtol=3e-5 if dtype == torch.float32 else 1e-9, atol=0)
 
 
 WITHOUT_EPS = [
-    Variant(sparsestep.AdamW, {"weight_decay": 0.1}),
+    ADAMW,
     Variant(sparsestep.AdamW, {"betas": (0.95, 0.9)}),  # the series does not converge
     Variant(sparsestep.AdamW, {"amsgrad": True}),
     Variant(sparsestep.RowwiseAdam, {}),
@@ -148,18 +110,419 @@ WITHOUT_EPS = [
 
 
 @pytest.mark.parametrize("variant", WITHOUT_EPS, ids=str)
-@each_engine
+@on_both_engines
 def test_without_eps_rows_that_had_no_gradient_are_not_nan(variant: Variant, engine: str):
     """Dense steps divide zero by zero there. Here it is what any eps gives, however small."""
     run = standard(20)
-    ours, theirs, tiny = run.param(), run.param(), run.param()
     with running_on(engine) as name:
-        opt = variant([ours], lr=0.1, eps=0.0, semantics="dense", engine=name)
-        run.train(opt, ours)
+        ours = dense_run(variant, run, eps=0.0, semantics="dense", engine=name)
+    assert dense_run(variant, run, eps=0.0)["param"][-2:].isnan().all()
+    assert_close(ours, dense_run(variant, run, eps=1e-200))
+
+
+# Options and masks that change between steps
+
+CHANGES: list[tuple[Any, dict[str, Any], dict[str, list[Any]]]] = [
+    (sparsestep.AdamW, {}, {"betas": [(0.9, 0.999), (0.5, 0.9), (0.9, 0.5)]}),
+    (sparsestep.AdamW, {}, {"eps": [1e-8, 0.5]}),
+    (sparsestep.AdamW, {}, {"weight_decay": [0.0, 0.5, 0.1]}),
+    (sparsestep.AdamW, {}, {"maximize": [False, True]}),
+    (sparsestep.SparseAdam, {}, {"betas": [(0.9, 0.999), (0.5, 0.9)], "eps": [1e-8, 0.5]}),
+    (sparsestep.Adagrad, DECAY, {"lr_decay": [0.0, 0.1], "weight_decay": [0.1, 0.2]}),
+    (sparsestep.SGD, {"momentum": 0.9, **DECAY}, {"momentum": [0.9, 0.5], "weight_decay": [0, 1]}),
+    (sparsestep.SGD, {"momentum": 0.9}, {"dampening": [0.0, 0.5]}),
+    (sparsestep.SGD, {"momentum": 0.9}, {"nesterov": [False, True]}),
+    (sparsestep.RMSprop, {"momentum": 0.9}, {"alpha": [0.99, 0.5], "momentum": [0.9, 0.1]}),
+    (sparsestep.Lion, {}, {"betas": [(0.9, 0.99), (0.5, 0.5)], "weight_decay": [0.0, 0.1]}),
+    (sparsestep.Ftrl, {}, {"l1": [0.0, 0.1], "l2": [0.0, 0.1], "beta": [1.0, 2.0]}),
+    (sparsestep.RowwiseAdam, DECAY, {"betas": [(0.9, 0.999), (0.5, 0.9)]}),
+]
+# Another rule, with other state: rows catch up by the rule that they have missed.
+OTHER_RULES: list[tuple[Any, dict[str, Any], dict[str, list[Any]]]] = [
+    (sparsestep.SGD, {}, {"momentum": [0.0, 0.9]}),
+    (sparsestep.SGD, {"momentum": 0.9, **DECAY}, {"momentum": [0.9, 0.0]}),
+    (sparsestep.RMSprop, {"momentum": 0.9}, {"momentum": [0.9, 0.0]}),
+    (sparsestep.RMSprop, {"centered": True, "eps": 0.5}, {"centered": [True, False]}),
+    (sparsestep.AdamW, {"amsgrad": True}, {"amsgrad": [True, False]}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "changes"), [*CHANGES, *OTHER_RULES], ids=str)
+@on_both_engines
+def test_options_that_change_between_steps(
+    cls: Any, options: dict[str, Any], changes: dict[str, list[Any]], engine: str
+):
+    run = Run(14 if (cls, options, changes) in OTHER_RULES else 35)
+
+    def change(opt: torch.optim.Optimizer, t: int) -> None:
+        for name, given in changes.items():
+            opt.param_groups[0][name] = given[t // 7 % len(given)]
+
+    def train(opt: Any, param: Tensor) -> None:
+        run.train(opt, param, before=change)
+
+    assert_dense_run(Variant(cls, options), run, engine, train=train)
+
+
+@on_both_engines
+def test_groups_with_values_of_their_own(engine: str):
+    run = standard(30)
+    results = []
+    for sparse in (True, False):
+        params = [run.param() for _ in range(3)]
+        rate = torch.tensor(0.01, dtype=torch.float64)
+        groups = [
+            {"params": params[:1], "betas": (0.5, 0.9), "weight_decay": 0.5},
+            {"params": params[1:2], "lr": rate if sparse else 0.01, "amsgrad": True},
+            {"params": params[2:], "eps": 0.5},
+        ]
+        with running_on(engine) as name:
+            more = {"semantics": "dense", "engine": name} if sparse else {}
+            opt = sparsestep.AdamW(groups, lr=0.1, **more)
+            for t in range(30):
+                if sparse:
+                    rate.fill_(run.rates[t])  # a tensor that changes in place
+                else:
+                    opt.param_groups[1]["lr"] = run.rates[t]
+                opt.param_groups[2]["lr"] = run.rates[t]
+                opt.catch_up()
+                for number, param in enumerate(params):
+                    grad = run.sparse((t + number) % 30, torch.float64)
+                    param.grad = grad if sparse else grad.to_dense()
+                opt.step()
+            opt.catch_up()
+        results.append([kept(opt, param) for param in params])
+    for ours, exact in zip(*results, strict=True):
+        assert_close(ours, exact)
+
+
+@each_kind
+@on_both_engines
+@pytest.mark.parametrize("how", ["constant", "in place", "another", "none in between"])
+def test_a_mask(variant: Variant, engine: str, how: str):
+    """A row misses only the steps in which it might have moved; outside, it keeps its bits."""
+    run = standard(30)
+    generator = torch.Generator().manual_seed(3)
+    masks = [torch.rand(24, generator=generator) < 0.5 for _ in range(3)]
+
+    def train(opt: Any, param: Tensor) -> None:
+        mask = masks[0].clone()
+        opt.param_groups[0]["mask"] = mask
+        for part in range(3):
+            if how == "in place":
+                mask.copy_(masks[part])
+            elif how != "constant":
+                skipped = how == "none in between" and part == 1
+                opt.param_groups[0]["mask"] = None if skipped else masks[part]
+            run.train(opt, param, range(10 * part, 10 * part + 10))
+        opt.catch_up(param, torch.arange(24))
+
+    ours = assert_dense_run(variant, run, engine, train=train)
+    outside = ~masks[0] if how == "constant" else ~(masks[0] | masks[1] | masks[2])
+    assert how == "none in between" or same_bits(ours["param"][outside], run.weight[outside])
+
+
+def test_dense_gradients_under_a_mask():
+    run = standard(30)
+    mask = torch.arange(24) % 3 > 0
+
+    def train(opt: Any, param: Tensor) -> None:
+        for t in range(30):
+            opt.catch_up()
+            grad = run.sparse(t, torch.float64)
+            param.grad = grad.to_dense() if t % 3 == 0 or opt.semantics == "masked" else grad
+            opt.step()
+
+    ours = assert_dense_run(ADAMW, run, train=train, mask=mask)
+    assert same_bits(ours["param"][~mask], run.weight[~mask])
+
+
+# State that is cleared or created in advance
+
+CLEARED: dict[str, Callable[[RuleOptimizer, Tensor], None]] = {
+    "all": lambda opt, param: opt.state.clear(),
+    "the parameter's": lambda opt, param: opt.state[param].clear(),
+    "replaced": lambda opt, param: setattr(opt, "state", defaultdict(dict)),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("how", CLEARED)
+@on_both_engines
+def test_a_parameter_whose_state_is_cleared_starts_over(variant: Variant, how: str, engine: str):
+    """It has missed nothing, and continues as with a new optimizer."""
+    if not variant.rule.state:
+        return
+    run = standard(20)
+    param = run.param(torch.float32)
+    with running_on(engine) as name:
+        opt = variant([param], lr=0.1, semantics="dense", engine=name)
+        run.train(opt, param, range(10))
+        CLEARED[how](opt, param)
+        weight = param.detach().clone()
+        opt.catch_up(param, torch.tensor([0, 3]))
         opt.catch_up()
-    dense = variant([theirs], lr=0.1, eps=0.0)
-    run.train(dense, theirs)
-    assert theirs[-2:].isnan().all()
-    almost = variant([tiny], lr=0.1, eps=1e-200)
-    run.train(almost, tiny)
-    assert_close(kept(opt, ours), kept(almost, tiny))
+        opt.state_dict()
+        assert same_bits(param.detach(), weight)
+        fresh = torch.nn.Parameter(weight.clone())
+        new = variant([fresh], lr=0.1, semantics="dense", engine=name)
+        for one, its in ((opt, param), (new, fresh)):
+            run.train(one, its, range(10, 20))
+            one.catch_up()
+    assert_same_bits(kept(opt, param), kept(new, fresh))
+
+
+def test_a_buffer_that_is_removed_starts_over_as_with_torch():
+    """Torch's SGD takes ``None`` for a first step."""
+    param = torch.nn.Parameter(torch.zeros(3, 1))
+    opt = sparsestep.SGD([param], lr=1.0, momentum=0.5, semantics="dense")
+    param.grad = coo([0], torch.ones(1, 1), (3, 1))
+    opt.step()
+    opt.state[param]["momentum_buffer"] = None
+    opt.catch_up()
+    param.grad = coo([1], torch.ones(1, 1), (3, 1))
+    opt.step()
+    opt.catch_up()
+    assert param.flatten().tolist() == [-1.0, -1.0, 0.0]
+
+
+def test_a_resized_parameter_starts_over():
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.SGD([param], lr=0.1, semantics="dense", **DECAY)
+    for rows in (4, 6):
+        param.grad = None
+        param.data = torch.ones(rows, 2)
+        for row in (1, 2):
+            opt.catch_up(param, torch.tensor([row])) if param.grad is not None else None
+            param.grad = coo([row], torch.zeros(1, 2), (rows, 2))
+            opt.step()
+        opt.catch_up()
+        assert torch.allclose(param, torch.full((rows, 2), 0.99**2))
+
+
+NO_DECAY = [
+    Variant(sparsestep.Adam, {}),
+    Variant(sparsestep.RowwiseAdam, {}),
+    Variant(sparsestep.Lion, {}),
+    Variant(sparsestep.RMSprop, {"momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize("variant", NO_DECAY, ids=str)
+@on_both_engines
+def test_state_created_in_advance_is_as_none(variant: Variant, engine: str):
+    """Rows without a gradient so far have missed nothing: no warning, which would be an error."""
+    results = []
+    for in_advance in (True, False):
+        param = torch.nn.Parameter(torch.ones(6, 2))
+        with running_on(engine) as name:
+            opt = variant([param], lr=0.1, semantics="dense", engine=name)
+            if in_advance:
+                opt.materialize_state()
+            for row in range(5):
+                param.grad = coo([row], torch.ones(1, 2), (6, 2))
+                opt.step()
+            books = bookkeeping(opt)
+            opt.catch_up()
+        results.append((kept(opt, param), books[0][1:]))
+    (ours, our_books), (wanted, books) = results
+    assert_same_bits(ours, wanted)
+    assert our_books == books
+
+
+@on_both_engines
+def test_catching_up_in_inference_mode(engine: str):
+    """The bookkeeping can be written afterwards."""
+    run = standard(20)
+
+    def train(opt: Any, param: Tensor) -> None:
+        run.train(opt, param, range(10))
+        with torch.inference_mode():
+            opt.catch_up()
+        run.train(opt, param, range(10, 20))
+
+    assert_dense_run(ADAMW, run, engine, train=train)
+
+
+# Long runs and large tables
+
+
+@pytest.mark.parametrize("variant", [ADAMW, KINDS[6]], ids=str)
+def test_histories_longer_than_the_first_capacity(variant: Variant):
+    """A row that waits for 300 and one that waits for 1,100 steps."""
+    run = Run(1105, (4, 2), most=0)
+    run.rates = [0.01 * (1 + math.cos(t / 50)) for t in range(1105)]
+    generator = torch.Generator().manual_seed(0)
+    rows = [{0: 0, 1: 1, 301: 0, 1102: 1}.get(t, 2) for t in range(1105)]
+    run.rows = [torch.tensor([row]) for row in rows]
+    run.values = [torch.randn(1, 2, generator=generator, dtype=torch.float64) for _ in rows]
+
+    def train(opt: Any, param: Tensor) -> None:
+        run.train(opt, param)
+        assert opt.semantics == "masked" or opt.deferred[id(param)].history.steps == 1105
+
+    assert_dense_run(variant, run, train=train)
+
+
+@each_kind
+@on_both_engines
+@pytest.mark.parametrize("at_once", [False, True], ids=["a few with each step", "at once"])
+def test_a_full_history_is_cleared(
+    variant: Variant, engine: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+):
+    run = standard()
+    cleared, dropped = [], []
+    clear, drop = StepHistory.clear, StepHistory.drop_oldest
+    monkeypatch.setattr(StepHistory, "clear", lambda h: (cleared.append(h.now), clear(h)))
+    monkeypatch.setattr(StepHistory, "drop_oldest", lambda h, n: (dropped.append(n), drop(h, n)))
+    if at_once:
+        monkeypatch.setattr(StepHistory, "is_half_full", False)
+        monkeypatch.setattr(histories, "_MAX_STEPS", 13)  # no series reaches far enough to be used
+
+    def train(opt: Any, param: Tensor) -> None:
+        run.train(opt, param, range(1))
+        monkeypatch.setattr(histories, "_MAX_STEPS", 13)
+        run.train(opt, param, range(1, 60))
+        if opt.semantics == "dense":
+            assert (len(cleared) > 3, len(dropped) > 3) == (at_once, not at_once)
+
+    assert_dense_run(variant, run, engine, train=train)
+
+
+@on_both_engines
+def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch: pytest.MonkeyPatch):
+    """A step of a long run catches up its share of the rows, and no more."""
+    monkeypatch.setattr(histories, "_MAX_STEPS", 40)
+    run = Run(100, (200, 2))
+    param = run.param()
+    caught_up = []
+    catch_up = DeferredRows.catch_up
+
+    def counted(rows: DeferredRows, *args: Any, **options: Any) -> int:
+        caught_up.append(args[2].unique().numel())
+        return catch_up(rows, *args, **options)
+
+    monkeypatch.setattr(DeferredRows, "catch_up", counted)
+    with running_on(engine) as name:
+        opt = ADAMW([param], lr=0.1, semantics="dense", engine=name)
+        run.train(opt, param)
+    assert opt.deferred[id(param)].history.base >= 40
+    assert max(caught_up) == 20  # 200 rows in a quarter of 40 steps
+    monkeypatch.undo()
+    opt.catch_up()
+    assert_close(kept(opt, param), dense_run(ADAMW, run))
+
+
+@on_both_engines
+def test_rows_outside_a_mask_keep_their_bits_in_a_long_run(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(histories, "_MAX_STEPS", 13)
+    run = standard()
+    mask = torch.arange(24) % 3 != 1
+
+    def train(opt: Any, param: Tensor) -> None:
+        run.train(opt, param, range(50))
+        assert opt.semantics == "masked" or opt.deferred[id(param)].history.base >= 30
+        opt.catch_up()
+        assert same_bits(param[1::3].detach(), run.weight[1::3])
+        opt.param_groups[0]["mask"] = ~mask  # now the others move, from where they are
+        run.train(opt, param, range(50, 60))
+
+    assert_dense_run(ADAMW, run, engine, train=train, mask=mask)
+
+
+@on_both_engines
+def test_the_first_step_on_a_large_table_writes_only_its_rows(engine: str):
+    """Of the state and of the bookkeeping, a page for each row and no more."""
+    rows = 3_000_001
+    ids = torch.tensor([5, 7, 2_000_000, rows - 1, 5])
+    weight = torch.nn.Parameter(torch.zeros(rows, 1))
+    few = torch.nn.Parameter(torch.zeros(5, 1))
+    with running_on(engine) as name:
+        opts = [
+            sparsestep.Adam([param], lr=0.1, semantics="dense", engine=name)
+            for param in (weight, few)
+        ]
+        for t in range(3):
+            for opt, param, at in (
+                (opts[0], weight, ids),
+                (opts[1], few, torch.tensor([0, 1, 2, 3, 0])),
+            ):
+                opt.catch_up(param, at[t:])
+                param.grad = coo(at[t:], torch.ones(5 - t, 1), param.shape)
+                opt.step()
+        steps = opts[0].deferred[id(weight)]._steps
+        assert steps.pages_left == -(-rows // 1024) - 3
+        for opt in opts:
+            opt.catch_up()
+    assert not steps.pages_left
+    assert torch.equal(weight[ids], few[[0, 1, 2, 3, 0]])
+    assert torch.equal(steps.values[ids], opts[1].deferred[id(few)].last_step[[0, 1, 2, 3, 0]])
+    assert (steps.values < 0).sum() == rows - 4
+
+
+def test_decay_that_leaves_almost_nothing():
+    """The history is cleared before numbers become too large."""
+    assert_dense_run(Variant(sparsestep.AdamW, {"weight_decay": 9.999}), Run(80))
+
+
+# Devices
+
+ELSEWHERE = [
+    *KINDS,
+    Variant(sparsestep.AdamW, {"eps": 1.0}),  # followed step by step
+    Variant(sparsestep.AdamW, {"betas": (0.95, 0.9)}),  # the series does not converge
+    Variant(sparsestep.SGD, {"momentum": 0.99999}),  # reaches back further than is kept
+]
+
+
+def trained(variant: Variant, device: torch.device, mask: Tensor | None) -> list[Tensor]:
+    """Parameter and state after some steps, with sparse gradients and a dense one."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(9, 3, generator=generator).double().to(device))
+    more: dict[str, Any] = {} if mask is None else {"mask": mask.to(device)}
+    options = {**variant.options, **more, "lr": 0.1, "semantics": "dense", "engine": "reference"}
+    opt = getattr(sparsestep, f"Functional{variant.cls.__name__}")([param], **options)
+    for t in range(12):
+        ids = torch.randint(0, 8, (4,), generator=generator)
+        values = torch.randn(4, 3, generator=generator).double()
+        opt.catch_up(param, ids if t % 2 else ids.to(device))  # ids on either device
+        gradient: Any = sparsestep.IndexedGrad(ids.to(device), values.to(device))
+        if t == 6:
+            opt.catch_up()  # a dense gradient comes from reading all rows
+            gradient = torch.zeros(9, 3).double().index_add_(0, ids, values).to(device)
+        opt.step([gradient])
+    opt.catch_up()
+    return [param.detach(), *(v for k, v in opt.state[param].items() if k != "step")]
+
+
+@pytest.mark.parametrize("variant", ELSEWHERE, ids=str)
+def test_a_parameter_on_another_device(variant: Variant):
+    for mask in (None, torch.arange(9) % 3 > 0):
+        here = trained(variant, torch.device("cpu"), mask)
+        with elsewhere():
+            there = trained(variant, DEVICE, mask)
+        for ours, wanted in zip(there, here, strict=True):
+            assert isinstance(ours, Elsewhere)
+            # Not to the bit: the dense gradient is for torch's kernel, which is another one there.
+            assert torch.allclose(ours.inner, wanted, rtol=1e-13, atol=1e-15)
+
+
+@each_kind
+@on_both_engines
+def test_another_default_device_changes_nothing(variant: Variant, engine: str):
+    run = standard(5)
+    results = []
+    for default in ("cpu", "meta"):
+        param = run.param()
+        grads = [run.sparse(t, torch.float64) for t in range(5)]
+        with running_on(engine) as name, torch.device(default):
+            opt = variant([param], lr=0.1, semantics="dense", engine=name)
+            for t, grad in enumerate(grads):
+                opt.catch_up(param, run.rows[t])
+                param.grad = grad
+                opt.step()
+            opt.catch_up()
+        results.append(kept(opt, param))
+    assert_same_bits(*results)

@@ -1,27 +1,62 @@
-"""Clipping: torch's own functions on the densified gradients are the oracle."""
+"""Clipping: torch's own functions on the dense gradients are the oracle."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.masked import masked_tensor
 from torch.nn import utils
 
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.grads import clip, dedup
 from sparsestep.grads.clip import clip_grad_norm_, clip_grad_value_
-from tests.generate.grads import Drawn, any_grad, is_lazy, strided
+from sparsestep.grads.compact import CompactGrad
+from tests.generate.grads import Drawn, any_grad, as_dense, is_lazy, strided
 from tests.generate.grads import coo as any_coo
 from tests.generate.params import REAL, any_param
 from tests.generate.source import DrawnSource
-from tests.grads.clipping import NORM_TYPES, assert_same_gradients, coo, form, with_grad
+from tests.nn.cases import same
 from tests.table import same_bits
+
+NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
+
+
+def with_grad(grad: Tensor) -> Tensor:
+    param = torch.zeros(1, dtype=grad.dtype).expand(grad.shape)
+    param.grad = grad
+    return param
+
+
+def coo(indices: list, values: Tensor | list, shape: tuple, dtype=torch.float32) -> Tensor:
+    values = torch.as_tensor(values, dtype=dtype)
+    return torch.sparse_coo_tensor(torch.tensor(indices).reshape(-1, len(values)), values, shape)
+
+
+def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    for our, their in zip(ours, theirs, strict=True):
+        if their.grad is None:
+            assert our.grad is None
+            continue
+        assert our.grad.dtype == their.grad.dtype
+        left, right = as_dense(our.grad), as_dense(their.grad)
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+def form(param: Tensor) -> object:
+    """What scaling leaves as it is."""
+    grad = param.grad
+    if grad is None or not grad.is_sparse:
+        return id(grad)
+    return id(grad), grad._indices().tolist(), grad.is_coalesced()
+
 
 FOREACH = (None, True, False)
 Mixture = list[Drawn | None]
@@ -197,24 +232,6 @@ def test_a_tensor_an_iterable_or_a_generator(function: Callable):
         assert float(param.grad.to_dense()[1]) == pytest.approx(0.5)
 
 
-def test_training_with_sparse_and_dense_layers():
-    seen = {}
-    for sparse, function in ((True, clip_grad_norm_), (False, utils.clip_grad_norm_)):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=sparse), torch.nn.Linear(4, 1))
-        opt = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen[sparse] = []
-        for step in range(20):
-            ids = (torch.arange(8) * (step + 1)) % 20
-            opt.zero_grad()
-            loss = (model(ids).squeeze(1) - ids / 10).square().mean()
-            loss.backward()
-            seen[sparse].append((loss.item(), function(model.parameters(), 0.5).item()))
-            opt.step()
-    torch.testing.assert_close(torch.tensor(seen[True]), torch.tensor(seen[False]))
-    assert seen[True][-1][0] < seen[True][0][0] / 2
-
-
 def test_gradients_that_are_lazily_conjugate():
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     param.grad = torch.tensor([3 + 4j, 0, 0]).conj()
@@ -241,3 +258,385 @@ def test_a_dense_half_gradient_beside_a_sparse_one_does_not_overflow():
     factor = 1e4 / (1800 * 0.01**0.5 + 0.5**0.5) ** 2
     assert layer.grad[0, 0].item() == pytest.approx(0.01 * factor, rel=2e-3)
     assert table.grad.to_dense()[1].item() == pytest.approx(0.5 * factor, rel=2e-3)
+
+
+# Memory: values are written in place if they are not shared
+
+
+KEPT = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+def test_values_are_written_in_place_where_nobody_else_has_them(function: Callable):
+    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
+    table(torch.tensor([3, 1])).pow(2).sum().backward()
+    coalesced = with_grad(table.weight.grad.coalesce().clone())
+    for param in (table.weight, coalesced):
+        where = param.grad._values().data_ptr()
+        before = param.grad._values().clone()
+        function(param, 0.1)
+        assert param.grad._values().data_ptr() == where
+        assert not torch.equal(param.grad._values(), before)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (lambda: torch.ones(1, 1).expand(4, 3), True),
+        (lambda: torch.ones(4, 6)[:, ::2], True),
+        (lambda: KEPT, True),
+        (lambda: torch.ones(4, 3), False),
+    ],
+    ids=["expanded", "sliced", "the caller's", "torch does not tell whose"],
+)
+def test_other_values_are_replaced(values: Callable[[], Tensor], told: bool, monkeypatch):
+    monkeypatch.setattr(clip, "_uses_if_unshared", clip._uses_if_unshared.__wrapped__)
+    if not told:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    for function, bound in ((clip_grad_norm_, math.sqrt(3)), (clip_grad_value_, 0.5)):
+        param = with_grad(coo([[3, 0, 2, 1]], values(), (4, 3)))
+        before = form(param)
+        function(param, bound)
+        torch.testing.assert_close(param.grad._values(), torch.full((4, 3), 0.5))
+        assert form(param) == before
+        assert torch.equal(values(), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_that_share_memory_are_scaled_once(together: bool):
+    """Autograd gives the tables of a sum of rows the same values, each through its own gradient."""
+    tables = [torch.nn.Embedding(5, 2, sparse=True) for _ in range(2)]
+    params = [table.weight for table in tables]
+    ids = torch.tensor([1, 2, 1])
+    (tables[0](ids) + tables[1](ids + 1)).pow(2).sum().mul(10).backward()
+    assert len({param.grad._values().data_ptr() for param in params}) == 1
+    theirs = [with_grad(param.grad.to_dense()) for param in params]
+    for part, max_norm in [(slice(2), 0.1)] if together else [(slice(1), 0.1), (slice(1, 2), 0.7)]:
+        clip_grad_norm_(params[part], max_norm)
+        utils.clip_grad_norm_(theirs[part], max_norm)
+    assert_same_gradients(params, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_param_given_twice_is_scaled_twice_like_torch(own: bool):
+    values = torch.full((2, 3), 2.0)
+    ours = with_grad(coo([[1, 2]], values.clone() if own else values, (4, 3)))
+    theirs = with_grad(ours.grad.to_dense())
+    ours_total = clip_grad_norm_([ours, ours], 1.0)
+    torch.testing.assert_close(ours_total, utils.clip_grad_norm_([theirs, theirs], 1.0))
+    assert_same_gradients([ours], [theirs], 1e-6)
+
+
+def test_gradients_that_carry_a_graph():
+    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
+    loss = table(torch.tensor([1, 1])).pow(3).sum()
+    (table.weight.grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
+    assert clip_grad_norm_(table.parameters(), 0.5).requires_grad is False
+    assert float(table.weight.grad.detach().to_dense().norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+# All or nothing; masked tensors
+
+
+def bits(params: list[Tensor]) -> list[Tensor]:
+    grads = [param.grad for param in params]
+    return [(grad._values() if grad.is_sparse else grad).clone() for grad in grads]
+
+
+# All or nothing
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_non_finite_norm_is_an_error_if_asked_for(bad: float, norm_type: float):
+    params = [with_grad(coo([[0, 0]], [1.0, bad], (3,))), with_grad(torch.ones(2))]
+    before = bits(params)
+    with pytest.raises(RuntimeError) as theirs:
+        utils.clip_grad_norm_(with_grad(torch.tensor([bad])), 1.0, norm_type, True)
+    with pytest.raises(RuntimeError) as ours:
+        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+    assert all(map(same_bits, bits(params), before))
+    total = clip_grad_norm_(params, 1.0, norm_type)
+    assert math.isnan(total) if math.isnan(bad) else math.isinf(total)
+
+
+BAD = {
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "Got layout torch.sparse_csr"),
+    "masked integer": (
+        lambda: masked_tensor(torch.eye(3).long(), torch.eye(3) > 0),
+        "Got torch.int64",
+    ),
+    "integer": (lambda: torch.eye(3).long().to_sparse(), "Got torch.int64"),
+    "beyond": (lambda: coo([[0, 1], [1, 3]], [1.0, 1.0], (3, 3)), r"dim 1 .* Got 3\. Check"),
+    "below": (lambda: coo([[0, -1]], torch.ones(2, 3), (3, 3)), r"dim 0 .* Got -1\. Check"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_gradients_are_refused_before_anything_is_changed(function: Callable, kind: str):
+    make, message = BAD[kind]
+    bad = make() if kind == "csr" else torch.zeros(3, 3).to(make().dtype)
+    bad.grad = make()
+    params = [with_grad(coo([[0, 0]], [2.0, 3.0], (3,))), with_grad(torch.ones(2))]
+    before = bits(params)
+    with pytest.raises(InputError, match=f"{function.__name__}: param 3: .*{message}"):
+        function([*params, torch.zeros(1), bad], 0.1)
+    assert all(map(same_bits, bits(params), before))
+
+
+@pytest.mark.parametrize("clip_value", [-1.0, math.nan])
+def test_what_is_not_held_cannot_be_moved(clip_value: float):
+    with pytest.raises(InputError, match=f"clip_value must be at least 0.* Got {clip_value}"):
+        clip_grad_value_(with_grad(coo([[0]], [1.0], (3,))), clip_value)
+
+
+# Masked tensors
+
+
+def masked_eye(layout: torch.layout) -> tuple[Tensor, Tensor]:
+    """A masked gradient, and the dense one that it stands for; one of its two values is held."""
+    data = torch.tensor([[3.0, 0.0], [4.0, 0.0]])
+    mask = torch.tensor([[True, False], [False, False]])
+    if layout is not torch.strided:
+        data = torch.tensor([[3.0, 0.0], [4.0, 0.0]]).to_sparse(layout=layout)
+        held = torch.tensor([True, False])
+        if layout is torch.sparse_coo:
+            mask = torch.sparse_coo_tensor(data.indices(), held, data.shape)
+        else:
+            mask = torch.sparse_csr_tensor(
+                data.crow_indices(), data.col_indices(), held, data.shape
+            )
+    return masked_tensor(data, mask), torch.tensor([[3.0, 0.0], [0.0, 0.0]])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_what_a_masked_tensor_holds_is_clipped(layout: torch.layout, norm_type: float):
+    """Together with others; and the norm of what it holds decides, for it is not more."""
+    for function, args in ((clip_grad_norm_, (0.5, norm_type)), (clip_grad_value_, (0.25,))):
+        grad, dense = masked_eye(layout)
+        ours, theirs = torch.zeros(2, 2), torch.zeros(2, 2)
+        if layout is torch.sparse_csr:  # torch takes such a gradient for such a parameter alone
+            ours = ours.to_sparse_csr()
+        ours.grad, theirs.grad = grad, dense
+        both = [[each, with_grad(torch.tensor([2.0, -1.0]))] for each in (ours, theirs)]
+        found = function(both[0], *args)
+        expected = getattr(utils, function.__name__)(both[1], *args)
+        if expected is not None:
+            torch.testing.assert_close(found, expected)
+        assert ours.grad is grad
+        torch.testing.assert_close(
+            float(grad.get_data().to_dense()[0, 0]), float(theirs.grad[0, 0])
+        )
+        assert same_bits(both[0][1].grad, both[1][1].grad)
+    with pytest.raises(InputError, match="param 0: clip_value must be at least 0"):
+        clip_grad_value_(both[0], -1.0)
+
+
+# Compact gradients: torch's own clipping, and that of trainers which call it
+
+
+IDS = torch.tensor([[1, 2, 1], [3, 2, 1]])
+Ids = list[list[int]]
+bags = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=6)
+
+
+class Model(nn.Module):
+    """Rows, bags, single elements, and a dense layer."""
+
+    def __init__(self, kinds: Any, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = kinds.Embedding(10, 3, dtype=dtype)
+        self.means = kinds.EmbeddingBag(10, 3, padding_idx=2, dtype=dtype)
+        self.largest = kinds.EmbeddingBag(10, 3, mode="max", dtype=dtype)
+        self.out = nn.Linear(3, 1, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.rows(ids).sum(1) + self.means(ids) * 2 - self.largest(ids)
+        return self.out(found).square().sum()
+
+
+def after_backward(kinds: Any, ids: Tensor = IDS, dtype: torch.dtype = torch.float64) -> Model:
+    model = Model(kinds, dtype)
+    model(ids).backward()
+    return model
+
+
+def ours_and_dense(ids: Tensor = IDS) -> tuple[Model, Model]:
+    return after_backward(sparsestep.nn, ids), after_backward(nn, ids)
+
+
+def assert_same_models(ours: Model, theirs: Model) -> None:
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad, rtol=1e-9, atol=1e-12)
+
+
+def assert_compact(model: Model) -> None:
+    for table in (model.rows, model.means, model.largest):
+        assert isinstance(table.weight.grad, CompactGrad)
+        assert not table.weight.grad.is_materialized
+
+
+def ids_of(listed: Ids) -> Tensor:
+    return torch.tensor(listed, dtype=torch.int64).reshape(-1, 2)
+
+
+@given(listed=bags, norm_type=st.sampled_from(NORM_TYPES), foreach=st.sampled_from(FOREACH))
+def test_norm_of_compact_gradients(listed: Ids, norm_type: float, foreach: bool | None):
+    """Also of an empty batch."""
+    ours, theirs = ours_and_dense(ids_of(listed))
+    same_as_ours = after_backward(sparsestep.nn, ids_of(listed))
+    total = utils.clip_grad_norm_(ours.parameters(), 0.1, norm_type, foreach=foreach)
+    expected = utils.clip_grad_norm_(theirs.parameters(), 0.1, norm_type, foreach=foreach)
+    torch.testing.assert_close(total, expected)
+    assert_compact(ours)
+    assert_same_models(ours, theirs)
+    by_us = sparsestep.clip_grad_norm_(same_as_ours.parameters(), 0.1, norm_type, foreach=foreach)
+    torch.testing.assert_close(total, by_us)
+
+
+@given(
+    listed=bags, clip_value=st.sampled_from((0.0, 0.3, math.inf)), foreach=st.sampled_from(FOREACH)
+)
+def test_value_of_compact_gradients(listed: Ids, clip_value: float, foreach: bool | None):
+    for function in (utils.clip_grad_value_, sparsestep.clip_grad_value_):
+        ours, theirs = ours_and_dense(ids_of(listed))
+        function(ours.parameters(), clip_value, foreach)
+        utils.clip_grad_value_(theirs.parameters(), clip_value, foreach)
+        assert_compact(ours)
+        assert_same_models(ours, theirs)
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_total_norm_then_clip(foreach: bool | None):
+    """As torch's newer functions do it, and whoever logs the norm."""
+    ours, theirs = ours_and_dense()
+    totals = []
+    for model in (ours, theirs):
+        grads = [param.grad for param in model.parameters()]
+        totals.append(utils.get_total_norm(grads, foreach=foreach))
+        utils.clip_grads_with_norm_(model.parameters(), 0.1, totals[-1], foreach=foreach)
+    torch.testing.assert_close(*totals)
+    assert_compact(ours)
+    assert_same_models(ours, theirs)
+
+
+@pytest.mark.parametrize("materialized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_and_gradients_that_were_written_out(dtype: torch.dtype, materialized: bool):
+    model, other = (after_backward(kinds, dtype=dtype) for kinds in (sparsestep.nn, nn))
+    grad, wanted = model.rows.weight.grad, other.rows.weight.grad
+    if materialized:
+        grad._values()
+    near = {"rtol": 2e-2, "atol": 2e-2}
+    norm = torch.linalg.vector_norm(grad)
+    assert norm.dtype == dtype
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(wanted), **near)
+    assert torch.linalg.vector_norm(grad, dtype=torch.float64).dtype == torch.float64
+    assert torch._foreach_norm([grad], 2, torch.float64)[0].dtype == torch.float64
+    assert grad.clamp_(-0.5, 0.25) is grad
+    torch.testing.assert_close(grad.to_dense(), wanted.clamp(-0.5, 0.25), **near)
+
+
+LISTS: dict[str, Callable[[Any], Any]] = {
+    "mul by a number": lambda grads: torch._foreach_mul_(grads, 3.0),
+    "mul by a tensor": lambda grads: torch._foreach_mul_(grads, torch.tensor(3.0)),
+    "mul by numbers": lambda grads: torch._foreach_mul_(grads, [3.0, 2.0]),
+    "div": lambda grads: torch._foreach_div_(grads, 3.0),
+    "neg": lambda grads: torch._foreach_neg_(grads),
+    "zero": lambda grads: torch._foreach_zero_(grads),
+    "add": lambda grads: torch._foreach_add_(grads, [grad.clone() for grad in grads]),
+    "copy": lambda grads: torch._foreach_copy_(grads, [grad * 2 for grad in grads]),
+    "min": lambda grads: torch._foreach_clamp_min_(grads, -0.25),
+    "max": lambda grads: torch._foreach_clamp_max_(grads, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_gradients(name: str):
+    results = []
+    for kinds in (sparsestep.nn, nn):
+        model = after_backward(kinds)
+        grads = [model.means.weight.grad, model.out.weight.grad]
+        LISTS[name](grads)
+        if kinds is sparsestep.nn:
+            assert not grads[0].is_materialized
+        results.append([grad.to_dense() for grad in grads])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_lists_of_new_gradients():
+    model = after_backward(sparsestep.nn)
+    grads = [model.means.weight.grad, model.out.weight.grad]
+    dense = [grad.clone().to_dense() for grad in grads]
+    for made in (torch._foreach_mul(grads, 2.0), torch._foreach_clamp_max(grads, 0.1)):
+        assert isinstance(made[0], CompactGrad)
+        assert type(made[1]) is Tensor
+    assert not grads[0].is_materialized
+    assert all(map(same, [grad.to_dense() for grad in grads], dense))
+
+
+def test_a_hook_that_clamps():
+    results = []
+    for kinds in (sparsestep.nn, nn):
+        model = Model(kinds)
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.clamp(-0.2, 0.1))
+        model(IDS).backward()
+        results.append(model)
+    assert_compact(results[0])
+    assert_same_models(*results)
+
+
+def test_bounds_that_would_move_what_is_not_held():
+    grad = after_backward(sparsestep.nn).rows.weight.grad
+    for bounds in ((0.1, None), (None, -0.1), (math.nan, 1.0)):
+        with pytest.raises(sparsestep.InputError, match="0 must be within the bounds"):
+            grad.clamp_(*bounds)
+    assert not grad.is_materialized
+
+
+def test_no_second_derivative():
+    table = sparsestep.nn.Embedding(5, 2)
+    loss = table(torch.tensor([1, 2])).square().sum()
+    (grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
+    for function in (torch.linalg.vector_norm, lambda g: torch._foreach_norm([g])):
+        with pytest.raises(sparsestep.InputError, match="cannot be differentiated again"):
+            function(grad)
+    with torch.no_grad():
+        assert torch.linalg.vector_norm(grad) > 0
+
+
+def test_unscaling_by_torchs_kernel():
+    """GradScaler asks for the values; others hand over the gradient itself."""
+    model, other = ours_and_dense()
+    for each in (model, other):
+        found = torch.zeros(1)
+        grads = [param.grad for param in each.parameters()]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+        assert not found
+    assert_same_models(model, other)
+    model.rows.weight.grad.mul_(math.inf)
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [model.rows.weight.grad], found, torch.tensor(0.5)
+    )
+    assert found
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("core", [True, False], ids=["core", "torch"])
+def test_gradients_without_an_entry(norm_type: float, core: bool, monkeypatch: Any):
+    if not core:
+        monkeypatch.setattr(sparsestep.engines.native, "ext", None)
+    for function in (utils.clip_grad_norm_, sparsestep.clip_grad_norm_):
+        table = sparsestep.nn.Embedding(5, 2, padding_idx=1)
+        table(torch.tensor([1])).sum().backward()
+        assert float(function(table.parameters(), 1.0, norm_type)) == 0.0

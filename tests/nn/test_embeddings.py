@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
+from sparsestep.nn import Embedding, EmbeddingBag
+from sparsestep.nn.lookup import check_offsets
 from tests.nn.cases import DTYPES, OPTIMIZERS, Call, bag_calls, plain, row_calls, same, same_run
 from tests.table import each_engine, running_on
+from tests.torch_versions import needs_gradients_that_autograd_lets_go
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)  # the tensors are small
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def pair(call: Call, **more: Any) -> tuple[Any, Any]:
     """Our table and torch's."""
-    if call.factors is None and "mode" not in call.options:
+    if "mode" not in call.options:
         return call.table(sparsestep.nn.Embedding), call.table(nn.Embedding, **more)
     return call.table(sparsestep.nn.EmbeddingBag), call.table(nn.EmbeddingBag, **more)
 
@@ -117,47 +121,33 @@ def test_the_gradient_of_the_factors_is_torchs(call: Call):
     assert same(*results)
 
 
-@given(call=bag_calls())
-def test_no_part_has_more_rows_than_there_are_bags(call: Call):
-    ours, _ = pair(call)
-    bags = len(call.backward(ours))
-    touched = ours.weight.grad.indexed()
-    elements = 1 if touched.slot_size == call.dim else call.dim
-    assert touched.values.numel() // touched.slot_size <= bags * elements
+def trained(name: str, call: Call, table: nn.Module, *, written_out: bool = False) -> Any:
+    optimizer = OPTIMIZERS[name](table.parameters())
+    if optimizer.semantics == "dense":
+        optimizer.track(table)
+    for _ in range(3):
+        optimizer.zero_grad()
+        call.backward(table)
+        if written_out:
+            table.weight.grad = plain(table.weight.grad)
+        optimizer.step()
+    return optimizer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @given(call=sparse_calls)
 def test_updates_are_those_of_torchs_module_to_the_bit(name: str, call: Call):
-    tables = pair(call, sparse=True)
-    ours, theirs = (OPTIMIZERS[name](table.parameters()) for table in tables)
-    for table, optimizer in zip(tables, (ours, theirs), strict=True):
-        if optimizer.semantics == "dense":
-            optimizer.track(table)
-        for _ in range(3):
-            optimizer.zero_grad()
-            call.backward(table)
-            optimizer.step()
-        assert isinstance(tables[0].weight.grad, CompactGrad)
-    assert not tables[0].weight.grad.is_materialized
-    assert same_run(ours, theirs)
+    ours, theirs = pair(call, sparse=True)
+    assert same_run(trained(name, call, ours), trained(name, call, theirs))
+    assert isinstance(ours.weight.grad, CompactGrad)
+    assert not ours.weight.grad.is_materialized
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW, dense", "RowwiseAdagrad", "SGD"])
 @given(call=calls)
-def test_updates_are_those_of_what_is_written_out(name: str, call: Call):
+def test_updates_are_those_of_gradients_written_out(name: str, call: Call):
     """Also where torch has no sparse gradient: max, and scale_grad_by_freq."""
-    tables = pair(call)[0], pair(call)[0]
-    ours, theirs = (OPTIMIZERS[name](table.parameters()) for table in tables)
-    for table, optimizer in zip(tables, (ours, theirs), strict=True):
-        if optimizer.semantics == "dense":
-            optimizer.track(table)
-        for _ in range(3):
-            optimizer.zero_grad()
-            call.backward(table)
-            if optimizer is theirs:
-                table.weight.grad = plain(table.weight.grad)
-            optimizer.step()
+    ours, theirs = (trained(name, call, pair(call)[0], written_out=each) for each in (False, True))
     assert same_run(ours, theirs)
 
 
@@ -231,3 +221,355 @@ def test_tensors_that_are_not_contiguous(bags: int, integers: torch.dtype):
         optimizer.step()
         results.append(optimizer)
     assert same_run(*results)
+
+
+# Backward
+
+
+def test_a_frozen_table_has_no_gradient():
+    weight = torch.randn(5, 2)
+    table = sparsestep.nn.EmbeddingBag.from_pretrained(weight, mode="sum")
+    factors = torch.ones(1, 3, requires_grad=True)
+    table(torch.tensor([[1, 2, 1]]), per_sample_weights=factors).sum().backward()
+    assert table.weight.grad is None
+    assert torch.allclose(factors.grad, weight[[1, 2, 1]].sum(1)[None])
+    assert not table(torch.tensor([[1]])).requires_grad
+
+
+@pytest.mark.parametrize("first", ["compact", "sparse", "dense"])
+@pytest.mark.parametrize("second", ["compact", "sparse", "dense"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW, dense", "RowwiseAdagrad"])
+def test_a_weight_with_gradients_of_several_kinds(first: str, second: str, name: str):
+    """Such as a table that is the last layer's weight as well; in one graph, and in two."""
+    ids = [torch.tensor([1, 3, 1]), torch.tensor([3, 2])]
+    start = torch.linspace(-1, 1, 10, dtype=torch.float64).view(5, 2)
+
+    def total(weight: Tensor, kind: str, which: int) -> Tensor:
+        if kind == "dense":
+            return (weight * torch.arange(1.0, 11).view(5, 2) * (which + 1)).sum()
+        table = (sparsestep.nn if kind == "compact" else nn).Embedding(5, 2, sparse=True)
+        table.weight = weight
+        return table(ids[which]).sin().sum()
+
+    def step(weight: nn.Parameter) -> nn.Parameter:
+        OPTIMIZERS[name]([weight]).step()
+        return weight
+
+    plain_weight = nn.Parameter(start.clone())
+    wanted = torch.zeros_like(start)
+    for which, kind in enumerate((first, second)):
+        loss = total(plain_weight, "sparse" if kind == "compact" else kind, which)
+        wanted += torch.autograd.grad(loss, plain_weight)[0].to_dense()
+    is_sparse = "dense" not in (first, second)
+    plain_weight.grad = wanted.to_sparse(1) if is_sparse else wanted
+    step(plain_weight)
+    for graphs in (1, 2):
+        weight = nn.Parameter(start.clone())
+        losses = [total(weight, kind, which) for which, kind in enumerate((first, second))]
+        for loss in [losses[0] + losses[1]] if graphs == 1 else losses:
+            loss.backward()
+        step(weight)
+        assert torch.allclose(weight, plain_weight, rtol=1e-12, atol=1e-14)
+        assert weight.grad.is_sparse == is_sparse
+        assert torch.allclose(weight.grad.to_dense(), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("viewed", [True, False])
+def test_memory_that_autograd_shares(kind: str, first: bool, viewed: bool):
+    """A parameter is added to the output: its gradient may get the memory of the output's.
+
+    The second backward adds to it in place. Torch's own sparse gradients are wrong here.
+    """
+    results = []
+    for kinds in (sparsestep.nn, nn):
+        torch.manual_seed(0)
+        options = {"mode": "sum"} if kind == "EmbeddingBag" else {}
+        table = getattr(kinds, kind)(5, 2, dtype=torch.float64, **options)
+        other = nn.Parameter(torch.randn(6 if viewed else (3, 2), dtype=torch.float64))
+        ids = torch.tensor([1, 2, 1])
+        ids = ids[:, None] if kind == "EmbeddingBag" else ids
+        factors = torch.arange(6.0, dtype=torch.float64).view(3, 2)
+        for _ in range(2):
+            total = table(ids) + other.view(3, 2) if first else other.view(3, 2) + table(ids)
+            (total * factors).sum().backward()
+        results.append((table.weight.grad.to_dense(), other.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert same(ours, theirs)
+
+
+@needs_gradients_that_autograd_lets_go
+def test_the_gradient_of_an_output_that_is_not_shared_is_not_copied():
+    table = sparsestep.nn.EmbeddingBag(5, 2, mode="sum")
+    output = table(torch.tensor([[1, 2], [1, 3]]))
+    seen = []
+    output.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    (output * torch.randn(2, 2)).sum().backward()
+    assert [table.weight.grad.indexed().values.data_ptr()] == seen
+
+
+def test_clipping_leaves_what_shares_memory_alone():
+    results = []
+    for cls in (sparsestep.nn.Embedding, nn.Embedding):
+        torch.manual_seed(0)
+        tables = [cls(5, 2, sparse=True) for _ in range(2)]
+        ids = torch.tensor([1, 2, 1])
+        added = tables[0](ids) + tables[1](ids)
+        (added * torch.arange(6.0).view(3, 2)).sum().backward()
+        for table, limit in zip(tables, (1.0, 2.0), strict=True):
+            sparsestep.clip_grad_norm_(table.parameters(), limit)
+        results.append([table.weight.grad.to_dense() for table in tables])
+    for ours, theirs in zip(*results, strict=True):
+        assert same(ours, theirs)
+
+
+def test_ids_that_are_changed_before_backward_are_refused():
+    for cls, ids in (
+        (sparsestep.nn.Embedding, torch.tensor([1, 2])),
+        (sparsestep.nn.EmbeddingBag, torch.tensor([[1, 2]])),
+    ):
+        output = cls(5, 2)(ids)
+        ids.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_second_derivative_is_refused():
+    table = sparsestep.nn.EmbeddingBag(5, 2)
+    loss = table(torch.tensor([[1, 2]])).square().sum()
+    (grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
+    with pytest.raises(sparsestep.InputError, match="cannot be differentiated again"):
+        grad.to_dense()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad * 2).backward(torch.ones(5, 2))
+    assert grad.detach().to_dense().shape == (5, 2)
+
+
+# Memory: a row for each id is never written out
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor of numbers that torch has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if type(made) is Tensor and made.is_floating_point():
+                stored = made._values() if made.is_sparse else made
+                elements = stored.untyped_storage().nbytes() // stored.element_size()
+                self.elements = max(self.elements, elements)
+        return result
+
+
+ROWS, DIM, BAGS, PER_BAG = 2000, 64, 40, 800  # 80 times as many ids as bags, and 2M elements
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(ROWS, (BAGS, PER_BAG), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("more", [{}, {"padding_idx": 3}])
+def test_nothing_is_larger_than_the_table_or_a_chunk(mode: str, more: dict[str, Any]):
+    table = EmbeddingBag(ROWS, DIM, mode=mode, **more)
+    optimizer = sparsestep.Adam(table.parameters())
+    factors = torch.rand(BAGS, PER_BAG, requires_grad=True) if mode == "sum" else None
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 0)
+        with Largest() as largest:
+            for part in range(2):
+                table(ids(2 * step + part), None, factors).sin().sum().backward()
+            if step == 1:
+                sparsestep.clip_grad_norm_([table.weight], 1.0)
+            if step == 2:
+                table.weight.grad.mul_(0.5)
+            optimizer.step()
+        assert 0 < largest.elements <= max(ROWS * DIM, 1 << 20)
+        assert largest.elements < BAGS * PER_BAG * DIM
+
+
+def test_an_ordinary_gradient_would_be_noticed():
+    """So that the tests above can fail."""
+    table = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True)
+    with Largest() as largest:
+        table(ids(0)).sin().sum().backward()
+    assert largest.elements == BAGS * PER_BAG * DIM
+
+
+# Checks: before anything is read or changed, with table, position and value
+
+
+def tensor(*values: Any) -> Tensor:
+    return torch.tensor(values)
+
+
+TABLE = (10, 2)
+
+
+IDS = {
+    "too large": (tensor(1, 10), "ids must be in [0, 10). Got 10 at position 1."),
+    "negative": (tensor(-1, 10), "ids must be in [0, 10). Got -1 at position 0."),
+    "in a row": (tensor([1, 2], [3, 99]), "Got 99 at position (1, 1)."),
+    "int32": (tensor(1, -5).int(), "Got -5 at position 1."),
+    "floats": (tensor(1.0), "ids must be an int64 or int32 tensor. Got a torch.float32 tensor"),
+    "bytes": (tensor(1).byte(), "Got a torch.uint8 tensor of shape (1,)."),
+    "a list": ([1, 2], "ids must be an int64 or int32 tensor. Got a list."),
+    "None": (None, "ids must be an int64 or int32 tensor. Got None."),
+    "sparse": (tensor(1, 2).to_sparse(), "strided or nested tensor. Got torch.sparse_coo."),
+    "elsewhere": (torch.empty(2, device="meta").long(), "the table's device, cpu. Got meta."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IDS)
+@pytest.mark.parametrize("cls", [Embedding, EmbeddingBag])
+def test_bad_ids(case: str, cls: Any):
+    ids, message = IDS[case]
+    table = cls(*TABLE, max_norm=0.1)
+    table.name = "user.country"
+    before = table.weight.detach().clone()
+    sparsestep.AdamW(table.parameters(), semantics="dense").track(table)
+    more = (torch.zeros(1, dtype=torch.int64),) if cls is EmbeddingBag else ()
+    with pytest.raises(sparsestep.InputError) as error:
+        table(ids, *more)
+    assert str(error.value).startswith(f"{cls.__name__} 'user.country' (10 x 2): ")
+    assert message in str(error.value)
+    in_range = case not in ("too large", "negative", "in a row", "int32")
+    assert isinstance(error.value, IndexError) != in_range  # as with torch's embeddings
+    assert same(table.weight, before)  # max_norm would have written to it
+
+
+FOUR = tensor(1, 2, 3, 4)
+
+
+NO = torch.zeros(0, dtype=torch.int64)
+
+
+OFFSETS = {
+    "none": (FOUR, None, False, "1-D ids need offsets"),
+    "floats": (FOUR, tensor(0.0), False, "Got a torch.float32 tensor of shape (1,)."),
+    "2-D": (FOUR, tensor([0]), False, "Got a torch.int64 tensor of shape (1, 1)."),
+    "a list": (FOUR, [0, 2], False, "Got a list."),
+    "not 0 at first": (FOUR, tensor(1, 2), False, "must begin with 0. Got 1 at position 0."),
+    "negative": (FOUR, tensor(-1, 2), False, "must begin with 0. Got -1 at position 0."),
+    "falling": (FOUR, tensor(0, 3, 2), False, "not decrease. Got 2 at position 2, after 3."),
+    "falling below": (FOUR, tensor(0, -3), False, "not decrease. Got -3 at position 1, after 0."),
+    "beyond": (FOUR, tensor(0, 5), False, "at most the number of ids, 4. Got 5 at position 1."),
+    "beyond at the end": (FOUR, tensor(0, 5), True, "Got 5 at position 1."),
+    "not to the end": (FOUR, tensor(0, 3), True, "be the number of ids, 4. Got 3 at position 1."),
+    "empty, with ids": (FOUR, NO, False, "offsets must begin with 0. Got no offsets."),
+    "empty, with the last": (NO, NO, True, "offsets must begin with 0. Got no offsets."),
+    "for rows": (tensor([1, 2]), tensor(0), False, "offsets must be None. Got offsets."),
+    "three dims": (tensor([[1, 2]]), None, False, "ids must be 1-D or 2-D. Got shape (1, 1, 2)."),
+    "a single id": (torch.tensor(1), None, False, "ids must be 1-D or 2-D. Got shape ()."),
+    "elsewhere": (FOUR, torch.zeros(1, dtype=torch.int64, device="meta"), False, "Got meta."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OFFSETS)
+def test_bad_offsets(case: str):
+    ids, offsets, last, message = OFFSETS[case]
+    table = EmbeddingBag(*TABLE, max_norm=0.1, include_last_offset=last)
+    before = table.weight.detach().clone()
+    with pytest.raises(sparsestep.InputError) as error:
+        table(ids, offsets)
+    assert str(error.value).startswith("EmbeddingBag (10 x 2): ")
+    assert message in str(error.value)
+    assert same(table.weight, before)
+
+
+FACTORS = {
+    "for means": ("mean", torch.ones(1, 4), "are for mode='sum'. Got mode='mean'."),
+    "of another shape": ("sum", torch.ones(4), "the shape of the ids, (1, 4). Got (4,)."),
+    "of another dtype": ("sum", torch.ones(1, 4).double(), "torch.float32. Got a torch.float64"),
+    "integers": ("sum", torch.ones(1, 4).long(), "Got a torch.int64 tensor of shape (1, 4)."),
+    "a number": ("sum", 2.0, "Got a float."),
+    "elsewhere": ("sum", torch.ones(1, 4, device="meta"), "on the table's device, cpu. Got meta."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FACTORS)
+def test_bad_factors(case: str):
+    mode, factors, message = FACTORS[case]
+    with pytest.raises(sparsestep.InputError) as error:
+        EmbeddingBag(*TABLE, mode=mode)(FOUR[None], per_sample_weights=factors)
+    assert message in str(error.value)
+
+
+def test_bad_options_are_refused_as_by_torch():
+    with pytest.raises(ValueError, match=r"mode has to be one of sum, mean or max\. Got 'median'"):
+        EmbeddingBag(*TABLE, mode="median")(FOUR[None])
+    with pytest.raises(ValueError, match="max mode does not support scaling"):
+        EmbeddingBag(*TABLE, mode="max", scale_grad_by_freq=True)(FOUR[None])
+    for cls in (Embedding, EmbeddingBag):
+        with pytest.raises(AssertionError, match="within num_embeddings"):
+            cls(*TABLE, padding_idx=10)
+
+
+@given(
+    call=st.one_of(bag_calls(), row_calls()),
+    wrong=st.sampled_from([-1, -100, 0, 7]),
+    seed=st.integers(0, 99),
+)
+def test_every_position_is_found(call: Call, wrong: int, seed: int):
+    if not call.ids.numel():
+        return
+    place = seed % call.ids.numel()
+    value = wrong if wrong < 0 else call.rows + wrong
+    call.ids.view(-1)[place] = value
+    bag = "mode" in call.options
+    table = call.table(EmbeddingBag if bag else Embedding)
+    where = torch.unravel_index(torch.tensor(place), call.ids.shape) if call.ids.dim() else ()
+    position = tuple(int(each) for each in where)
+    shown = f" at position {position[0] if len(position) == 1 else position}" if position else ""
+    with pytest.raises(sparsestep.InputError) as error:
+        call.output(table)
+    assert f"ids must be in [0, {call.rows}). Got {value}{shown}." in str(error.value)
+
+
+@given(offsets=st.lists(st.integers(-1, 5), max_size=5), last=st.booleans())
+def test_few_and_many_offsets_are_judged_alike(offsets: list[int], last: bool):
+    rising = all(a <= b for a, b in pairwise(offsets))
+    good = bool(offsets) and offsets[0] == 0 and rising and offsets[-1] <= 4
+    good = good and (offsets[-1] == 4 or not last)
+    for few in (0, 256):
+        with mock.patch("sparsestep.nn.lookup._FEW", few):
+            try:
+                check_offsets(
+                    nn.EmbeddingBag(*TABLE), FOUR, torch.tensor(offsets).long(), with_last=last
+                )
+            except sparsestep.InputError:
+                assert not good
+            else:
+                assert good
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_tables_and_bags_of_nothing(rows: int):
+    """What torch has no answer for, or the same answer."""
+    bag = EmbeddingBag(rows, 2, mode="sum")
+    assert bag(torch.zeros(3, 0, dtype=torch.int64)).tolist() == [[0.0, 0.0]] * 3
+    output = bag(NO, torch.zeros(2, dtype=torch.int64))
+    assert output.tolist() == [[0.0, 0.0]] * 2
+    output.sum().backward()
+    assert bag.weight.grad.to_dense().tolist() == [[0.0, 0.0]] * rows
+    assert bag(NO, NO).shape == (0, 2)
+    assert Embedding(rows, 2)(NO).shape == (0, 2)
+
+
+def test_nested_ids():
+    ids = torch.nested.nested_tensor([tensor(1, 2), NO, tensor(3)], layout=torch.jagged)
+    ours, theirs = EmbeddingBag(*TABLE, mode="sum"), nn.EmbeddingBag(*TABLE, mode="sum")
+    theirs.load_state_dict(ours.state_dict())
+    opt = sparsestep.AdamW(ours.parameters(), semantics="dense")
+    opt.track(ours)
+    assert same(ours(ids), theirs(ids))
+    for table in (ours, theirs):
+        table(ids).sin().sum().backward()
+    assert same(ours.weight.grad.to_dense(), theirs.weight.grad)
+    with pytest.raises(sparsestep.InputError, match="per_sample_weights must be nested"):
+        ours(ids, per_sample_weights=torch.ones(3))

@@ -1,4 +1,4 @@
-"""fuse makes our modules of torch's, and says what it has left alone."""
+"""``fuse`` and ``optimizer_for``: our modules in place of torch's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch import Tensor, distributed, nn
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
+from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse, optimizer_for
+from tests.deferred.runs import each_kind
 from tests.nn.cases import plain, same
+from tests.table import Variant
 
 IDS = torch.tensor([[1, 2, 1]])
 
@@ -315,3 +317,75 @@ def test_tables_that_are_sharded_by_torch_keep_its_gradient():
     with pytest.warns(UserWarning, match="0 .its weight is a DTensor, whose gradient is dense"):
         fuse(model)
     assert type(model[0]) is nn.Embedding
+
+
+# optimizer_for: fuse, dense semantics and tracking in one call
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1)).double()
+
+
+def train_bags(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 12) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 50, (3, 2), generator=generator)
+        (model(ids) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@each_kind
+def test_it_trains_as_the_dense_model_does(variant: Variant):
+    """The oracle is the same class on the dense gradients of torch's modules."""
+    dense, model = model_of(), model_of()
+    train_bags(dense, variant(dense.parameters()))
+    optimizer = optimizer_for(model, variant.cls, **variant.options)
+    train_bags(model, optimizer)
+    assert isinstance(model[0], sparsestep.nn.EmbeddingBag)
+    torch.testing.assert_close(model.state_dict(), dense.state_dict(), rtol=1e-8, atol=1e-8)
+
+
+def test_positions_are_those_of_the_class():
+    optimizer = optimizer_for(model_of(), sparsestep.SGD, 0.5, 0.9)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.5, 0.9)
+
+
+def test_masked_semantics_can_be_asked_for():
+    model = model_of()
+    optimizer = optimizer_for(model, sparsestep.AdamW, semantics="masked")
+    table = model[0].weight
+    before = table.detach().clone()
+    train_bags(model, optimizer, steps=1)
+    assert int((table != before).any(dim=1).sum()) <= 6
+
+
+def rounded(param: Any, grad: Any, *, lr: float) -> Any:
+    return (param - lr * grad).round()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "complaint"),
+    [
+        (torch.optim.AdamW, {}, "must be an optimizer class of sparsestep. Got <class 'torch.opt"),
+        (sparsestep.AdamW([torch.zeros(1)]), {}, "must be an optimizer class of sparsestep. Got A"),
+        (sparsestep.AdamW, {"lr": -1.0}, "Invalid learning rate: -1.0"),
+        (sparsestep.AdamW, {"semantics": "sparse"}, "semantics must be one of masked, dense"),
+        (sparsestep.rule()(rounded), {"lr": 0.1}, "semantics"),
+    ],
+)
+def test_what_is_refused_leaves_the_model_alone(
+    optimizer: Any, options: dict[str, Any], complaint: str
+):
+    model = model_of()
+    before = copy.deepcopy(model)
+    with pytest.raises(sparsestep.InputError, match=complaint):
+        optimizer_for(model, optimizer, **options)
+    assert list(map(type, model.modules())) == list(map(type, before.modules()))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(sparsestep.InputError, match=r"must be a model, an nn\.Module\. Got list"):
+        optimizer_for([torch.zeros(1)], sparsestep.AdamW)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsestep
 from sparsestep._native import ext, instruction_set, instruction_sets, use_instruction_set
 from sparsestep.nn import lookup
-from sparsestep.nn.lookup import POOLING, ROWS, Lookup, LookupResult, look_up
+from sparsestep.nn.lookup import MODES, ROWS, SUM, Lookup, LookupResult, look_up
 from tests.nn.cases import DTYPES, Call, bag_calls, plain, row_calls, same
 from tests.torch_versions import needs_tensors_that_the_core_reads, uses_torchscript
 
@@ -38,17 +38,15 @@ def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
     use_instruction_set(before)
 
 
-def found(
-    table: Tensor, ids: Tensor, pooling: int = POOLING["sum"], **more: Any
-) -> LookupResult | None:
+def found(table: Tensor, ids: Tensor, mode: int = SUM, **more: Any) -> LookupResult | None:
     options = {
-        "starts": None,
+        "offsets": None,
         "include_last_offset": False,
         "per_sample_weights": None,
         "padding_idx": -1,
         "needs_grad": True,
     }
-    results = look_up([Lookup(weight=table, ids=ids, pooling=pooling, **options | more)])
+    results = look_up([Lookup(weight=table, ids=ids, mode=mode, **options | more)])
     return None if results is None else results[0]
 
 
@@ -76,7 +74,7 @@ def test_bits_are_torchs(dtype: torch.dtype, dim: int, threads: int):
             ids, weight, mode=mode, padding_idx=padding, per_sample_weights=factors
         )
         more = {"per_sample_weights": factors, "padding_idx": -1 if padding is None else padding}
-        ours = found(weight, ids, POOLING[mode], **more)
+        ours = found(weight, ids, MODES[mode], **more)
         assert ours is not None
         assert same(ours.output, theirs), (mode, padding, has_factors)
     rows = found(weight, ids.int(), ROWS)
@@ -135,17 +133,17 @@ DECLINED: dict[str, Any] = {
     "a strided weight": (torch.randn(4, 6)[:, ::2], IDS, {}),
     "a complex weight": (WEIGHT.to(torch.complex64), IDS, {}),
     "a weight elsewhere": (WEIGHT.to("meta"), IDS, {}),
-    "offsets for 2-D ids": (WEIGHT, IDS, {"starts": torch.tensor([0])}),
+    "offsets for 2-D ids": (WEIGHT, IDS, {"offsets": torch.tensor([0])}),
     "no offsets": (WEIGHT, IDS[0], {}),
-    "offsets that fall": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 2, 1])}),
-    "offsets beyond": (WEIGHT, IDS[0], {"starts": torch.tensor([0, 3])}),
-    "offsets that begin late": (WEIGHT, IDS[0], {"starts": torch.tensor([1])}),
+    "offsets that fall": (WEIGHT, IDS[0], {"offsets": torch.tensor([0, 2, 1])}),
+    "offsets beyond": (WEIGHT, IDS[0], {"offsets": torch.tensor([0, 3])}),
+    "offsets that begin late": (WEIGHT, IDS[0], {"offsets": torch.tensor([1])}),
     "an end that is none": (
         WEIGHT,
         IDS[0],
-        {"starts": torch.tensor([0, 1]), "include_last_offset": True},
+        {"offsets": torch.tensor([0, 1]), "include_last_offset": True},
     ),
-    "no bag": (WEIGHT, IDS[0], {"starts": torch.tensor([2]), "include_last_offset": True}),
+    "no bag": (WEIGHT, IDS[0], {"offsets": torch.tensor([2]), "include_last_offset": True}),
     "per_sample_weights of another shape": (WEIGHT, IDS, {"per_sample_weights": torch.ones(2)}),
     "per_sample_weights of another dtype": (
         WEIGHT,
@@ -155,7 +153,7 @@ DECLINED: dict[str, Any] = {
     "per_sample_weights for means": (
         WEIGHT,
         IDS,
-        {"per_sample_weights": torch.ones(1, 2), "pooling": POOLING["mean"]},
+        {"per_sample_weights": torch.ones(1, 2), "mode": MODES["mean"]},
     ),
 }
 

@@ -13,55 +13,24 @@ from torch import Tensor
 import sparsestep
 from sparsestep import InputError
 from tests.deferred.own_rules import DERIVED, UNDERIVED, momentum
-from tests.deferred.runs import Run, assert_close, coo, kept, on_both_engines, standard
+from tests.deferred.runs import (
+    Run,
+    assert_close,
+    assert_dense_run,
+    dense_run,
+    on_both_engines,
+    standard,
+)
 from tests.rules.random_formulas import Formula, computed, formulas
-from tests.table import running_on, snapshot, unchanged
+from tests.table import Variant, snapshot, unchanged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-each_rule = pytest.mark.parametrize(
-    ("cls", "options"), DERIVED, ids=lambda each: getattr(each, "__name__", str(each))
-)
 
 
-def both(
-    make: Any, run: Run, *, engine: str = "auto", dtype: torch.dtype = torch.float64
-) -> list[dict[str, Tensor]]:
-    """What the run comes to by catching up, and with zeros written out."""
-    results = []
-    for more in ({"semantics": "dense", "engine": engine}, {}):
-        param = run.param(dtype)
-        opt = make([param], **more)
-        run.train(opt, param)
-        opt.catch_up()
-        results.append(kept(opt, param))
-    return results
-
-
-@each_rule
+@pytest.mark.parametrize("variant", [Variant(*each) for each in DERIVED], ids=str)
 @on_both_engines
-def test_it_is_the_dense_run(cls: Any, options: dict[str, Any], engine: str):
-    with running_on(engine) as name:
-        ours, exact = both(lambda p, **more: cls(p, **options, **more), standard(), engine=name)
-    assert_close(ours, exact)
-
-
-@each_rule
-@pytest.mark.parametrize("missed", [1, 2, 3])
-def test_a_gap(cls: Any, options: dict[str, Any], missed: int):
-    gradients = [0] + missed * [1] + [0] + missed * [2] + [0, 1]
-    results = []
-    for more in ({"semantics": "dense"}, {}):
-        param = torch.nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
-        opt = cls([param], **options, **more)
-        for t, row in enumerate(gradients):
-            opt.param_groups[0]["lr"] = 0.1 / (t + 1)
-            opt.catch_up(param, torch.tensor([row]))
-            grad = coo([row], torch.full((1, 2), 0.3 + t, dtype=torch.float64), (4, 2))
-            param.grad = grad if more else grad.to_dense()
-            opt.step()
-        opt.catch_up()
-        results.append(kept(opt, param))
-    assert_close(*results)
+def test_it_is_the_dense_run(variant: Variant, engine: str):
+    assert_dense_run(variant, standard(), engine)
 
 
 @pytest.mark.parametrize(("cls", "message"), UNDERIVED, ids=lambda e: getattr(e, "__name__", ""))
@@ -81,22 +50,16 @@ def turning(param, grad, mean, *, step, lr=0.1, power=1, decay=0.5):
     return param - lr * (mean if power == 1 else mean.square()), mean
 
 
-def test_a_formula_that_changes_later():
-    assert_close(*both(lambda p, **more: turning(p, **more), standard(20)))
+def test_a_formula_that_changes_later_and_options_that_change_meanwhile():
+    run = standard(20)
 
-
-def test_options_that_change_meanwhile():
-    results = []
-    for more in ({"semantics": "dense"}, {}):
-        run = standard(20)
-        param = run.param()
-        opt = turning([param], **more)
+    def train(opt: Any, param: Tensor) -> None:
         run.train(opt, param, range(6))
         opt.param_groups[0]["decay"] = 0.25
         run.train(opt, param, range(6, 20))
-        opt.catch_up()
-        results.append(kept(opt, param))
-    assert_close(*results)
+
+    assert_dense_run(turning, run)
+    assert_dense_run(turning, run, train=train)
 
 
 def test_what_cannot_be_derived_any_more_is_refused_before_anything_is_written():
@@ -115,20 +78,15 @@ def test_what_cannot_be_derived_any_more_is_refused_before_anything_is_written()
     assert unchanged(opt, before)
 
 
-def test_a_checkpoint_goes_on():
+def test_a_checkpoint_continues():
     run = standard(20)
-    results = []
-    for more in ({"semantics": "dense"}, {}):
-        param = run.param()
-        opt = momentum([param], **more)
+
+    def train(opt: Any, param: Tensor) -> None:
         run.train(opt, param, range(10))
-        saved = opt.state_dict()
-        opt = momentum([param], **more)
-        opt.load_state_dict(saved)
+        opt.load_state_dict(opt.state_dict())
         run.train(opt, param, range(10, 20))
-        opt.catch_up()
-        results.append(kept(opt, param))
-    assert_close(*results)
+
+    assert_dense_run(momentum, run, train=train)
 
 
 PARTS = st.fixed_dictionaries(
@@ -166,8 +124,10 @@ def built(parts: dict[str, Any], formula: Formula) -> Any:
     return sparsestep.rule(update, state={"mean": 0.0, "square": 0.0}, row_state={"row": 1.0})
 
 
-def finite(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return all(bool(t.isfinite().all()) for each in (ours, theirs) for t in each.values())
+def assert_dense_run_if_finite(cls: Any, run: Run) -> None:
+    ours, exact = dense_run(cls, run, semantics="dense"), dense_run(cls, run)
+    if all(bool(t.isfinite().all()) for each in (ours, exact) for t in each.values()):
+        assert_close(ours, exact, 1e-11)
 
 
 # Of an exponential it is not known how large it is.
@@ -176,9 +136,7 @@ bounded = formulas.filter(lambda formula: all(name != "exp" for name, _, _ in fo
 
 @given(parts=PARTS, formula=bounded, seed=st.integers(0, 99))
 def test_whatever_is_derived_is_the_dense_run(parts: dict[str, Any], formula: Formula, seed: int):
-    ours, exact = both(built(parts, formula), Run(8, (6, 3), seed=seed, most=2))
-    if finite(ours, exact):
-        assert_close(ours, exact, 1e-11)
+    assert_dense_run_if_finite(built(parts, formula), Run(8, (6, 3), seed=seed, most=2))
 
 
 @given(formula=formulas, seed=st.integers(0, 99))
@@ -194,6 +152,4 @@ def test_random_formulas_are_derived_right_or_refused(formula: Formula, seed: in
         cls([torch.nn.Parameter(torch.zeros(5, 2))], semantics="dense")
     except InputError:
         return
-    ours, exact = both(cls, Run(6, (5, 2), seed=seed, most=2))
-    if finite(ours, exact):
-        assert_close(ours, exact, 1e-11)
+    assert_dense_run_if_finite(cls, Run(6, (5, 2), seed=seed, most=2))

@@ -1,21 +1,18 @@
-"""The plainest vocabulary: what the documentation says, in dicts and without a thought for speed.
-
-``python -m tests.nn.vocabulary_model --operations 100_000_000`` compares it with the real one for
-as long as you like; the tests do so in small.
-"""
+"""The id table of the core, against the plainest one: dicts, and no thought for speed."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sparsestep.nn.vocabulary.id_table import IdTable, Options, splitmix64
-from tests.nn.plain_ids import PlainIds
 
 
 class Model:
@@ -53,12 +50,12 @@ class Model:
                 self.seen[self.row_of[each]] = now
             else:
                 new[each] += 1
-        of_this_call: set[int] = set()
+        seen_now: set[int] = set()
         for each, times in new.items():
             count = times + self.candidates.get(each, 0)
             row = self._row_for(each, now, taken) if count >= self.options.admit else None
             if row is None:
-                self._remember(each, count, of_this_call)
+                self._remember(each, count, seen_now)
                 continue
             self.candidates.pop(each, None)
             self.row_of[each], self.id_of[row] = row, each
@@ -87,34 +84,15 @@ class Model:
         count = self.count[row] if self.options.evict == "lfu" else 0
         return count, self.seen[row], row
 
-    def _remember(self, each: int, count: int, of_this_call: set[int]) -> None:
+    def _remember(self, each: int, count: int, seen_now: set[int]) -> None:
         known = self.candidates.pop(each, None) is not None
         if not known and len(self.candidates) == self.options.candidates:
             oldest = next(iter(self.candidates), None)
-            if oldest is None or oldest in of_this_call:
+            if oldest is None or oldest in seen_now:
                 return
             del self.candidates[oldest]
         self.candidates[each] = count
-        of_this_call.add(each)
-
-
-class Faster(Model):
-    """``PlainIds``, for vocabularies too large for the plainest."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._ids = PlainIds(options)
-
-    def find(self, ids: list[int]) -> list[int]:
-        found: list[int] = self._ids.find(torch.tensor(ids, dtype=torch.int64))[0].tolist()
-        return found
-
-    def see(self, ids: list[int], now: int) -> list[int]:
-        given = torch.tensor(ids, dtype=torch.int64)
-        claim = self._ids.claim(given, now)
-        self._ids.commit(claim)
-        taken: list[int] = claim.taken.tolist()
-        return taken
+        seen_now.add(each)
 
 
 def compare(
@@ -161,11 +139,11 @@ def reloaded(real: IdTable, options: Options, now: int) -> IdTable:
     return other
 
 
-def run(operations: int, seed: int) -> None:
+def compare_at_random(operations: int, seed: int) -> None:
     """Compare until so many ids were looked up; raises at the first difference."""
     chance, done = random.Random(seed), 0
     while done < operations:
-        rows = chance.choice([2, 5, 40, 300, 3000])
+        rows = chance.choice([2, 5, 40, 300])
         options = Options(
             rows,
             chance.randint(1, min(3, rows)),
@@ -173,7 +151,7 @@ def run(operations: int, seed: int) -> None:
             chance.choice([None, "lru", "lfu"]),
         )
         real, now = IdTable(options), 1
-        model = Model(options) if rows < 100 else Faster(options)
+        model = Model(options)
         pool = [chance.getrandbits(64) - 2**63 for _ in range(chance.choice([2, 3, 10]) * rows)]
         skew = chance.choice([1.0, 2.0, 4.0])
         for _ in range(200):
@@ -186,13 +164,98 @@ def run(operations: int, seed: int) -> None:
             done += size
             if chance.random() < 0.01:
                 real = reloaded(real, options, now)
-        print(f"\r{done:,} operations, no difference", end="", flush=True)
-    print()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--operations", type=lambda text: int(text.replace("_", "")), default=10**6)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    sys.exit(run(given.operations, given.seed))
+few_ids = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), *range(100, 118)])
+
+
+class AgainstTheModel(RuleBasedStateMachine):
+    """Calls, steps, lookups that change nothing, checkpoints."""
+
+    @initialize(
+        rows=st.integers(1, 9),
+        shared=st.integers(1, 3),
+        admit=st.integers(1, 4),
+        evict=st.sampled_from([None, "lru", "lfu"]),
+    )
+    def begin(self, rows: int, shared: int, admit: int, evict: Any):
+        self.options = Options(rows, min(rows, shared), admit, evict)
+        self.model = Model(self.options)
+        self.real = IdTable(self.options)
+        self.now = 1
+
+    @rule(
+        ids=st.lists(few_ids, max_size=14),
+        learns=st.booleans(),
+        undone=st.booleans(),
+        steps=st.booleans(),
+    )
+    def look_up(self, ids: list[int], learns: bool, undone: bool, steps: bool):
+        assert compare(self.real, self.model, ids, self.now, learns=learns, undone=undone)
+        self.now += steps
+
+    @rule()
+    def save_and_load(self):
+        self.real = reloaded(self.real, self.options, self.now)
+
+    @invariant()
+    def all_is_saved(self):
+        if not hasattr(self, "model"):
+            return
+        first, model = self.options.shared, self.model
+        real = self.real
+        saved = real.save()
+        assert saved.used == real.used == first + len(model.row_of)
+        found = {int(saved.ids[row]): row for row in range(first, saved.used)}
+        assert found == model.row_of
+        counts = saved.counts[first : saved.used].tolist()
+        assert counts == [model.count[row] for row in range(first, saved.used)]
+        pairs = torch.stack([saved.candidate_ids, saved.candidate_counts], dim=1)
+        assert pairs[: saved.candidates].tolist() == list(map(list, model.candidates.items()))
+
+
+TestAgainstTheModel = AgainstTheModel.TestCase
+TestAgainstTheModel.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_many_ids_against_the_model():
+    compare_at_random(20_000, 0)
+
+
+@pytest.mark.slow
+def test_a_million_operations_against_the_model():
+    compare_at_random(1_000_000, 17)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_many_at_once_are_the_same_for_any_number_of_threads(threads: int):
+    torch.set_num_threads(threads)
+    options = Options(40_000, 1, 1, "lru")
+    ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3)) * 2**40
+    real = IdTable(options)
+    claim = real.claim(ids, 1)
+    assert claim.without == len(ids)
+    real.commit(claim)
+    rows = claim.rows
+    assert rows.tolist() == [*range(1, 40_000), *(10_001 * [0])]
+    again, without = real.find(ids)
+    assert without == 10_001
+    assert torch.equal(again, rows)
+    before = real.save()
+    real.claim(ids[:30_000].repeat(2), 2)  # abandoned
+    for one, other in zip(real.save(), before, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    both = ids[:30_000].repeat(2)
+    real.commit(real.claim(both, 2))
+    assert real.save().counts[rows[:30_000]].unique().tolist()[-1] == 3
+
+
+def test_ids_that_come_twice_are_not_loaded():
+    options = Options(4, 1, 1, None)
+    real = IdTable(options)
+    ids = torch.tensor([7, 8])
+    real.commit(real.claim(ids, 1))
+    saved = real.save()
+    saved.ids[2] = 7
+    assert not real.load(saved, 1)
+    assert real.find(ids)[0].tolist() == [1, 2]

@@ -1,10 +1,11 @@
-"""Masks as options of param groups: changed, given for several parameters, saved and copied."""
+"""Masks as options of param groups: changed, per parameter, saved, copied, in several threads."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
+from sparsestep.grads.masks import MaskSelection
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.table import each_engine, each_optimizer, running_on, same_bits
 
@@ -181,3 +183,22 @@ def test_copies_have_a_mask_of_their_own(optimizer: type[RuleOptimizer], copied:
     mask.logical_not_()
     assert torch.equal(moved(other, 2), ROWS)
     assert torch.equal(moved(opt, 2), ~ROWS)
+
+
+def test_a_selection_is_whole_before_it_counts_as_up_to_date():
+    """Finding the slots of a large mask lets other threads run in between."""
+    mask = torch.zeros(1 << 22, dtype=torch.bool)
+    mask[::2] = True
+    for _ in range(5):
+        selection = MaskSelection(mask, mask.shape)
+        found: list[int] = []
+
+        def look(selection: MaskSelection = selection, found: list[int] = found) -> None:
+            found.append(len(selection.refresh().indices))
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [1 << 21] * 4
