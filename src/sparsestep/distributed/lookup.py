@@ -39,12 +39,14 @@ from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import HALF_DTYPES, IndexedGrad
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import (
-    Bags,
+    Lookup,
+    LookupResult,
+    bag_lookup,
     check_ids,
+    check_lookup,
     first_derivative,
+    grad_of_ids,
     lookup_error,
-    part,
-    part_of,
     unshared,
 )
 
@@ -83,7 +85,7 @@ def lookup_request(
         combine = request.combine
         request.combine = lambda rows: combine(rows).reshape(*shape, dim)
         return request
-    bags = Bags.of(table.spec, ids, offsets, per_sample_weights)
+    bags = check_lookup(bag_lookup(table.spec, ids, offsets, per_sample_weights))
     if (
         bags.per_sample_weights is not None
         and bags.per_sample_weights.requires_grad
@@ -91,8 +93,8 @@ def lookup_request(
     ):
         requirement = "per_sample_weights of a sharded table must not require a gradient"
         raise lookup_error(table.spec, requirement, "requires_grad=True", "Call detach() on them")
-    if bags.length == 1 and table.placement.is_sharded:
-        return _request_rows(table, bags.ids, bags.per_sample_weights)
+    if bags.bag_length == 1 and table.placement.is_sharded:
+        return _request_rows(table, bags.flat_ids, bags.per_sample_weights)
     return _request_bags(table, bags)
 
 
@@ -123,7 +125,7 @@ def _identity(rows: Tensor) -> Tensor:
     return rows
 
 
-def _request_bags(table: ShardedTable, bags: Bags) -> LookupRequest:
+def _request_bags(table: ShardedTable, bags: Lookup) -> LookupRequest:
     placement, world_size = table.placement, table.collectives.world_size
     scale = _mean_scale(table, bags) if table.mode == "mean" else None
 
@@ -132,22 +134,25 @@ def _request_bags(table: ShardedTable, bags: Bags) -> LookupRequest:
 
     if table.row_stride > 1:
         return _request_partial_bags(table, bags, average)
-    length = max(bags.length, 0)
+    length = max(bags.bag_length, 0)
     lengths = None if length else _bag_offsets(bags).diff().to(LENGTH_DTYPE)
-    counts = [placement.counts_to_owner(n, world_size) for n in (len(bags.ids), bags.count)]
-    return LookupRequest(
-        table, bags.ids, counts[0], length, lengths, counts[1], bags.per_sample_weights, average
-    )
+    ids, weights = bags.flat_ids, bags.per_sample_weights
+    counts = [placement.counts_to_owner(n, world_size) for n in (len(ids), bags.num_bags)]
+    return LookupRequest(table, ids, counts[0], length, lengths, counts[1], weights, average)
 
 
 def _request_partial_bags(
-    table: ShardedTable, bags: Bags, average: Callable[[Tensor], Tensor]
+    table: ShardedTable, bags: Lookup, average: Callable[[Tensor], Tensor]
 ) -> LookupRequest:
     """Each owner gets its part of a bag. Of long bags, nearly every owner has a part of each."""
-    weights, world_size, count = bags.per_sample_weights, table.collectives.world_size, bags.count
-    to_all_ranks = len(bags.ids) >= BROADCAST_BAG_FACTOR * world_size * count
+    weights, world_size, count = (
+        bags.per_sample_weights,
+        table.collectives.world_size,
+        bags.num_bags,
+    )
+    to_all_ranks = len(bags.flat_ids) >= BROADCAST_BAG_FACTOR * world_size * count
     split = split_by_owner(
-        bags.ids,
+        bags.flat_ids,
         _bag_offsets(bags),
         world_size,
         table.id_dtype,
@@ -173,23 +178,24 @@ def _request_partial_bags(
     )
 
 
-def _bag_offsets(bags: Bags) -> Tensor:
+def _bag_offsets(bags: Lookup) -> Tensor:
     """Where each bag begins, and where the last one ends."""
-    if bags.length >= 0:
-        return torch.arange(bags.count + 1) * bags.length
-    offsets = bags.starts.long()
-    return offsets if bags.include_last_offset else cat([offsets, torch.tensor([len(bags.ids)])])
+    if bags.offsets is None:
+        return torch.arange(bags.num_bags + 1) * bags.bag_length
+    offsets = bags.offsets.long()
+    end = offsets.new_full((1,), bags.ids.numel())
+    return offsets if bags.include_last_offset else cat([offsets, end])
 
 
-def _mean_scale(table: ShardedTable, bags: Bags) -> Tensor:
+def _mean_scale(table: ShardedTable, bags: Lookup) -> Tensor:
     """Factors that turn sums of bags into means; padding does not count."""
-    if table.padding_idx is None and bags.length > 0:
-        sizes = torch.full((1,), bags.length)
+    if table.padding_idx is None and bags.bag_length > 0:
+        sizes = torch.full((1,), bags.bag_length)
     else:
         sizes = _bag_offsets(bags).diff()
     if table.padding_idx is not None:
-        bag = torch.repeat_interleave(sizes, output_size=len(bags.ids))
-        sizes = torch.bincount(bag[bags.ids != table.padding_idx], minlength=bags.count)
+        bag = torch.repeat_interleave(sizes, output_size=len(bags.flat_ids))
+        sizes = torch.bincount(bag[bags.flat_ids != table.padding_idx], minlength=bags.num_bags)
     return sizes.clamp(min=1).to(table.weight.dtype).reciprocal().unsqueeze(1)
 
 
@@ -362,7 +368,7 @@ def serve_lookups(
     needs_grad: bool,
 ) -> list[LocalRows]:
     """Look up local rows, in all tables by one call of the core where it can."""
-    core_lookups: list[lookup.Lookup] = []
+    core_lookups: list[Lookup] = []
     of_core: list[int] = []
     for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
         # With weights, padding has one, too, but no gradient: torch's operations see to that.
@@ -381,19 +387,19 @@ def serve_lookups(
 
 def _core_lookup(
     table: ShardedTable, request: LookupRequest | IncomingLookup, *, needs_grad: bool
-) -> lookup.Lookup:
+) -> Lookup:
     ids, padding, weights = request.ids, table.local_padding_idx, request.per_sample_weights
     weights = None if weights is None else weights.detach()
-    offsets, pooling = None, lookup.POOLING["sum"]
+    offsets, mode = None, lookup.SUM
     if not table.is_bag or (request.length == 1 and padding < 0 and weights is None):
-        pooling = lookup.ROWS
+        mode = lookup.ROWS
     elif request.lengths is not None:
         offsets = _offsets_from_lengths(request.lengths)
     else:
         ids = ids.view(-1, request.length)
         weights = None if weights is None else weights.view(-1, request.length)
     has_grad = needs_grad and table.weight.requires_grad
-    return lookup.Lookup(table.weight, ids, offsets, True, weights, pooling, padding, has_grad)
+    return Lookup(table.weight, ids, offsets, True, weights, mode, padding, has_grad)
 
 
 def _offsets_from_lengths(lengths: Tensor) -> Tensor:
@@ -403,7 +409,7 @@ def _offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def _from_core(
-    table: ShardedTable, request: LookupRequest | IncomingLookup, found: lookup.LookupResult
+    table: ShardedTable, request: LookupRequest | IncomingLookup, found: LookupResult
 ) -> LocalRows:
     positions, source = found.indices, found.value_index
     weights = _detached_copy(request.per_sample_weights)
@@ -414,7 +420,7 @@ def _from_core(
         assert positions is not None
         if not scale_grad_by_freq:
             return [IndexedGrad(positions, grad, rows, dim, source, weights)]
-        return [part_of(shape, positions, grad, source, weights, scale_grad_by_freq=True)]
+        return [grad_of_ids(shape, positions, grad, source, weights, scale_grad_by_freq=True)]
 
     return LocalRows(found.output, grad_fn)
 
@@ -452,7 +458,7 @@ def _serve_with_torch(
             source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
         by_frequency = table.scale_grad_by_freq
         of = (weight.shape, ids, grad, source, weights)
-        return [part(*of, padding_idx=padding, scale_grad_by_freq=by_frequency)]
+        return [grad_of_ids(*of, padding_idx=padding, scale_grad_by_freq=by_frequency)]
 
     return LocalRows(rows, grad_fn)
 

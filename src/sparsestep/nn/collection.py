@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
 from sparsestep.nn.interop import excluded_from_compile, uses_torch_ops
-from sparsestep.nn.lookup import BagLookup, embed_bags
+from sparsestep.nn.lookup import bag_lookup, embed
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -138,7 +138,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if uses_torch_ops(*(table.weight for table, *_ in split)):
             found = [table(*arguments) for table, *arguments in split]
         else:
-            found = embed_bags(split)
+            found = embed([bag_lookup(*each) for each in split])
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(
@@ -158,7 +158,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         for table, ids, _, _ in self.split_inputs(inputs, offsets, per_sample_weights):
             yield table.weight, ids
 
-    def split_inputs(self, inputs: Any, offsets: Any, factors: Any) -> list[BagLookup]:
+    def split_inputs(
+        self, inputs: Any, offsets: Any, factors: Any
+    ) -> list[tuple[EmbeddingBag, Any, Any, Any]]:
         """The table, ids, offsets and factors of each lookup."""
         tables = self.tables._modules.values()  # of a list or a dict; some may be the same
         if isinstance(inputs, Tensor) and not inputs.is_nested:
@@ -174,8 +176,7 @@ class EmbeddingBagCollection(torch.nn.Module):
                 offsets = list(offsets)
             begins = self._listed("offsets", offsets, optional=True)
             weights = self._listed("per_sample_weights", factors, optional=True)
-        each = zip(tables, ids, begins, weights, strict=True)
-        return [BagLookup(cast(EmbeddingBag, table), *given) for table, *given in each]
+        return list(zip(cast(Iterable[EmbeddingBag], tables), ids, begins, weights, strict=True))
 
     def _columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.types import Device
 
-from sparsestep.deferred.guard import readable
-from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn.interop import (
-    excluded_from_compile,
-    materialize_for_ddp,
-    scripted_as,
-    uses_torch_ops,
-)
-from sparsestep.nn.lookup import (
-    ROWS,
-    BagLookup,
-    Lookup,
-    LookupResult,
-    check_ids,
-    embed_bags,
-    first_derivative,
-    look_up,
-    part,
-    part_of,
-    takes_compact,
-    torch_embedding_bag,
-    unshared,
-)
+from sparsestep.nn.interop import excluded_from_compile, scripted_as, uses_torch_ops
+from sparsestep.nn.lookup import bag_lookup, embed, embed_with_torch, row_lookup
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
@@ -119,43 +97,8 @@ class Embedding(torch.nn.Embedding):
         Raises:
             InputError: an id is out of range; nothing has changed.
         """
-        weight = self.weight
-        if uses_torch_ops(weight):
-            return self._by_torch(input)
-        is_recorded = weight.requires_grad and torch.is_grad_enabled()
-        padding_idx = -1 if self.padding_idx is None else self.padding_idx
-        found, table = None, readable(weight, input)
-        if self.max_norm is None and takes_compact(weight):
-            request = Lookup(table, input, None, False, None, ROWS, padding_idx, is_recorded)
-            found = look_up([request])
-        rows = self._by_operations(table, input) if found is None else found[0]
-        if not is_recorded or rows.output.requires_grad:
-            return rows.output
-        materialize_for_ddp(weight)
-        result: Tensor = _Rows.apply(weight, input, rows, padding_idx, self.scale_grad_by_freq)
-        return result
-
-    def _by_operations(self, weight: Tensor, ids: Tensor) -> LookupResult:
-        """With torch's operations, and every check."""
-        check_ids(self, weight, ids)
-        if not takes_compact(self.weight):
-            return LookupResult(self._by_torch(ids))
-        with torch.no_grad():
-            if self.max_norm is not None:
-                ids = ids.contiguous()
-                torch.embedding_renorm_(weight, ids, self.max_norm, self.norm_type)
-            return LookupResult(torch.embedding(weight, ids))
-
-    def _by_torch(self, ids: Tensor) -> Tensor:
-        """With torch's own gradient, a dense one."""
-        return functional.embedding(
-            ids,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-        )
+        lookup = row_lookup(self, input)
+        return embed_with_torch(lookup) if uses_torch_ops(lookup.weight) else embed([lookup])[0]
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
@@ -251,40 +194,5 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
             InputError: an id is no row of the table, or the bags are not well-formed; nothing has
                 changed.
         """
-        if uses_torch_ops(self.weight):
-            return torch_embedding_bag(
-                self, input, offsets, per_sample_weights, self.include_last_offset
-            )
-        return embed_bags([BagLookup(self, input, offsets, per_sample_weights)])[0]
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        ids: Tensor,
-        found: LookupResult,
-        padding_idx: int,
-        scale_grad_by_freq: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(ids, found.indices, found.value_index)  # ids: they must not change
-        ctx.weight = (weight.shape, padding_idx, scale_grad_by_freq)
-        return found.output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return first_derivative(_gradient, ctx, grad)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> Any:
-    ids, indices, value_index = ctx.saved_tensors
-    shape, padding_idx, scale_grad_by_freq = ctx.weight
-    rows = unshared(grad).reshape(ids.numel(), shape[1])
-    if indices is None:
-        found = part(
-            shape, ids, rows, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
-        )
-    else:
-        found = part_of(shape, indices, rows, value_index, scale_grad_by_freq=scale_grad_by_freq)
-    return CompactGrad.of([found], shape, grad), None, None, None, None
+        lookup = bag_lookup(self, input, offsets, per_sample_weights)
+        return embed_with_torch(lookup) if uses_torch_ops(lookup.weight) else embed([lookup])[0]

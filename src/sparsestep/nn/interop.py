@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -70,21 +70,22 @@ def uses_torch_ops(*weights: Tensor) -> bool:
 _PARAMETER_TYPES = (torch.nn.Parameter, Tensor, GuardedParameter)
 
 
-def materialize_for_ddp(weight: Tensor) -> None:
-    """See to it that the gradient of a weight is an ordinary one by the time DDP looks at it.
+def materialize_for_ddp(weights: Iterable[Tensor]) -> None:
+    """Materialize the gradients of weights before DDP looks at them.
 
     DDP reduces gradients in C++, which takes a compact one for a dense one. It does so when a
     gradient has been accumulated, after the hooks of the weight. So a hook is all it takes; the
     lookup registers it when it is called from within DDP's forward. It stays, for the weight stays
     DDP's: what activation checkpointing computes again is computed outside of that forward.
     """
-    if DistributedDataParallel._active_ddp_module is None or not weight.requires_grad:
+    if DistributedDataParallel._active_ddp_module is None:
         return
-    if source_of(weight) is not None:  # a sharded table is none of DDP's
-        return
-    hooks = weight._post_accumulate_grad_hooks
-    if hooks is None or _materialize_grad not in hooks.values():
-        weight.register_post_accumulate_grad_hook(_materialize_grad)
+    for weight in weights:
+        if not weight.requires_grad or source_of(weight) is not None:
+            continue  # a sharded table is none of DDP's
+        hooks = weight._post_accumulate_grad_hooks
+        if hooks is None or _materialize_grad not in hooks.values():
+            weight.register_post_accumulate_grad_hook(_materialize_grad)
 
 
 def _materialize_grad(weight: Tensor) -> None:
