@@ -8,6 +8,7 @@
 namespace sparsestep {
 
 enum class Dtype : int32_t { float16 = 0, bfloat16 = 1, float32 = 2, float64 = 3 };
+constexpr const char* dtype_names[] = {"float16", "bfloat16", "float32", "float64"};  // torch's
 
 // A tensor seen as [num_slots, slot_size]. Strides are in elements.
 struct TensorView {

@@ -151,6 +151,9 @@ NB_MODULE(_C, module) {
     module.def("rules", &rules, "name -> (index, states per element, states per slot, options)");
     module.def("idle_updates", &idle_update_names,
                "The idle updates that CatchUp knows, by number.");
+    nb::list dtypes;
+    for (const char* name : dtype_names) dtypes.append(name);
+    module.attr("dtypes") = nb::tuple(dtypes);
     module.def("instruction_sets", &instruction_set_names,
                "(name, available here) from the plainest to the widest");
     module.def("thread_source", &thread_source, "The source of the threads that share the work.");

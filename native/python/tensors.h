@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstring>
+#include <iterator>
 #include <optional>
 
 #include "core/types.h"
@@ -59,7 +60,7 @@ struct PythonNames {
     PyObject* nbytes = PyUnicode_InternFromString("nbytes");
     PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
     PyObject* itemsize = PyUnicode_InternFromString("itemsize");
-    PyObject* dtypes[4];
+    PyObject* dtypes[std::size(dtype_names)];
     PyObject* int64;
     PyObject* int8;
     PyObject* strided;
@@ -72,8 +73,9 @@ struct PythonNames {
     PythonNames() {
         // Never released: Python's own teardown may come first.
         const nb::object torch = nb::module_::import_("torch");
-        const char* const known[] = {"float16", "bfloat16", "float32", "float64"};  // as in Dtype
-        for (int i = 0; i < 4; ++i) dtypes[i] = nb::object(torch.attr(known[i])).release().ptr();
+        for (size_t i = 0; i < std::size(dtype_names); ++i) {
+            dtypes[i] = nb::object(torch.attr(dtype_names[i])).release().ptr();
+        }
         int64 = nb::object(torch.attr("int64")).release().ptr();
         int8 = nb::object(torch.attr("int8")).release().ptr();
         strided = nb::object(torch.attr("strided")).release().ptr();
@@ -151,11 +153,11 @@ void* own_address(nb::handle tensor) {
     return reinterpret_cast<void*>(nb::cast<uintptr_t>(call(tensor, names().data_ptr)));
 }
 
-// The number of the dtype in Dtype, or 4 for any other.
+// The number of the dtype in Dtype; for any other, the number of dtypes.
 int dtype_code(nb::handle tensor) {
     const nb::object dtype = get(tensor, names().dtype);
     int code = 0;
-    while (code < 4 && dtype.ptr() != names().dtypes[code]) ++code;
+    while (code < int(std::size(dtype_names)) && dtype.ptr() != names().dtypes[code]) ++code;
     return code;
 }
 

@@ -19,7 +19,17 @@ try:
 except ImportError as _error:  # installed without it (SPARSESTEP_PURE=1), or a broken build
     import_error = str(_error)
 
-__all__ = ["ext", "import_error", "instruction_set", "instruction_sets", "use_instruction_set"]
+# Names of the real float dtypes: the extension's table if it is there.
+dtype_names: tuple[str, ...] = ext.dtypes if ext else ("float16", "bfloat16", "float32", "float64")
+
+__all__ = [
+    "dtype_names",
+    "ext",
+    "import_error",
+    "instruction_set",
+    "instruction_sets",
+    "use_instruction_set",
+]
 
 
 def instruction_sets() -> dict[str, bool]:

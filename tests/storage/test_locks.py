@@ -28,8 +28,6 @@ from tests.storage.training import (
     embedding,
     in_each_place,
     initial,
-    now,
-    same,
     table_in,
     train,
 )
@@ -111,28 +109,6 @@ def test_a_state_file_is_not_taken_from_another_process(tmp_path: Path):
         assert not opt.state_dict()["state"]
     train(model, opt, 1)
     assert not same_bits(model.weight.detach(), initial())
-
-
-def test_a_second_process_changes_nothing(tmp_path: Path):
-    model = embedding(table_in(tmp_path / "table"))
-    opt = adam(model.parameters())
-    train(model, opt, 3)
-    before = now(model, opt)
-    second = """
-        import sys, sparsestep
-        from torch import nn
-        try:
-            table = sparsestep.storage.mapped(sys.argv[1], (300, 24))
-            sparsestep.Adam([nn.Parameter(table)]).materialize_state()
-        except sparsestep.InputError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(second), str(tmp_path / "table")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "can be written by one process" in done.stdout
-    assert f"process {os.getpid()}" in done.stdout or not os.path.exists("/proc/locks")
-    assert same(before, now(model, opt))
-    train(model, opt, 1)
 
 
 def test_a_lock_lasts_as_long_as_the_mapping(tmp_path: Path):

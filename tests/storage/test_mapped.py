@@ -290,6 +290,13 @@ def test_wrong_arguments_are_refused(shape, dtype, optimizer, match, tmp_path: P
     assert not table.any()
 
 
+def test_an_installation_without_the_extension_refuses_tables_in_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sparsestep.memory.mapped_file, "ext", None)
+    with pytest.raises(sparsestep.InputError, match="needs the compiled extension"):
+        mapped(tmp_path / "table", (ROWS, DIM))
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_table_without_room_for_state_is_not_one_with(tmp_path: Path):
     mapped(tmp_path / "table", (ROWS, DIM))
     with pytest.raises(sparsestep.InputError, match="where a row has room for none"):

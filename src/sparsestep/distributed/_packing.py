@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import cat
-from sparsestep.grads.indexed import HALF_DTYPES
+from sparsestep.memory.tensors import HALF_DTYPES
 
 
 class BagSplit(NamedTuple):

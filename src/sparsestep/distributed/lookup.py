@@ -36,7 +36,8 @@ from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import PendingGrad
-from sparsestep.grads.indexed import HALF_DTYPES, IndexedGrad
+from sparsestep.grads.indexed import IndexedGrad
+from sparsestep.memory.tensors import HALF_DTYPES
 from sparsestep.nn import lookup
 from sparsestep.nn.lookup import (
     Lookup,

@@ -18,8 +18,7 @@ from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.finishing import finish
 from sparsestep.errors import InputError
 from sparsestep.grads.dedup import sum_duplicates
-from sparsestep.grads.indexed import HALF_DTYPES
-from sparsestep.memory.tensors import overlapping
+from sparsestep.memory.tensors import HALF_DTYPES, overlapping
 from sparsestep.rules import int8
 
 

@@ -21,10 +21,6 @@ from sparsestep._torch import cat
 from sparsestep.errors import RangeError, message
 from sparsestep.memory.tensors import out_of_range
 
-FLOAT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
-COMPLEX_DTYPES = frozenset({torch.complex64, torch.complex128})
-
 
 class IndexedGrad(NamedTuple):
     """Which slots of a parameter a gradient updates, and with what values.

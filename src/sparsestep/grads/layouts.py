@@ -19,8 +19,15 @@ from sparsestep._torch import coo_indices, coo_values
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.dedup import merge_slots
-from sparsestep.grads.indexed import FLOAT_DTYPES, IndexedGrad, check_indices
-from sparsestep.memory.tensors import INDEX_DTYPES, address, is_distributed, memory_of, out_of_range
+from sparsestep.grads.indexed import IndexedGrad, check_indices
+from sparsestep.memory.tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    address,
+    is_distributed,
+    memory_of,
+    out_of_range,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

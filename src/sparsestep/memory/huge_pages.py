@@ -1,11 +1,10 @@
 """Memory that has been used enough is moved into huge pages.
 
-With huge pages the processor keeps track of fewer pages, and every step on a large table is
-faster, by a quarter or so. But to get one costs as much as many steps gain. So the memory of a
-table and its state begins in ordinary pages, which exist as far as they were touched, and is moved
-once so many rows were touched that moving it earlier would have paid for itself: a short training
-never pays, a long one pays at most twice what it would have, had its length been known. One page is
-moved at a time, so no step takes much longer than others.
+With huge pages, steps on a large table are about a quarter faster. But creating one costs as much
+as many steps gain. So a table and its state start in ordinary pages, which exist once they are
+touched, and are moved when so many rows were touched that moving them earlier would have paid off:
+short training never pays, long training pays at most twice the minimum. One page is moved at a
+time, so no step takes much longer than others.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from sparsestep.memory.mapped_file import file_of
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux; the second from 6.1 on
 
-# To move a byte costs as much time as a touch of a row saves, divided by so many. Measured by
-# benchmarks/first_steps.py.
+# Bytes moved in the time that touching a row saves. Measured by benchmarks/first_steps.py.
 _BYTES_PER_TOUCH = 4
 
 # Tables that would wait longer than this are never moved.
@@ -35,7 +33,7 @@ _MOST_ROUNDS = 1 << 20
 
 @dataclass(slots=True, eq=False)  # weak references would compare the tensors
 class _Waiting:
-    """A tensor whose memory may be moved from a round on, and how much of it has been."""
+    """A tensor that is moved from a round on, and how much of it has been."""
 
     tensor: weakref.ref[Tensor]
     due: int
@@ -43,31 +41,14 @@ class _Waiting:
 
 
 class HugePages:
-    """The tensors of an optimizer that wait for huge pages.
-
-    Attributes:
-        due: in which round there is something to do.
-
-    Example:
-        >>> import torch
-        >>> pages = HugePages()
-        >>> pages.add(torch.zeros(10, 4), touches=3, round=1)
-        >>> pages.due  # it is too small
-        inf
-    """
+    """The tensors of an optimizer that wait for huge pages; ``due`` is the next round to move."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
         self.due: float = math.inf
 
     def add(self, tensor: Tensor, touches: int, round: int) -> None:
-        """Have a tensor's memory moved when it has been used enough.
-
-        Args:
-            tensor: in memory of the CPU, contiguous, and no file; any other is left alone.
-            touches: how many of its rows a step touches, about.
-            round: the present one.
-        """
+        """Move a tensor when it has been used enough, if each step touches so many of its rows."""
         if tensor.nbytes < 2 * _HUGE_PAGE or not tensor.is_cpu or not tensor.is_contiguous():
             return
         if not touches or not _system_has_huge_pages() or file_of(tensor) is not None:
@@ -78,12 +59,12 @@ class HugePages:
             self.due = min(self.due, round + rounds)
 
     def remove(self, tensor: Tensor) -> None:
-        """Leave a tensor alone, which has other memory now; it may be added again."""
+        """Forget a tensor that has other memory now."""
         self._waiting = [each for each in self._waiting if each.tensor() is not tensor]
         self.due = min((each.due for each in self._waiting), default=math.inf)
 
     def move(self, round: int) -> None:
-        """Move one page of those that are due."""
+        """Move one page that is due."""
         waiting = next((each for each in self._waiting if each.due <= round), None)
         if waiting is not None and not _move_page(waiting):
             self._waiting.remove(waiting)
@@ -99,11 +80,7 @@ class HugePages:
 
 
 def _move_page(waiting: _Waiting) -> bool:
-    """Move a tensor's next page; false where none is left.
-
-    Contents and addresses stay as they are. What cannot be moved (shared memory, a file, a kernel
-    that cannot do it) is left alone.
-    """
+    """Move a tensor's next page, if the system can; returns whether there was one."""
     tensor = waiting.tensor()
     if tensor is None or not tensor.is_contiguous():
         return False

@@ -21,8 +21,8 @@ _SMALL_BYTES = 1 << 20
 # Windows has no private anonymous maps; there, zeros are written at once.
 _LAZY = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
 
-# The system is not asked to hold memory ready for pages that may never be touched: it would refuse
-# whatever is larger than all that it has. Python has a name for it from 3.13 on.
+# Do not reserve memory for pages that may never be touched: the system would refuse more than it
+# has. Python has a name for it from 3.13 on.
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
     NORESERVE = 0x4000
@@ -32,12 +32,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     """Zeros that the operating system provides page by page, on first touch.
 
     ``torch.zeros`` writes every byte, so the first step on a large table would cost time and memory
-    in proportion to the table instead of to the batch.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor; elsewhere than on the CPU, zeros are written at once.
+    in proportion to the table. On other devices than the CPU, this is ``torch.zeros``.
 
     Example:
         >>> zeros(torch.Size([2, 3]), torch.float32, torch.device("cpu"))
@@ -57,12 +52,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
-def full(
-    shape: torch.Size,
-    value: complex,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def full(shape: torch.Size, value: complex, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like ``zeros``, for any initial value; only zero is lazy."""
     if value == 0:
         return zeros(shape, dtype, device)
@@ -74,10 +64,9 @@ _INDEX_BYTES = 8
 
 
 class SavedByRow(Tensor):
-    """A tensor that ``torch.save`` writes as sparse COO, where that takes less than half the room.
+    """A tensor that ``torch.save`` writes as sparse COO if that takes less than half the space.
 
-    What is read from the file is a plain tensor, strided or sparse, and needs nothing of this
-    library. Rows whose bits are all zero are left out.
+    Rows whose bits are all zero are left out. To load it does not take this library.
 
     Example:
         >>> import io
@@ -89,7 +78,7 @@ class SavedByRow(Tensor):
         (torch.sparse_coo, torch.Size([1000, 8]), [[7]], True)
     """
 
-    # Whatever is computed from it is a plain tensor, as with a Parameter.
+    # Results are plain tensors, as with a Parameter.
     __torch_function__ = plain_results
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -115,11 +104,7 @@ class SavedByRow(Tensor):
 
 
 def saved_by_row(state: Tensor) -> Tensor:
-    """The same memory, as a tensor of which files get the rows in use.
-
-    Args:
-        state: any tensor; returned as it is if it has no rows, or does not own its elements.
-    """
+    """View a tensor as ``SavedByRow``; any but a plain contiguous one stays."""
     plain = type(state) is Tensor and state.layout is torch.strided
     if not plain or not state.numel() or not state.dim() or not state.is_contiguous():
         return state
@@ -149,15 +134,7 @@ def word_dtype(row_bytes: int) -> torch.dtype:
 
 
 def strided(name: str, value: Tensor) -> Tensor:
-    """A sparse tensor as a strided one, in which rows that it does not have take no memory.
-
-    Args:
-        name: what it is called in messages.
-        value: in any layout.
-
-    Raises:
-        InputError: it has rows that are outside of its shape.
-    """
+    """Convert a sparse tensor to a strided one, in which rows without entry take no memory."""
     if value.layout is torch.strided:
         return value
     if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:

@@ -50,28 +50,16 @@ _MARGIN_BYTES = 1 << 20
 
 
 class FileRows(NamedTuple):
-    """Where the rows of a file lie.
-
-    Attributes:
-        total: number of rows.
-        row_bytes: size of each.
-        offset: of the first.
-        page_bytes: size of a page.
-    """
+    """Where the rows of a file lie."""
 
     total: int
     row_bytes: int
-    offset: int
+    offset: int  # of the first
     page_bytes: int
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the file.
-
-        Example:
-            >>> FileRows(3, 2048, 4096, 4096).num_pages
-            3
-        """
+        """Number of pages of the file."""
         return -(-(self.offset + self.total * self.row_bytes) // self.page_bytes)
 
     def page_runs(self, rows: Tensor | None, known: Tensor | None) -> list[tuple[int, int]]:
@@ -276,13 +264,7 @@ class MappedFile(mmap.mmap):
         disk.write(self.descriptor, self.header.encode(), 0)
 
     def switch_to(self, descriptor: int, header: FileHeader, reserved: Tensor) -> None:
-        """Map another file of the same layout in place of this one, at the same address.
-
-        Args:
-            descriptor: of the other file; it is duplicated.
-            header: of the other file.
-            reserved: for each page of the other file whether it has blocks on the disk.
-        """
+        """Map another file of the same layout at the same address; its descriptor is duplicated."""
         disk.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
         os.dup2(descriptor, self.descriptor, inheritable=False)
         self.header, self.reserved = header, reserved
@@ -559,7 +541,7 @@ class RowWrites:
 
         Args:
             tensor: with at least one dim.
-            rows: int64 of one dim, contiguous, on the CPU, all of them rows of the tensor.
+            rows: valid rows; int64 of one dim, contiguous, on the CPU.
             values: contiguous, of the tensor's dtype; a row for each, or one row for all.
         """
         if self._native is None or not self._native.add(tensor, rows, values):

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sparsestep._native import dtype_names
 from sparsestep._torch import without_torch_function
 from sparsestep.errors import InputError, message
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+FLOAT_DTYPES = frozenset(getattr(torch, name) for name in dtype_names)
+HALF_DTYPES = frozenset(dtype for dtype in FLOAT_DTYPES if dtype.itemsize == 2)
+COMPLEX_DTYPES = frozenset({torch.complex64, torch.complex128})
 INDEX_DTYPES = (torch.int64, torch.int32)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -31,10 +35,9 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor that holds the numbers: a plain one itself, the local part of a DTensor.
+    """Return a tensor itself, the local part of a DTensor, or a subclass as a plain tensor.
 
-    Of any other kind it is what there is without the ideas of its class about what may be done with
-    it; whether that has memory is for ``check_writable`` to say.
+    ``check_writable`` checks whether it has memory.
 
     Example:
         >>> weight = torch.zeros(2)
@@ -71,7 +74,7 @@ def out_of_range(indices: Tensor, size: int) -> int | None:
 
 
 def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
-    """State for a parameter, made for its memory: a DTensor where the parameter is one."""
+    """Wrap state of a parameter's memory in a DTensor if the parameter is one."""
     if not is_distributed(param):
         return local
     from torch.distributed.tensor import DTensor
@@ -89,11 +92,7 @@ def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose numbers cannot be written in place.
-
-    Args:
-        name: what it is, for the message.
-        tensor: a parameter or state, as ``memory_of`` gives it.
+    """Refuse a tensor, from ``memory_of``, that cannot be written in place.
 
     Example:
         >>> try:
@@ -108,7 +107,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise InputError(message(f"{name} must be a strided tensor", f"layout {tensor.layout}"))
     if tensor.is_meta:
-        return  # where there are no numbers, none are written
+        return
     if tensor.is_conj() or tensor.is_neg():
         requirement = f"{name} must be a plain tensor, not a conjugate or negative view"
         raise InputError(message(requirement, "such a view", "Use a clone of it"))
@@ -127,7 +126,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether all its elements lie in memory that there is."""
+    """Whether the storage covers all elements."""
     if not address(tensor):
         return False
     end = tensor.storage_offset() + _span(tensor) + 1
@@ -135,7 +134,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Where its first element lies; 0 for a tensor without memory of its own.
+    """Address of the first element; 0 for a tensor without memory of its own.
 
     Example:
         >>> address(torch.zeros(2)) > 0, address(torch.zeros(2, device="meta"))
@@ -151,12 +150,12 @@ def address(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> int:
-    """From the first element of a tensor to the last, in elements."""
+    """Distance from the first element to the last, in elements."""
     return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether the elements of all lie in the same order, without gaps.
+    """Whether all tensors are dense in memory, in the same order.
 
     Example:
         >>> table = torch.zeros(4, 6)
@@ -189,21 +188,21 @@ def has_internal_overlap(tensor: Tensor) -> bool:
         if stride == 0:
             return True
         if stride <= reached:
-            return _comes_twice(tensor)
+            return _has_duplicate_offsets(tensor)
         reached += (n - 1) * stride
     return False
 
 
-def _comes_twice(tensor: Tensor) -> bool:
-    """Whether two elements share memory, by looking at each: strides alone do not tell."""
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
+def _has_duplicate_offsets(tensor: Tensor) -> bool:
+    """Whether two elements share memory; looks at each, if strides alone do not decide."""
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places[..., None] + stride * torch.arange(n, device="cpu")
-    return int(places.unique().numel()) < tensor.numel()
+        offsets = offsets[..., None] + stride * torch.arange(n, device="cpu")
+    return int(offsets.unique().numel()) < tensor.numel()
 
 
 def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of tensors that may share memory with another of them.
+    """The ``id`` of each tensor that may share memory with another.
 
     Example:
         >>> line = torch.zeros(6)

@@ -25,11 +25,11 @@ from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient, indexed_grad
 from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
-from sparsestep.memory.tensors import check_writable
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from sparsestep._torch import is_called_by_checkpoint, scalar_dtype
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory import lazy as pages
 from sparsestep.memory import mapped_state
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
-from sparsestep.memory.tensors import memory_of
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
 from sparsestep.rules.options import as_float, uses_random_rounding
 from sparsestep.rules.rule import Rule, StateSpec
 
-_COUNTS = {*FLOAT_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+_COUNTS = {*FLOAT_DTYPES, *INTEGER_DTYPES}
 
 
 class Records(defaultdict[Tensor, Any]):
@@ -312,9 +312,6 @@ def _has_lazy_sign(tensor: Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
 def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
     """Return row indices of a parameter as int64 of one dim; raise if they are none.
 
@@ -327,7 +324,7 @@ def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
         >>> check_rows("rows", torch.tensor([[2], [0]], dtype=torch.uint8), torch.zeros(3, 4))
         tensor([2, 0])
     """
-    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS:
+    if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))
     rows, count = rows.reshape(-1).long(), len(param) if param.dim() else 1

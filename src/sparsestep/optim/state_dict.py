@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads import masks
-from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.memory.lazy import saved_by_row, strided
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import ParamGroup, describe_param
 from sparsestep.optim.step import StepsParams

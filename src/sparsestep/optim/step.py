@@ -24,11 +24,12 @@ from sparsestep.errors import InputError, SlowWarning, message, usable, warn_onc
 from sparsestep.grads import masks
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.grads.indexed import COMPLEX_DTYPES, FLOAT_DTYPES, IndexedGrad
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient, indexed_grad, local_grad, to_row_slots
 from sparsestep.grads.masks import MaskSelection
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import DENSE_EMBEDDING, embedding_warning, looks_like_embedding
 from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections

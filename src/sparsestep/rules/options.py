@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
-from sparsestep.grads.indexed import FLOAT_DTYPES
 from sparsestep.grads.masks import Masks
+from sparsestep.memory.tensors import FLOAT_DTYPES
 
 BIAS_CORRECTIONS = ("global", "per_row")
 

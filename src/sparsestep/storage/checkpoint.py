@@ -36,10 +36,11 @@ class Place(NamedTuple):
     key: str
 
 
-class _OfTable(NamedTuple):
-    """The files of a parameter and its state, whose rows are written together."""
+class _TableFiles(NamedTuple):
+    """A table with its file, and all files of it and its state, whose rows change together."""
 
     tensor: Tensor
+    file: MappedFile
     files: dict[str, MappedFile]
 
 
@@ -56,7 +57,7 @@ class MappedState:
         optimizer.catch_up()
         optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
-        self._tables: dict[int, _OfTable] = {}
+        self._tables: dict[int, _TableFiles] = {}
         self.places: dict[str, Place] = {}
         saved: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
@@ -73,11 +74,11 @@ class MappedState:
 
     def _add_table(self, name: str, tensor: Tensor, file: MappedFile) -> None:
         if id(file) not in self._tables:
-            self._tables[id(file)] = _OfTable(tensor, {name: file})
+            self._tables[id(file)] = _TableFiles(tensor, file, {name: file})
             self.places[name] = Place(file, TABLE)
 
     def _add_state(self, saved: dict[str, Any]) -> None:
-        """Take the state that lies in files out of the state dict, and put it beside its table."""
+        """Move the state that lies in files from the state dict to the files of its table."""
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         params = dict(zip(indices, self._optimizer.params(), strict=True))
         for index, param in params.items():
@@ -101,7 +102,7 @@ class MappedState:
         saved["state"] = state
 
     def is_saved_in(self, manifest: Manifest) -> bool:
-        """Whether a checkpoint has everything but the rows that are marked."""
+        """Whether a checkpoint has all rows but the dirty ones."""
         known = {table.layout.name for table in manifest.tables}
         return known == self.files.keys() and all(
             file.saved_in == manifest.id for file in self.files.values()
@@ -111,9 +112,7 @@ class MappedState:
         """Rows that were written since a checkpoint."""
         numbers = {table.layout.name: number for number, table in enumerate(manifest.tables)}
         parts = []
-        for tensor, files in self._tables.values():
-            file = file_of(tensor)
-            assert file is not None
+        for tensor, file, files in self._tables.values():
             assert file.dirty_rows is not None
             if file.was_modified(tensor):
                 file.mark(None)
@@ -142,27 +141,20 @@ class MappedState:
         return Layout(name, list(file.shape), file.dtype, row_bytes, room, inside)
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
-        """Prepare to mark the rows that are written after a checkpoint, now that they are equal.
-
-        Returns:
-            A function that does it, and cannot fail.
-        """
-        marked = []
-        for tensor, _ in self._tables.values():
-            file = file_of(tensor)
-            assert file is not None
+        """Prepare to record that all rows are saved; returns a function that cannot fail."""
+        for _, file, _ in self._tables.values():
             if file.dirty_rows is None:
                 rows = torch.Size([file.shape[0]])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
-            marked.append((tensor, file, file.dirty_rows))
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
             for name, file in self.files.items()
         ]
 
         def note() -> None:
-            for tensor, file, dirty_rows in marked:
-                dirty_rows.zero_()
+            for tensor, file, _ in self._tables.values():
+                assert file.dirty_rows is not None
+                file.dirty_rows.zero_()
                 file.version = version_of(tensor)
             for file, checkpoint in saved_in:
                 file.saved_in = checkpoint
@@ -203,11 +195,7 @@ class MappedState:
             raise InputError(message(requirement, f"differences in {', '.join(sorted(other))}"))
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
-        """Prepare to load everything but the content of the tables.
-
-        Returns:
-            A function that does it, and registers how to undo it before it changes anything.
-        """
+        """Prepare to load everything but the tables; returns a function that registers its undo."""
         for name, (file, key) in self.places.items():
             kind, _, entry = name.partition(".")
             if kind == "optimizer":

@@ -47,7 +47,7 @@ class Mapped(Tensor, metaclass=_IsMapped):
 
 
 class _Prefetch:
-    """The method ``prefetch`` of one tensor. Whatever is copied or pickled from it has none."""
+    """The method ``prefetch`` of one tensor. Copies and pickles of it do nothing."""
 
     def __init__(self, tensor: Tensor) -> None:
         # A view of the same memory: the tensor itself would never be freed.

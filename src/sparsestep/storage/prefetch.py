@@ -95,7 +95,7 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
 
 
 def check_table(who: str, table: Any) -> None:
-    """Refuse what has no rows."""
+    """Refuse a table without rows."""
     if not isinstance(table, Tensor) or not table.dim():
         requirement = f"{who}: the table must be a tensor with rows"
         kind = "one without dims" if isinstance(table, Tensor) else f"a {type(table).__name__}"

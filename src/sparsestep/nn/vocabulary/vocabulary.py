@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep.errors import InputError, memory_errors, message
 from sparsestep.memory.mapped_file import RowWrites
+from sparsestep.memory.tensors import INTEGER_DTYPES
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
@@ -75,7 +76,6 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Agree: TypeAlias = Callable[[Exception | None], object]
 _MOST_ROWS = 2**31 - 1
 _MOST_ADMIT = 2**16 - 1
@@ -481,7 +481,7 @@ def flat_ids(ids: Any) -> Tensor:
     Args:
         ids: as they were given.
     """
-    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"
         requirement = "Vocabulary: ids must be integers, in a tensor"
