@@ -18,7 +18,7 @@ def info_of(ours: type) -> OptimizerInfo:
 
 
 PAIRS = [(ours, info_of(ours)) for ours in OPTIMIZERS if hasattr(torch.optim, ours.__name__)]
-each_pair = pytest.mark.parametrize(("ours", "info"), PAIRS, ids=lambda value: str(value))
+each_pair = pytest.mark.parametrize(("ours", "info"), PAIRS, ids=[o.__name__ for o, _ in PAIRS])
 INPUTS = [
     (ours, info, given)
     for ours, info in PAIRS
