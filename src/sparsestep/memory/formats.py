@@ -86,31 +86,37 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read(kind: type[T], name: str, value: Any) -> T:
-    """Read a dataclass from JSON: its keys are the fields, whose annotations are checked.
+class Readable:
+    """A dataclass that ``read`` reads from JSON: keys are the fields, annotations are checked."""
 
-    A dataclass with a method ``check`` is asked to check itself.
+    noun = ""
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if the values do not agree with each other."""
+
+
+def read(kind: type[T], value: Any) -> T:
+    """Read a dataclass from JSON.
 
     Example:
-        >>> read(RowField, "a field", {"shape": [3], "dtype": "float32"})
+        >>> read(RowField, {"shape": [3], "dtype": "float32"})
         RowField(shape=(3,), dtype=torch.float32)
         >>> try:
-        ...     read(RowField, "a field", {"shape": [3]})
+        ...     read(RowField, {"shape": [3], "dtype": "real"})
         ... except ValueError as error:
         ...     print(error)
-        a field must have the keys dtype, shape, got shape
+        the dtype of state must be the name of a torch dtype, got 'real'
     """
-    found: Any = _read(kind, name, value)
-    return typing.cast("T", found)
+    return typing.cast("T", _read(kind, "", value))
 
 
 def _read(kind: Any, name: str, value: Any) -> Any:
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and issubclass(kind, Readable):
         hints = typing.get_type_hints(kind)
-        fields = require_keys(name, value, hints)
-        made = kind(**{key: _read(hints[key], f"{key} of {name}", fields[key]) for key in hints})
-        if hasattr(made, "check"):
-            made.check(name)
+        require_keys(kind.noun, value, hints)
+        names = {key: f"the {key} of {kind.noun}" if kind.noun else key for key in hints}
+        made = kind(**{key: _read(hints[key], names[key], value[key]) for key in hints})
+        made.check()
         return made
     if kind is int:
         return require_integer(name, value)
@@ -122,26 +128,27 @@ def _read(kind: Any, name: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in DTYPES:
             raise ValueError(f"{name} must be the name of a torch dtype, got {_shown(value)}")
         return DTYPES[value]
-    container, arguments = typing.get_origin(kind), typing.get_args(kind)
+    container, element = typing.get_origin(kind), typing.get_args(kind)[-1]
     if container is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be an object, got {_shown(value)}")
         return {
-            _read(str, f"a key of {name}", key): _read(arguments[1], f"{key!r} in {name}", each)
+            _read(str, f"a key of {name}", key): _read(element, f"{key!r} in {name}", each)
             for key, each in value.items()
         }
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list, got {_shown(value)}")
-    return container(_read(arguments[0], f"each of {name}", each) for each in value)
+    if container is tuple:  # a shape
+        return tuple(require_integer(f"each size in {name}", size, low=1) for size in value)
+    return [_read(element, f"each of {name}", each) for each in value]
 
 
-def require_keys(name: str, value: Any, keys: Iterable[str]) -> dict[str, Any]:
+def require_keys(name: str, value: Any, keys: Iterable[str]) -> None:
     """Require a JSON object with exactly these keys."""
     if not isinstance(value, dict) or value.keys() != set(keys):
         expected = ", ".join(sorted(keys))
         got = ", ".join(sorted(value)) if isinstance(value, dict) else _shown(value)
         raise ValueError(f"{name} must have the keys {expected}, got {got}")
-    return value
 
 
 def require_integer(name: str, value: Any, low: int = 0, high: int = LIMIT) -> int:
@@ -151,13 +158,10 @@ def require_integer(name: str, value: Any, low: int = 0, high: int = LIMIT) -> i
     return value
 
 
-def require_shape(name: str, sizes: Iterable[int], dtype: torch.dtype) -> None:
+def require_addressable(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Require the shape of a tensor that can be addressed."""
-    total = dtype.itemsize
-    for size in sizes:
-        total *= require_integer(f"each size of {name}", size, low=1)
-        if total > LIMIT:
-            raise ValueError(f"{name} must be that of a tensor below 2**62 bytes, got more")
+    if math.prod(shape) * dtype.itemsize > LIMIT:
+        raise ValueError(f"{name} must be that of a tensor below 2**62 bytes, got more")
 
 
 def require_unique(name: str, values: list[Any]) -> None:
@@ -200,8 +204,10 @@ _MAX_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
-class RowField:
+class RowField(Readable):
     """What a tensor holds for each row."""
+
+    noun = "state"
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -211,9 +217,9 @@ class RowField:
         """Size of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Refuse a shape that no tensor has."""
-        require_shape(f"shape of {name}", self.shape, self.dtype)
+        require_addressable("the shape of state", self.shape, self.dtype)
 
 
 class RowLayout(NamedTuple):
@@ -345,14 +351,16 @@ def read_header(path: str, descriptor: int) -> FileHeader:
 def _read_header(about: dict[str, Any]) -> FileHeader:
     with_state = ("state", "row_bytes", "offsets", "used") if "state" in about else ()
     require_keys("the header", about, ("shape", "dtype", *with_state))
-    table = read(RowField, "the table", {key: about[key] for key in ("shape", "dtype")})
-    if not table.shape:
+    dtype = _read(torch.dtype, "dtype", about["dtype"])
+    shape = _read(tuple[int, ...], "shape", about["shape"])
+    require_addressable("shape", shape, dtype)
+    if not shape:
         raise ValueError("shape must have a size, got none")
     state = _read(dict[str, RowField], "state", about.get("state", {}))
     used = frozenset(_read(list[str], "used", about.get("used", [])))
     if not used <= state.keys():
         raise ValueError("used must name state of the rows, got others")
-    header = FileHeader(torch.Size(table.shape), table.dtype, state, used)
+    header = FileHeader(torch.Size(shape), dtype, state, used)
     require_integer("the size of the file", header.file_bytes)
     return header
 

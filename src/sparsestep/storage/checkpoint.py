@@ -138,7 +138,7 @@ class MappedState:
             if place.file is file and place.key != TABLE
         }
         row_bytes, room = file.layout.row_bytes, file.header.state
-        return Layout(name, list(file.shape), file.dtype, row_bytes, room, inside)
+        return Layout(name, tuple(file.shape), file.dtype, row_bytes, room, inside)
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
         """Prepare to record that all rows are saved; returns a function that cannot fail."""

@@ -36,7 +36,14 @@ from torch import Tensor
 from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, message
 from sparsestep.memory import disk, formats
-from sparsestep.memory.formats import TABLE, FileHeader, RowField, check_version, read_header
+from sparsestep.memory.formats import (
+    TABLE,
+    FileHeader,
+    Readable,
+    RowField,
+    check_version,
+    read_header,
+)
 from sparsestep.memory.mapped_file import MappedFile
 
 MANIFEST = "manifest.json"
@@ -59,7 +66,7 @@ _REMEDY = "The disk or another program has changed it: use an earlier checkpoint
 
 
 @dataclass
-class FileEntry:
+class FileEntry(Readable):
     """A file of a checkpoint, which is written once.
 
     Attributes:
@@ -68,25 +75,21 @@ class FileEntry:
         crc: its checksum.
     """
 
+    noun = "a file"
+
     file: str
     bytes: int
     crc: int
 
-    def check(self, name: str) -> None:
-        """Refuse a name that is a path, or of no kind of file."""
-        if not _NAME.fullmatch(self.file):
-            requirement = f"{name} must be called base-, rows- or rest- and a number"
-            raise ValueError(f"{requirement}, and lie in the folder, got {self.file[:200]!r}")
-        formats.require_integer(f"crc of {name}", self.crc, 0, 2**32 - 1)
-
-    def check_kind(self, kind: str) -> None:
-        """Refuse a file of another kind."""
-        if not self.file.startswith(kind):
-            raise ValueError(f"a file must be called {kind}- and a number, got {self.file!r}")
+    def check_name(self, kind: str) -> None:
+        """Refuse a path, and the name of a file of another kind."""
+        if not _NAME.fullmatch(self.file) or not self.file.startswith(kind):
+            requirement = f"a file must be called {kind}- and a number, and lie in the folder"
+            raise ValueError(f"{requirement}, got {self.file[:200]!r}")
 
 
 @dataclass
-class Layout:
+class Layout(Readable):
     """How tensors lie in a file.
 
     Attributes:
@@ -98,8 +101,10 @@ class Layout:
         inside: the names of the state tensors that lie in this room, each with its key there.
     """
 
+    noun = "a table"
+
     name: str
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     row_bytes: int
     room: dict[str, RowField]
@@ -115,9 +120,9 @@ class Layout:
         """Header of a file with this layout, except for which state is in use."""
         return FileHeader(torch.Size(self.shape), self.dtype, self.room)
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Refuse what no file could have."""
-        formats.require_shape(f"shape of {name}", self.shape, self.dtype)
+        formats.require_addressable("the shape of a table", self.shape, self.dtype)
         if not self.shape:
             raise ValueError("the shape of a table must have a size, got none")
         for key in self.inside.values():
@@ -130,22 +135,24 @@ class Layout:
 
 
 @dataclass
-class TableEntry:
+class TableEntry(Readable):
     """A table: how it lies in its file, and its *base*, a copy of that file at some checkpoint."""
+
+    noun = "a table"
 
     layout: Layout
     base: FileEntry
 
-    def check(self, _: str) -> None:
+    def check(self) -> None:
         """Refuse a base of another size."""
-        self.base.check_kind("base")
+        self.base.check_name("base")
         expected = self.layout.header.file_bytes
         if self.base.bytes != expected:
             raise ValueError(f"a base must have {expected} bytes, got {self.base.bytes}")
 
 
 @dataclass
-class JournalPart:
+class JournalPart(Readable):
     """Rows of some tables in a journal: the row numbers, then the rows of each table.
 
     Attributes:
@@ -153,20 +160,24 @@ class JournalPart:
         rows: how many rows.
     """
 
+    noun = "a part of a journal"
+
     tables: list[int]
     rows: int
 
 
 @dataclass
-class Journal:
+class Journal(Readable):
     """Rows that have changed since the previous checkpoint."""
+
+    noun = "a journal"
 
     file: FileEntry
     parts: list[JournalPart]
 
     def check_tables(self, tables: list[TableEntry]) -> None:
         """Refuse rows that no table has."""
-        self.file.check_kind("rows")
+        self.file.check_name("rows")
         for part in self.parts:
             for index in part.tables:
                 formats.require_integer("the index of a table", index, 0, len(tables) - 1)
@@ -187,7 +198,7 @@ def journal_bytes(parts: list[JournalPart], tables: list[TableEntry]) -> int:
 
 
 @dataclass
-class Manifest:
+class Manifest(Readable):
     """What a checkpoint consists of.
 
     Attributes:
@@ -211,14 +222,14 @@ class Manifest:
         yield from (journal.file for journal in self.journals)
         yield self.rest
 
-    def check(self, _: str) -> None:
+    def check(self) -> None:
         """Refuse what does not agree with itself."""
         if not _ID.fullmatch(self.id):
             raise ValueError("id must be 32 hexadecimal digits, got something else")
         formats.require_integer("number", self.number, 1, 1 << 53)
         for journal in self.journals:
             journal.check_tables(self.tables)
-        self.rest.check_kind("rest")
+        self.rest.check_name("rest")
         formats.require_unique("files", [each.file for each in self.files])
         layouts = [table.layout for table in self.tables]
         names = [name for each in layouts for name in (each.name, *each.inside)]
@@ -246,10 +257,13 @@ def read_manifest(folder: Path) -> Manifest | None:
         if len(text) > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it must have at most {_MAX_MANIFEST_BYTES:,} bytes, got more")
         found = formats.loads(text)
-        version = formats.require_integer("version", found.pop("version", None), 1, 10**9 - 1)
+        version = formats.require_integer("version", found.get("version"), 1, 10**9 - 1)
         check_version(path, b"%d" % version, _VERSION)
-        crc = found.pop("crc", None)
-        manifest = formats.read(Manifest, "the manifest", found)
+        keys = ("version", "crc", "id", "number", "tables", "journals", "rest")
+        formats.require_keys("the manifest", found, keys)
+        del found["version"]
+        crc = found.pop("crc")
+        manifest = formats.read(Manifest, found)
         if crc != manifest.crc:
             raise ValueError("crc must be that of the other fields, got another")
     except InputError:
