@@ -18,7 +18,7 @@ from sparsestep import _native
 from sparsestep.grads.indexed import IndexedGrad
 from tests.table import ENGINES, VARIANTS, same_bits
 
-NATIVE = Path(__file__).parents[2] / "native"
+ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,27 +48,23 @@ def test_an_unknown_instruction_set_is_refused():
     code = "from sparsestep import _native; _native.instruction_set()"
     done = run_python(code, SPARSESTEP_ISA="mmx")
     assert done.returncode == 1
-    assert re.search("SPARSESTEP_ISA must be one of baseline.*Got 'mmx'", done.stderr)
+    assert "SPARSESTEP_ISA" in done.stderr
 
 
-def test_every_rule_has_its_native_twin():
+def test_every_rule_and_idle_update_has_its_native_kernel():
     assert _native.ext is not None
-    twins = _native.ext.rules()
+    kernels = _native.ext.rules()
     for variant in VARIANTS:
         rule = variant.rule
-        _, states, slot_states, options = twins[rule.name]
+        _, states, slot_states, options = kernels[rule.name]
         assert [spec.per_row for spec in rule.state] == [False] * states + [True] * slot_states
         group = variant([torch.zeros(1)]).param_groups[0]
         hyper = {name: group[name] for name in rule.hyperparam_names}
         assert rule.has_native_kernel
         assert options == len(rule.pack_hyperparams(hyper))
-    assert twins.keys() == {variant.rule.name for variant in VARIANTS}
-
-
-def test_every_motion_has_its_native_twin():
-    assert _native.ext is not None
-    motions = {variant.rule.idle_update.native for variant in VARIANTS if variant.rule.idle_update}
-    assert set(_native.ext.idle_updates()) == motions
+    assert kernels.keys() == {variant.rule.name for variant in VARIANTS}
+    updates = {variant.rule.idle_update.native for variant in VARIANTS if variant.rule.idle_update}
+    assert set(_native.ext.idle_updates()) == updates
 
 
 def test_a_catch_up_that_makes_no_sense_is_refused():
@@ -85,7 +81,8 @@ def test_a_catch_up_that_makes_no_sense_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "table"), [("kernels/kernels.cpp", "kernels"), ("bench/limit.cpp", "limits")]
+    ("source", "table"),
+    [("native/kernels/kernels.cpp", "kernels_float"), ("benchmarks/native/limit.cpp", "limits")],
 )
 def test_kernels_share_no_code_between_instruction_sets(source: str, table: str, tmp_path: Path):
     """A weak symbol could be merged by the linker into a copy that needs a wider machine.
@@ -96,17 +93,9 @@ def test_kernels_share_no_code_between_instruction_sets(source: str, table: str,
     built = tmp_path / "kernels.o"
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
-    command = [
-        compiler,
-        "-std=c++17",
-        "-O1",
-        "-DSPARSESTEP_FEW_KERNELS",
-        f"-I{NATIVE}",
-        *flags,
-        "-c",
-    ]
-    command.append(f"-DSPARSESTEP_ISA={isa}")
-    subprocess.run([*command, str(NATIVE / source), "-o", str(built)], check=True)
+    defines = ["-DSPARSESTEP_FEW_KERNELS", "-DSPARSESTEP_TYPE=float", f"-DSPARSESTEP_ISA={isa}"]
+    command = [compiler, "-std=c++17", "-O1", *defines, *flags, f"-I{ROOT / 'native'}"]
+    subprocess.run([*command, "-c", str(ROOT / source), "-o", str(built)], check=True)
     symbols = subprocess.run(["nm", "-C", str(built)], capture_output=True, text=True, check=True)
     # A line is "address kind name", or "kind name" for what is defined elsewhere.
     found = re.findall(r"^[0-9a-f ]+ ([A-Za-z]) (.+)$", symbols.stdout, re.MULTILINE)
@@ -132,29 +121,35 @@ def work(seed):
 """
 
 
-def test_it_survives_fork_after_threads_have_started():
-    done = run_python(
-        WORK
-        + """
+FORK = """
+def in_a_child():
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)               # torch's own kernels would hang on two
+        torch.get_num_threads = lambda: 2      # ours must not
+        os._exit(0 if torch.equal(work(0), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+torch.set_num_threads(1)
 expected = work(0)
-child = os.fork()
-if child == 0:
-    torch.set_num_threads(1)               # torch's own kernels would hang on two
-    torch.get_num_threads = lambda: 2      # ours must not
-    os._exit(0 if torch.equal(work(0), expected) else 1)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0
+torch.set_num_threads(2)
+torch.ones(100_000, 16).exp()  # torch's threads have been at work, ours not
+assert in_a_child() == 0
+assert torch.equal(work(0), expected)   # now ours, too
+assert in_a_child() == 0
 assert torch.equal(work(0), expected)   # and the parent goes on
 print("ok")
 """
-    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_it_survives_fork_after_threads_have_started():
+    done = run_python(WORK + FORK)
     assert done.stdout == "ok\n", done.stderr
 
 
-def test_several_python_threads_may_step_at_once():
-    done = run_python(
-        WORK
-        + """
+THREADS = """
 import threading
 expected = [work(seed) for seed in range(4)]
 results = {}
@@ -181,7 +176,10 @@ for thread in threads: thread.join()
 assert all(torch.equal(results[seed], expected[seed]) for seed in range(4))
 print("ok")
 """
-    )
+
+
+def test_several_python_threads_may_step_at_once():
+    done = run_python(WORK + THREADS)
     assert done.stdout == "ok\n", done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -13,19 +14,23 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.engines import rounding
-from sparsestep.optim.optimizer import RuleOptimizer
-from tests.engines.half_precision import each_half, seeded
+from sparsestep.optim import OPTIMIZERS
 from tests.table import (
-    ENGINES,
     INSTRUCTION_SETS,
     each_engine,
-    each_optimizer,
     running_on,
     same_bits,
     state_tensors,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+HALVES = [torch.bfloat16, torch.float16]
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 INF, NAN = math.inf, math.nan
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def wide_values(count: int = 4000) -> Tensor:
@@ -57,24 +62,6 @@ def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
     """Bit for bit; one NaN is as good as another."""
     return bool(((bits_of(ours) == bits_of(theirs)) | (ours.isnan() & theirs.isnan())).all())
-
-
-def pushed_through(values: Tensor, dtype: torch.dtype, engine: str, seed: int = 0) -> Tensor:
-    """Any float32 values, rounded by an engine: they become SGD's first momentum buffer."""
-    torch.manual_seed(seed)
-    param = torch.nn.Parameter(torch.zeros_like(values))
-    with running_on(engine) as name:
-        opt = sparsestep.SGD(
-            [param],
-            lr=0.0,
-            momentum=0.5,
-            state_dtype=dtype,
-            stochastic_rounding=True,
-            engine=name,
-        )
-        param.grad = values
-        opt.step()
-    return opt.state[param]["momentum_buffer"]
 
 
 # The function itself
@@ -167,143 +154,220 @@ def test_elements_beyond_two_to_the_32_have_bits_of_their_own():
 
 @each_engine
 @each_half
-def test_an_engine_rounds_as_the_function_says(dtype: torch.dtype, engine: str):
-    """State: values of every magnitude. The buffer is the second tensor of the first param."""
+def test_an_engine_rounds_state_as_the_function_says(dtype: torch.dtype, engine: str):
+    """Values of every magnitude become the momentum buffer, the param's second tensor."""
     values = wide_values()
-    ours = pushed_through(values, dtype, engine, seed=11)
-    seed = rounding.step_seed(11, 0, 1)
-    bits = rounding.random_bits(seed, 1, torch.arange(len(values)))
-    assert same_bits(ours, rounding.round_stochastic(values + 0.0, dtype, bits))
+    param = torch.nn.Parameter(torch.zeros_like(values))
+    torch.manual_seed(11)
+    options: dict[str, Any] = {"momentum": 0.5, "state_dtype": dtype, "stochastic_rounding": True}
+    with running_on(engine) as name:
+        opt = sparsestep.SGD([param], lr=0.0, engine=name, **options)
+        param.grad = values
+        opt.step()
+    bits = rounding.random_bits(rounding.step_seed(11, 0, 1), 1, torch.arange(len(values)))
+    expected = rounding.round_stochastic(values + 0.0, dtype, bits)
+    assert same_bits(opt.state[param]["momentum_buffer"], expected)
+
+
+LAYOUTS: dict[str, Any] = {
+    "dense": lambda grad: grad,
+    "masked": lambda grad: grad,
+    "rows": lambda grad: grad.to_sparse(1),
+    "elements": lambda grad: grad.to_sparse(2),
+    "strided": lambda grad: grad.to_sparse(1),
+}
 
 
 @each_engine
 @each_half
 @pytest.mark.parametrize("columns", [1, 7, 16, 600])
-def test_params_are_rounded_as_the_function_says(dtype: torch.dtype, engine: str, columns: int):
-    """Powers of two as learning rate keep the float32 result exact, hence equal everywhere."""
+def test_an_element_is_rounded_alike_in_every_layout(dtype: torch.dtype, engine: str, columns: int):
+    """The random bits belong to the element, not to the way in which the gradient names it.
+
+    Powers of two as learning rate keep the float32 result exact, hence equal everywhere.
+    """
     torch.manual_seed(5)
-    start = torch.randn(50, columns, generator=seeded(0)).to(dtype)
-    param = torch.nn.Parameter(start.clone())
-    rows = torch.randperm(50, generator=seeded(1))[:30]
-    values = torch.randn(30, columns, generator=seeded(2)).to(dtype)
-    with running_on(engine) as name:
-        opt = sparsestep.SGD([param], lr=2**-9, stochastic_rounding=True, engine=name)
-        param.grad = torch.sparse_coo_tensor(rows[None], values, start.shape)
-        opt.step()
-    exact = start.float()
-    exact[rows] -= 2**-9 * values.float()
+    start = torch.randn(12, columns, generator=seeded(0)).to(dtype)
+    grad = torch.randn(12, columns, generator=seeded(2)).to(dtype)
     elements = torch.arange(start.numel()).view(start.shape)
     bits = rounding.random_bits(rounding.step_seed(5, 0, 1), 0, elements)
-    assert same_bits(param.detach(), rounding.round_stochastic(exact, dtype, bits))
-
-
-@each_engine
-@each_half
-@pytest.mark.parametrize("layout", ["dense", "rows", "elements", "masked", "strided"])
-def test_an_element_is_rounded_alike_in_every_layout(dtype: torch.dtype, engine: str, layout: str):
-    """The random bits belong to the element, not to the way in which the gradient names it."""
-    torch.manual_seed(5)
-    start = torch.randn(12, 6, generator=seeded(0)).to(dtype)
-    grad = torch.randn(12, 6, generator=seeded(2)).to(dtype)
-    param = torch.nn.Parameter(start.t().contiguous().t() if layout == "strided" else start.clone())
-    group: dict[str, Any] = {"params": [param]}
-    if layout == "masked":
-        group["mask"] = torch.ones(12, 6, dtype=torch.bool)
-    with running_on(engine) as name:
-        opt = sparsestep.SGD([group], lr=2**-9, stochastic_rounding=True, engine=name)
-        sparse_dims = {"rows": 1, "elements": 2, "strided": 1}
-        param.grad = grad.to_sparse(sparse_dims[layout]) if layout in sparse_dims else grad
-        opt.step()
-    bits = rounding.random_bits(
-        rounding.step_seed(5, 0, 1), 0, torch.arange(start.numel()).view(start.shape)
-    )
     expected = rounding.round_stochastic(start.float() - 2**-9 * grad.float(), dtype, bits)
-    assert same_bits(param.detach(), expected)
-
-
-def two_steps(
-    optimizer: type[RuleOptimizer], dtype: torch.dtype, engine: str, rows: int, seed: int = 3
-) -> list[Tensor]:
-    """With duplicates, and state in half precision."""
-    torch.manual_seed(seed)
-    param = torch.nn.Parameter(torch.randn(rows, 24, generator=seeded(0)).to(dtype))
-    indices = torch.randint(0, rows, (1, 2 * rows), generator=seeded(1))
-    values = torch.randn(2 * rows, 24, generator=seeded(2)).to(dtype)
-    with running_on(engine) as name:
-        opt = optimizer([param], lr=0.01, state_dtype=dtype, stochastic_rounding=True, engine=name)
-        for _ in range(2):
-            param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
+    for layout, stored in LAYOUTS.items():
+        turned = start.t().contiguous().t()
+        param = torch.nn.Parameter(turned if layout == "strided" else start.clone())
+        mask = torch.ones(start.shape, dtype=torch.bool) if layout == "masked" else None
+        with running_on(engine) as name:
+            group = {"params": [param], "mask": mask}
+            opt = sparsestep.SGD([group], lr=2**-9, stochastic_rounding=True, engine=name)
+            param.grad = stored(grad)
             opt.step()
-    return [param.detach(), *state_tensors(opt)]
+        assert same_bits(param, expected), layout
 
 
-@each_optimizer
-@each_half
-def test_bits_do_not_depend_on_threads_or_instruction_set(
-    optimizer: type[RuleOptimizer], dtype: torch.dtype
-):
-    results = []
-    for engine in INSTRUCTION_SETS:  # a table large enough that every thread gets a share
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(two_steps(optimizer, dtype, engine, 3000))
-    for other in results[1:]:
-        assert all(map(same_bits, results[0], other))
+def table_of(dtype: torch.dtype, rows: int = 20) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(rows, 8, generator=seeded(1)).to(dtype))
 
 
-@each_optimizer
-@each_engine
-@each_half
-def test_the_seed_decides(optimizer: type[RuleOptimizer], engine: str, dtype: torch.dtype):
-    first, again, other = (two_steps(optimizer, dtype, engine, 100, seed) for seed in (3, 3, 4))
-    assert all(map(same_bits, first, again))
-    assert not same_bits(first[0], other[0])
-
-
-@each_half
-@pytest.mark.parametrize("engine", ["reference", ENGINES[-1]])
-@pytest.mark.parametrize("value", [1 + 2**-11 / 3, -3.1, 1e-5, 3e-7, 1000.7])
-def test_a_step_is_unbiased(dtype: torch.dtype, engine: str, value: float):
-    """Many equal elements in one step; the mean lies within four standard errors."""
-    count = 200_000
-    values = torch.full((count,), value)
-    ours = pushed_through(values, dtype, engine).double()
-    lower, upper = (n.double()[0] for n in neighbours(values[:1], dtype))
-    assert set(ours.unique().tolist()) <= {lower.item(), upper.item()}
-    error = ours.std().item() / math.sqrt(count)
-    assert abs(ours.mean().item() - values[0].item()) <= 4 * error
-
-
-@each_engine
-@each_half
-@pytest.mark.parametrize("special", [NAN, INF, -INF])
-def test_what_is_not_finite_stays(dtype: torch.dtype, engine: str, special: float):
-    values = torch.tensor([special, 1.0, special])
-    ours = pushed_through(values, dtype, engine)
-    assert same_numbers(ours, values.to(dtype))
-    param = torch.nn.Parameter(values.to(dtype))
-    with running_on(engine) as name:
-        opt = sparsestep.SGD([param], lr=1.0, stochastic_rounding=True, engine=name)
-        param.grad = torch.ones(3, dtype=dtype)
+def train(params: list[torch.nn.Parameter], opt: torch.optim.Optimizer, steps: range) -> None:
+    """Rows with duplicates; every third gradient is dense."""
+    for step in steps:
+        for number, param in enumerate(params):
+            draw, count = seeded(10 * step + number), len(param) // 2
+            rows = torch.randint(0, len(param), (1, count), generator=draw)
+            values = torch.randn(count, 8, generator=draw).to(param.dtype)
+            grad = torch.sparse_coo_tensor(rows, values, param.shape)
+            param.grad = grad.to_dense() if step % 3 == 2 else grad
         opt.step()
-    assert same_numbers(param.detach(), (values - 1).to(dtype))
+
+
+@each_half
+def test_bits_depend_on_the_seed_and_neither_on_threads_nor_on_the_instruction_set(
+    dtype: torch.dtype,
+):
+    options = {"lr": 0.01, "state_dtype": dtype, "stochastic_rounding": True}
+    for cls in (sparsestep.SparseAdam, sparsestep.RowwiseAdagrad, sparsestep.Ftrl):
+        results = []
+        runs = [(3, engine, threads) for engine in INSTRUCTION_SETS for threads in (1, 2, 8)]
+        for seed, engine, threads in [*runs, (4, INSTRUCTION_SETS[0], 1)]:
+            torch.set_num_threads(threads)
+            torch.manual_seed(seed)
+            param = table_of(dtype, 6000)  # large enough that every thread gets a share
+            with running_on(engine) as name:
+                opt = cls([param], engine=name, **options)
+                train([param], opt, range(2))
+            results.append([param.detach(), *state_tensors(opt)])
+        *alike, other = results
+        for each in alike[1:]:
+            assert all(map(same_bits, alike[0], each)), cls
+        assert not same_bits(alike[0][0], other[0]), cls
+
+
+# Optimizers
 
 
 @each_engine
-def test_float16_overflows_as_often_as_it_should(engine: str):
-    """Between the largest number and the next power of two, infinity is the upper neighbour."""
-    values = torch.tensor([65504.0, 65512.0, 65535.0, 65536.0, 1e30]).repeat_interleave(4000)
-    ours = pushed_through(torch.cat([values, -values]), torch.float16, engine)
-    share = ours.isinf().double().view(2, 5, 4000).mean(dim=2)
-    assert torch.allclose(share, torch.tensor([0, 0.25, 31 / 32, 1, 1]).double(), atol=0.03)
-    assert bool((ours[:20_000] > 0).all())
-    assert bool((ours[20_000:] < 0).all())
+def test_wide_params_are_not_affected(engine: str):
+    """Sparse gradients: dense ones are torch's business where nothing is rounded at random."""
+    for cls in OPTIMIZERS:
+        results = []
+        for on in (False, True):
+            param = table_of(torch.float32)
+            with running_on(engine) as name:
+                opt = cls([param], lr=0.1, stochastic_rounding=on, engine=name)
+                train([param], opt, range(2))
+            state = [value for name, value in opt.state[param].items() if name != "step"]
+            results.append([param.detach(), *state])
+        assert all(map(same_bits, *results)), cls
 
 
 @each_engine
-def test_float16_subnormals_are_rounded_to_their_own_places(engine: str):
-    places = torch.tensor([0.25, 0.5, 1.75, 1023.5]).repeat_interleave(4000)
-    ours = pushed_through(places * 2**-24, torch.float16, engine).double() * 2**24
-    means = ours.view(4, 4000).mean(dim=1)
-    assert bool((ours == ours.round()).all())
-    assert torch.allclose(means, torch.tensor([0.25, 0.5, 1.75, 1023.5]).double(), atol=0.04)
+@each_half
+def test_training_resumes_with_the_same_bits(engine: str, dtype: torch.dtype):
+    """Seed and step count travel in the checkpoint, whatever seed the new process has."""
+
+    def made(cls: Any, tables: list[torch.nn.Parameter]) -> Any:
+        groups = [{"params": tables[:2]}, {"params": tables[2:], "lr": 0.2}]
+        return cls(groups, lr=0.1, state_dtype=dtype, stochastic_rounding=True, engine=name)
+
+    for cls in (sparsestep.SGD, sparsestep.Adam, sparsestep.RowwiseAdam):
+        with running_on(engine) as name:
+            torch.manual_seed(1)
+            straight, changed = ([table_of(dtype) for _ in range(4)] for _ in range(2))
+            train(straight, made(cls, straight), range(8))
+            first = made(cls, changed)
+            train(changed, first, range(4))
+            file = io.BytesIO()
+            torch.save(first.state_dict(), file)
+            file.seek(0)
+            torch.manual_seed(2)
+            again = made(cls, changed)
+            again.load_state_dict(torch.load(file, weights_only=True))
+            train(changed, again, range(4, 8))
+        assert again.param_groups[1]["rounding_seed"] == 1
+        assert all(map(same_bits, changed, straight)), cls
+
+
+def test_params_and_steps_are_rounded_independently():
+    """Two equal params in two groups, with equal gradients, do not move in lockstep."""
+    params = [torch.nn.Parameter(torch.ones(50, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = sparsestep.Adam([{"params": [p]} for p in params], lr=1e-3, stochastic_rounding=True)
+    for _ in range(2):
+        before = params[0].detach().clone()
+        for param in params:
+            param.grad = torch.ones(50, 8, dtype=torch.bfloat16)
+        opt.step()
+        assert not same_bits(*params)
+        assert not torch.equal(params[0], before)
+
+
+def test_keys_and_counts_are_there_only_where_they_are_needed():
+    """Torch's SGD has no count; the others have one anyway."""
+    keys = {"stochastic_rounding", "rounding_seed"}
+    for cls in OPTIMIZERS:
+        for on in (False, True):
+            param = table_of(torch.bfloat16)
+            opt = cls([{"params": [param], **({"stochastic_rounding": True} if on else {})}])
+            assert keys & opt.param_groups[0].keys() == (keys if on else set())
+            train([param], opt, range(3))
+            counted = on or cls is not sparsestep.SGD
+            assert ("step" in opt.state[param]) == counted
+            assert not counted or int(opt.state[param]["step"]) == 3
+
+
+def test_it_may_be_switched_on_later_and_outlasts_a_checkpoint_without_it():
+    param = table_of(torch.bfloat16)
+    plain = sparsestep.Adam([param], lr=1e-3)
+    train([param], plain, range(2))
+    for options in ({"stochastic_rounding": True}, {}):
+        group = {"params": [param], "stochastic_rounding": True}
+        opt = sparsestep.Adam([param] if options else [group], lr=1e-3, **options)
+        opt.load_state_dict(plain.state_dict())
+        train([param], opt, range(2, 4))
+        assert opt.param_groups[0]["stochastic_rounding"] is True
+    plain.param_groups[0]["stochastic_rounding"] = True
+    before = param.detach().clone()
+    train([param], plain, range(2, 5))
+    assert not same_bits(param, before)
+
+
+def test_five_thousand_small_steps_arrive():
+    """A table in bfloat16 whose every update is far smaller than half of its last place."""
+    gradients = []
+    for step in range(10):
+        rows = (torch.arange(32) * 2 + step % 2)[None]
+        values = torch.full((32, 16), 1 + (step % 5 - 2) / 16)
+        gradients.append(torch.sparse_coo_tensor(rows, values, (64, 16)))
+
+    def displacement(dtype: torch.dtype, **options: Any) -> float:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.ones(64, 16, dtype=dtype))
+        opt = sparsestep.SGD([param], lr=2e-4, **options)
+        converted = [gradient.to(dtype) for gradient in gradients]
+        for step in range(5000):
+            param.grad = converted[step % 10]
+            opt.step()
+        return param.detach().double().mean().item() - 1
+
+    wide = displacement(torch.float32)
+    assert wide == pytest.approx(-0.5, rel=1e-3)
+    at_random = displacement(torch.bfloat16, stochastic_rounding=True)
+    assert at_random == pytest.approx(wide, rel=0.02)
+    assert displacement(torch.bfloat16) == 0.0  # to nearest it never leaves the start
+
+
+@each_half
+def test_state_in_half_precision_does_not_stall(dtype: torch.dtype):
+    """A second moment of g = 1: to nearest it stops far below what it should be."""
+
+    def second_moment(**options: Any) -> float:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.zeros(32, 16))
+        param.grad = torch.ones(32, 16).to_sparse(1)
+        opt = sparsestep.Adam([param], lr=0.0, state_dtype=dtype, **options)
+        for _ in range(3000):
+            opt.step()
+        return opt.state[param]["exp_avg_sq"].double().mean().item()
+
+    expected = 1 - 0.999**3000
+    assert second_moment(stochastic_rounding=True) == pytest.approx(expected, rel=0.02)
+    assert second_moment() < 0.9 * expected

@@ -57,30 +57,28 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 HALF = {"stochastic_rounding": True, "rounding_seed": 3}
-TREATMENTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float32": (torch.float32, {}),
-    "maximize": (torch.float32, {"maximize": True}),
-    "float64": (torch.float64, {}),
-    "bfloat16": (torch.bfloat16, {}),
-    "float16": (torch.float16, {"maximize": True}),
-    "random-bfloat16": (torch.bfloat16, {**HALF, "state_dtype": torch.bfloat16}),
-    "random-float16": (torch.float16, {**HALF, "state_dtype": torch.float16}),
-}
+TREATMENTS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {}),
+    (torch.float32, {"maximize": True}),
+    (torch.float64, {}),
+    (torch.bfloat16, {}),
+    (torch.float16, {"maximize": True}),
+    (torch.bfloat16, {**HALF, "state_dtype": torch.bfloat16}),
+    (torch.float16, {**HALF, "state_dtype": torch.float16}),
+]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("treatment", TREATMENTS)
-def test_every_rule_has_the_bits_of_the_core(variant: Variant, treatment: str):
+def test_every_rule_has_the_bits_of_the_core(variant: Variant):
     """Also those that sum up rows: the kernel adds in the order in which the core does."""
-    dtype, options = TREATMENTS[treatment]
-    ours = train(variant, "triton", coo, dtype, **options)
-    theirs = train(variant, "native", coo, dtype, **options)
-    if COUNTED_BY_ROW in str(variant) and dtype == torch.float64:
-        # Here the interpreter's powers show, which are less exact than those of a GPU.
-        for tensor, wanted in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(tensor, wanted, rtol=1e-11, atol=1e-11)
-    else:
-        assert_same(ours, theirs)
+    for dtype, options in TREATMENTS:
+        ours = train(variant, "triton", coo, dtype, **options)
+        theirs = train(variant, "native", coo, dtype, **options)
+        if COUNTED_BY_ROW in str(variant) and dtype == torch.float64:
+            # Here the interpreter's powers show, which are less exact than those of a GPU.
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        else:
+            assert_same(ours, theirs)
 
 
 # Forms of gradients
@@ -132,20 +130,15 @@ FEW = [
 ]
 
 
-# Rules with numbers per row take no masks of elements.
-GIVEN = [
-    (v, x) for x in LAYOUTS for v in FEW if not (v.rule.needs_whole_rows and x == "masked elements")
-]
-
-
-@pytest.mark.parametrize(("variant", "layout"), GIVEN, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_form_of_a_gradient_has_the_bits_of_the_core(
-    variant: Variant, layout: str, dtype: torch.dtype
-):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_form_of_a_gradient_has_the_bits_of_the_core(layout: str):
     gradient, options = LAYOUTS[layout]
-    ours = train(variant, "triton", gradient, dtype, **options)
-    assert_same(ours, train(variant, "native", gradient, dtype, **options))
+    for variant in FEW:
+        if variant.rule.needs_whole_rows and layout == "masked elements":
+            continue
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = train(variant, "triton", gradient, dtype, **options)
+            assert_same(ours, train(variant, "native", gradient, dtype, **options))
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 2), (4, 1500), (7,), ()], ids=str)
@@ -209,26 +202,20 @@ def test_a_bad_index_changes_nothing(index: int):
         torch.tensor([[0, index]]), torch.ones(2, 2), (5, 2), check_invariants=False
     )
     before = snapshot(optimizer)
-    words = rf"param 1 of group 0: .* dim 0 must be in \[0, 5\). Got {index}"
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=f"param 1 of group 0: .*{index}"):
         optimizer.step()
     assert unchanged(optimizer, before)
 
 
-def test_parameters_have_to_be_contiguous():
-    param = torch.nn.Parameter(torch.ones(3, 4).T)
-    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
-    optimizer = sparsestep.Adam([param], engine="triton")
-    with pytest.raises(InputError, match=r"contiguous parameters and state.*strides"):
-        optimizer.step()
-
-
-def test_state_in_int8_is_refused():
-    param = torch.nn.Parameter(torch.ones(4, 3))
-    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
-    optimizer = sparsestep.Adam([param], engine="triton", state_dtype=torch.int8)
-    with pytest.raises(InputError, match=r"state of a float dtype. Got torch.int8"):
-        optimizer.step()
+def test_strides_and_state_in_int8_are_refused():
+    for weight, options, words in (
+        (torch.ones(3, 4).T, {}, "contiguous"),
+        (torch.ones(4, 3), {"state_dtype": torch.int8}, "torch.int8"),
+    ):
+        param = torch.nn.Parameter(weight)
+        param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
+        with pytest.raises(InputError, match=words):
+            sparsestep.Adam([param], engine="triton", **options).step()
 
 
 def test_a_formula_has_to_be_one_that_can_be_recorded():
@@ -239,20 +226,18 @@ def test_a_formula_has_to_be_one_that_can_be_recorded():
     param = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = by_hand([param], engine="triton")
     param.grad = torch.ones(4, 3)
-    with pytest.raises(
-        InputError, match=r"can be recorded. Got rule 'by_hand': it branches on values"
-    ):
+    with pytest.raises(InputError, match="'by_hand': it branches on values"):
         optimizer.step()
 
 
 def test_the_cpu_is_refused_but_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     _, optimizer = two_tables()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match=r"needs parameters on a GPU. Got one on the CPU"):
+    with pytest.raises(InputError, match="GPU"):
         optimizer.step()
 
 
 def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs Triton.*pip install 'sparsestep\[triton\]'"):
+    with pytest.raises(InputError, match="pip install"):
         sparsestep.Adam([torch.ones(2)], engine="triton")

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optim.functional import FunctionalOptimizer
-from tests.table import sm3_by_rows
 
 SHAPE = (6, 4)
 
@@ -26,14 +24,6 @@ def adagrad(param, grad, sum, *, lr, eps=1e-10):
     """Adagrad, as one writes it in a notebook."""
     sum = sum + grad.square()
     return param - lr * grad / (sum.sqrt() + eps), sum
-
-
-class FunctionalAdagrad(FunctionalOptimizer):
-    optimizer_class = adagrad
-
-
-class FunctionalSm3(FunctionalOptimizer):
-    optimizer_class = sm3_by_rows
 
 
 def seeded(seed: int) -> torch.Generator:

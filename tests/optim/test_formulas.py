@@ -1,4 +1,4 @@
-"""Each formula against a transcription of what was published, in float64 and plain loops."""
+"""Each formula against what was published, and what is particular to it."""
 
 from __future__ import annotations
 
@@ -8,174 +8,97 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import sparsestep
-from sparsestep.optim.optimizer import RuleOptimizer
-from tests.optim.rule_gradients import (
-    COLUMNS,
-    ROWS,
-    STEPS,
-    Gradients,
-    Table,
-    row_gradient,
-    start,
+from sparsestep.functional import radam_
+from sparsestep.optim.radam import rectified
+from tests.optim import transcriptions
+from tests.optim.transcriptions import COLUMNS, ROWS, STEPS, Gradients, Result, Table, start
+from tests.table import (
+    DTYPES,
+    ENGINES,
+    INSTRUCTION_SETS,
+    WITH_COUPLED_DECAY,
+    WITH_DECAY,
+    each_engine,
+    running_on,
+    same_bits,
 )
-from tests.optim.transcriptions import (
-    adagrad,
-    amsgrad,
-    ftrl,
-    lion,
-    momentum,
-    radam,
-    rowwise_adagrad,
-    rowwise_adam,
-)
-from tests.table import each_engine, running_on, same_bits
 
-Formula = Callable[..., tuple[Table, dict[str, Table]]]
-
-B = (0.8, 0.95)
-ADAM = {"lr": 0.1, "betas": B, "eps": 1e-3}
-# The transcription, its numbers, our class, its options.
-CASES: dict[str, tuple[Formula, dict[str, Any], type[RuleOptimizer], dict[str, Any]]] = {
-    "RowwiseAdagrad": (
-        rowwise_adagrad,
-        {"lr": 0.1, "eps": 1e-3},
-        sparsestep.RowwiseAdagrad,
-        {"lr": 0.1, "eps": 1e-3},
-    ),
-    "RowwiseAdagrad with coupled decay": (
-        rowwise_adagrad,
-        {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "initial": 0.5},
-        sparsestep.RowwiseAdagrad,
-        {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "initial_accumulator_value": 0.5},
-    ),
-    "RowwiseAdagrad with decoupled decay": (
-        rowwise_adagrad,
-        {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "decoupled": True},
-        sparsestep.RowwiseAdagrad,
-        {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2, "decoupled_weight_decay": True},
-    ),
-    "RowwiseAdam": (rowwise_adam, ADAM, sparsestep.RowwiseAdam, ADAM),
-    "RowwiseAdam with coupled decay": (
-        rowwise_adam,
-        {**ADAM, "weight_decay": 0.2},
-        sparsestep.RowwiseAdam,
-        {**ADAM, "weight_decay": 0.2},
-    ),
-    "RowwiseAdam, rows counted, with decoupled decay": (
-        rowwise_adam,
-        {**ADAM, "weight_decay": 0.2, "decoupled": True, "per_row": True},
-        sparsestep.RowwiseAdam,
-        {
-            **ADAM,
-            "weight_decay": 0.2,
-            "decoupled_weight_decay": True,
-            "bias_correction": "per_row",
-        },
-    ),
-    "Lion": (
-        lion,
-        {"lr": 0.1, "betas": B},
-        sparsestep.Lion,
-        {"lr": 0.1, "betas": B},
-    ),
-    "Lion with decay": (
-        lion,
-        {"lr": 0.1, "betas": B, "weight_decay": 0.2},
-        sparsestep.Lion,
-        {"lr": 0.1, "betas": B, "weight_decay": 0.2},
-    ),
-    "Ftrl": (
-        ftrl,
-        {"lr": 0.3, "beta": 0.5, "l1": 0.7, "l2": 0.1},
-        sparsestep.Ftrl,
-        {"lr": 0.3, "beta": 0.5, "l1": 0.7, "l2": 0.1},
-    ),
-    "Ftrl without regularisation": (
-        ftrl,
-        {"lr": 0.3, "beta": 1.0, "l1": 0.0, "l2": 0.0, "initial": 0.25},
-        sparsestep.Ftrl,
-        {"lr": 0.3, "initial_accumulator_value": 0.25},
-    ),
-    "Adagrad": (
-        adagrad,
-        {"lr": 0.1, "lr_decay": 0.3, "eps": 1e-3, "weight_decay": 0.2, "initial": 0.5},
-        sparsestep.Adagrad,
-        {
-            "lr": 0.1,
-            "lr_decay": 0.3,
-            "eps": 1e-3,
-            "weight_decay": 0.2,
-            "initial_accumulator_value": 0.5,
-        },
-    ),
-    "SGD with damped momentum": (
-        momentum,
-        {"lr": 0.1, "mu": 0.9, "tau": 0.4},
-        sparsestep.SGD,
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.4},
-    ),
-    "SGD with Nesterov's momentum": (
-        momentum,
-        {"lr": 0.1, "mu": 0.9, "tau": 0.0, "nesterov": True},
-        sparsestep.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    ),
-    "RAdam": (radam, ADAM, sparsestep.RAdam, ADAM),
-    "RAdam that is never rectified": (
-        radam,
-        {**ADAM, "betas": (0.8, 0.5), "weight_decay": 0.2},
-        sparsestep.RAdam,
-        {**ADAM, "betas": (0.8, 0.5), "weight_decay": 0.2},
-    ),
-    "RAdam with decoupled decay": (
-        radam,
-        {**ADAM, "betas": (0.9, 0.999), "weight_decay": 0.2, "decoupled": True},
-        sparsestep.RAdam,
-        {
-            **ADAM,
-            "betas": (0.9, 0.999),
-            "weight_decay": 0.2,
-            "decoupled_weight_decay": True,
-        },
-    ),
-    "AMSGrad": (amsgrad, ADAM, sparsestep.Adam, {**ADAM, "amsgrad": True}),
+ADAM = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
+ROOT = {"lr": 0.1, "eps": 1e-3}
+LION = {"lr": 0.1, "betas": (0.8, 0.95)}
+COUPLED = {"weight_decay": 0.2}
+DECOUPLED = {"weight_decay": 0.2, "decoupled_weight_decay": True}
+# The class, which has the transcription's name in another spelling, and the options of both.
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("RowwiseAdagrad", ROOT),
+    ("RowwiseAdagrad", {**ROOT, **COUPLED, "initial_accumulator_value": 0.5}),
+    ("RowwiseAdagrad", {**ROOT, **DECOUPLED}),
+    ("RowwiseAdam", ADAM),
+    ("RowwiseAdam", {**ADAM, **COUPLED}),
+    ("RowwiseAdam", {**ADAM, **DECOUPLED, "bias_correction": "per_row"}),
+    ("Lion", LION),
+    ("Lion", {**LION, **COUPLED}),
+    ("Ftrl", {"lr": 0.3, "beta": 0.5, "l1": 0.7, "l2": 0.1}),
+    ("Ftrl", {"lr": 0.3, "initial_accumulator_value": 0.25}),
+    ("Adagrad", {**ROOT, **COUPLED, "lr_decay": 0.3, "initial_accumulator_value": 0.5}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.4}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("RAdam", ADAM),
+    ("RAdam", {**ADAM, **COUPLED, "betas": (0.8, 0.5)}),  # is never rectified
+    ("RAdam", {**ADAM, **DECOUPLED, "betas": (0.9, 0.999)}),
+    ("Adam", {**ADAM, "amsgrad": True}),
+]
+TRANSCRIPTIONS: dict[str, Callable[..., Result]] = {
+    "RowwiseAdagrad": transcriptions.rowwise_adagrad,
+    "RowwiseAdam": transcriptions.rowwise_adam,
+    **{name: getattr(transcriptions, name.lower()) for name in ("Lion", "Ftrl", "Adagrad", "SGD")},
+    **{name: getattr(transcriptions, name.lower()) for name in ("RAdam", "Adam")},
 }
+# Dense gradients or sparse ones, maximized or not, wide or not: each pair once.
+PAIRS = [
+    (False, False, torch.float64),
+    (True, True, torch.float64),
+    (False, True, torch.float32),
+    (True, False, torch.float32),
+]
+PRECISION = {torch.float64: 1e-13, torch.float32: 2e-5}
 
 
-def agree(ours: torch.Tensor, theirs: Table, precision: float) -> bool:
-    return np.allclose(ours.detach().numpy(), theirs, rtol=precision, atol=precision)
+def row_gradient(row: int, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[row]]), values[None], shape)
 
 
 @each_engine
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [(torch.float64, 1e-13), (torch.float32, 2e-5)], ids=str
-)
-def test_steps_are_what_was_published(
-    case: str, engine: str, dense: bool, maximize: bool, dtype: torch.dtype, precision: float
-):
-    formula, numbers, optimizer, options = CASES[case]
-    gradients = Gradients(dense=dense)
-    sums = [gradients.summed(step) for step in range(STEPS)]
-    if maximize:
-        sums = [{row: -g for row, g in touched.items()} for touched in sums]
-    table, kept = formula(sums, **numbers)
+@pytest.mark.parametrize(("name", "options"), PUBLISHED, ids=str)
+def test_steps_are_what_was_published(name: str, options: dict[str, Any], engine: str):
+    cls = getattr(sparsestep, name)
     # FTRL's weights follow from its state, so they have to begin where that begins.
-    begin = np.zeros((ROWS, COLUMNS)) if optimizer is sparsestep.Ftrl else start()
-    param = torch.nn.Parameter(torch.from_numpy(begin).to(dtype))
-    with running_on(engine) as name:
-        opt = optimizer([param], engine=name, maximize=maximize, **options)
-        for step in range(STEPS):
-            param.grad = gradients.tensor(step).to(dtype)
-            opt.step()
-    assert agree(param, table, precision)
-    for name, theirs in kept.items():
-        assert agree(opt.state[param][name], theirs, precision), name
-    assert opt.state[param].keys() - {"step"} == kept.keys()
+    begin = np.zeros((ROWS, COLUMNS)) if name == "Ftrl" else start()
+    for dense, maximize, dtype in PAIRS:
+        gradients = Gradients(dense=dense)
+        sums = [gradients.summed(step) for step in range(STEPS)]
+        if maximize:
+            sums = [{row: -g for row, g in each.items()} for each in sums]
+        table, kept = TRANSCRIPTIONS[name](sums, **options)
+        param = torch.nn.Parameter(torch.from_numpy(begin).to(dtype, copy=True))
+        with running_on(engine) as running:
+            opt = cls([param], engine=running, maximize=maximize, **options)
+            for step in range(STEPS):
+                param.grad = gradients.tensor(step).to(dtype)
+                opt.step()
+        assert opt.state[param].keys() - {"step"} == kept.keys()
+        for ours, theirs in ((param, table), *((opt.state[param][k], kept[k]) for k in kept)):
+            assert agree(ours, theirs, PRECISION[dtype]), (dense, maximize, dtype)
+
+
+def agree(ours: Tensor, theirs: Table, precision: float) -> bool:
+    return np.allclose(ours.detach().numpy(), theirs, rtol=precision, atol=precision)
+
+
+# Momentum, rates, maxima, eps
 
 
 @each_engine
@@ -184,38 +107,25 @@ def test_sgd_takes_its_first_gradient_whole(engine: str):
     param = torch.nn.Parameter(torch.zeros(2, 1))
     with running_on(engine) as name:
         opt = sparsestep.SGD([param], lr=1.0, momentum=0.5, dampening=0.75, engine=name)
-        param.grad = row_gradient(0, torch.ones(1), param.shape)
-        opt.step()
-        assert param.detach().flatten().tolist() == [-1.0, 0.0]
-        param.grad = row_gradient(1, torch.ones(1), param.shape)
-        opt.step()
-        assert param.detach().flatten().tolist() == [-1.0, -0.25]
-        param.grad = row_gradient(0, torch.ones(1), param.shape)
-        opt.step()
-    assert param.detach().flatten().tolist() == [-1.75, -0.25]
+        for row, expected in ((0, [-1.0, 0.0]), (1, [-1.0, -0.25]), (0, [-1.75, -0.25])):
+            param.grad = row_gradient(row, torch.ones(1), param.shape)
+            opt.step()
+            assert param.detach().flatten().tolist() == expected
     assert opt.state[param]["momentum_buffer"].flatten().tolist() == [0.75, 0.25]
 
 
 @each_engine
 def test_adagrads_rate_falls_with_the_steps_of_the_table(engine: str):
     """With a sum that begins at 9 and a gradient of 4, the root is 5."""
+    options = {"lr": 1.0, "lr_decay": 1.0, "initial_accumulator_value": 9.0, "eps": 0.0}
     moves = []
     for earlier in (0, 3):
         param = torch.nn.Parameter(torch.zeros(2, 1))
         with running_on(engine) as name:
-            opt = sparsestep.Adagrad(
-                [param],
-                lr=1.0,
-                lr_decay=1.0,
-                initial_accumulator_value=9.0,
-                eps=0.0,
-                engine=name,
-            )
-            for _ in range(earlier):
-                param.grad = row_gradient(1, torch.ones(1), param.shape)
+            opt = sparsestep.Adagrad([param], engine=name, **options)
+            for row, value in [*[(1, 1.0)] * earlier, (0, 4.0)]:
+                param.grad = row_gradient(row, torch.full((1,), value), param.shape)
                 opt.step()
-            param.grad = row_gradient(0, torch.full((1,), 4.0), param.shape)
-            opt.step()
         moves.append(param[0].item())
     assert moves == pytest.approx([-0.8, -0.2])
 
@@ -235,4 +145,189 @@ def test_amsgrads_maximum_is_of_the_average_that_is_kept(engine: str, correction
             highest = torch.maximum(highest, kept["exp_avg_sq"])
             assert same_bits(kept["max_exp_avg_sq"], highest)
     assert bool((kept["max_exp_avg_sq"][1] > kept["exp_avg_sq"][1]).all())
-    assert torch.equal(kept["max_exp_avg_sq"][[0, 2]], torch.zeros(2, 2))
+
+
+@each_engine
+def test_sparse_adam_adds_eps_before_bias_correction(engine: str):
+    """With eps = g, torch's Adam, which adds it after, would move by 5e-4."""
+    param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    param.grad = torch.full((1,), 1e-2, dtype=torch.float64)
+    with running_on(engine) as name:
+        sparsestep.SparseAdam([param], eps=1e-2, engine=name).step()
+    assert param.item() == pytest.approx(-3.1e-5, rel=0.02)
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_moments_of_half_precision_params_do_not_stall(engine: str, dtype: torch.dtype):
+    """In bfloat16 the second moment of g = 1 would stop at 0.25."""
+    param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, dtype=dtype), (2,))
+    with running_on(engine) as name:
+        opt = sparsestep.SparseAdam([param], lr=0.0, engine=name)
+        for _ in range(1500):
+            opt.step()
+    expected = [0, 1 - 0.999**1500]
+    assert opt.state[param]["exp_avg_sq"].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+# Weight decay
+
+
+HELD, OTHERS = [1, 4], [0, 2, 3, 5]
+BEGIN = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+VALUES = torch.tensor([[1.0, -2.0, 0.5], [0.25, 4.0, -1.0]])
+
+
+def one_step(cls: Any, values: Tensor, engine: str, **options: Any) -> Tensor:
+    param = torch.nn.Parameter(BEGIN.clone())
+    with running_on(engine) as name:
+        opt = cls([param], lr=0.5, engine=name, **options)
+        param.grad = torch.sparse_coo_tensor(torch.tensor([HELD]), values, param.shape)
+        opt.step()
+    assert same_bits(param[OTHERS], BEGIN[OTHERS]), cls
+    return param.detach()
+
+
+@each_engine
+def test_coupled_decay_is_a_part_of_the_gradient(engine: str):
+    for cls in WITH_COUPLED_DECAY:
+        with_decay = one_step(cls, VALUES, engine, weight_decay=0.125)
+        assert same_bits(with_decay, one_step(cls, VALUES + 0.125 * BEGIN[HELD], engine)), cls
+
+
+@each_engine
+def test_decoupled_decay_shrinks_the_rows_of_the_gradient(engine: str):
+    """A gradient of zeros moves nothing by itself, so that the decay alone is seen."""
+    for cls in WITH_DECAY:
+        decoupled = {"decoupled_weight_decay": True} if cls in WITH_COUPLED_DECAY else {}
+        after = one_step(cls, torch.zeros(2, 3), engine, weight_decay=0.25, **decoupled)
+        assert same_bits(after[HELD], 0.875 * BEGIN[HELD]), cls
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_coupled_decay_of_other_elements_does_not_feed_the_rows_number(engine: str):
+    """One element of four is held; the others would add (0.5 * 100)^2 each."""
+    param, total = torch.full((2, 4), 100.0), torch.zeros(2)
+    param[0, 1] = 1.0
+    grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.tensor([[1.5]]), 8, 1)
+    sparsestep.functional.rowwise_adagrad_(
+        param, grad, total, step=1, lr=0.1, weight_decay=0.5, engine=engine
+    )
+    assert total.tolist() == [(1.5 + 0.5) ** 2 / 4, 0.0]
+    assert param.ne(100.0).nonzero().tolist() == [[0, 1]]
+
+
+# Bias correction row by row
+
+
+PER_ROW: list[tuple[Any, dict[str, Any]]] = [
+    (sparsestep.SparseAdam, {}),
+    (sparsestep.Adam, {}),
+    (sparsestep.Adam, {"amsgrad": True}),
+    (sparsestep.AdamW, {"weight_decay": 0.1}),
+    (sparsestep.RowwiseAdam, {"weight_decay": 0.1}),
+]
+each_per_row = pytest.mark.parametrize(("cls", "options"), PER_ROW, ids=str)
+
+
+@each_per_row
+def test_a_row_first_seen_at_step_2001_moves_like_a_row_at_step_1(cls: Any, options: dict):
+    """Counted with the table, it would move three times as far."""
+    values = torch.tensor([0.5, -1.0, 2.0, 0.25])
+    for correction in ("per_row", "global"):
+        param = torch.nn.Parameter(torch.ones(3, 4))
+        opt = cls([param], lr=0.1, bias_correction=correction, **options)
+        param.grad = row_gradient(0, values, param.shape)
+        opt.step()
+        first = param.detach()[0].clone()
+        for _ in range(1999):
+            opt.step()
+        param.grad = row_gradient(2, values, param.shape)
+        opt.step()
+        assert int(opt.state[param]["step"]) == 2001
+        late = param.detach()[2]
+        assert same_bits(late, first) == (correction == "per_row")
+        if correction == "global":
+            assert bool(((late - 1).abs() > 2.5 * (first - 1).abs()).all())
+
+
+@each_per_row
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_rows_counted_on_their_own_are_optimizers_on_their_own(
+    cls: Any, options: dict[str, Any], dense: bool
+):
+    for engine in ENGINES:
+        gradients = Gradients(dense=dense)
+        table = torch.nn.Parameter(torch.from_numpy(start()))
+        rows = [torch.nn.Parameter(row[None].clone()) for row in table.detach()]
+        counts = torch.zeros(ROWS)
+        with running_on(engine) as name:
+            opt = cls([table], lr=0.1, engine=name, bias_correction="per_row", **options)
+            of_rows = [cls([row], lr=0.1, engine=name, **options) for row in rows]
+            for step in range(STEPS):
+                table.grad = gradients.tensor(step)
+                opt.step()
+                for number, sums in gradients.summed(step).items():
+                    rows[number].grad = torch.from_numpy(sums[None]).to_sparse(1)
+                    of_rows[number].step()
+                    counts[number] += 1
+        together = torch.cat([row.detach() for row in rows])
+        assert torch.allclose(table.detach(), together, rtol=1e-13, atol=1e-13)
+        assert torch.equal(opt.state[table]["row_step"], counts)
+
+
+# RAdam's first steps, and where they end
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.8), (0.9, 0.5), (0.9, 0.0)], ids=str)
+def test_radam_divides_from_the_step_on_from_which_torch_does(betas: tuple[float, float]):
+    """The gradients are small, so that it shows whether a step is divided by their size."""
+    param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = torch.optim.RAdam([param], lr=1.0, betas=betas, eps=0.0)
+    for step in range(1, 40):
+        before = param.item()
+        param.grad = torch.full((1,), 1e-3, dtype=torch.float64)
+        opt.step()
+        size, divides = rectified(step, 1.0, betas)
+        if betas == (0.9, 0.999):
+            assert divides == (step > 5)
+        kept = opt.state[param]
+        divisor = kept["exp_avg_sq"].sqrt().item() if divides else 1.0
+        moved = size * kept["exp_avg"].item() / divisor
+        assert before - param.item() == pytest.approx(moved, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 100])
+def test_radam_has_the_same_bits_on_every_instruction_set(step: int):
+    """Before and after the switch: the property tests take too few steps to come to it."""
+    for dtype in DTYPES:
+        results = []
+        for engine in ("reference", *INSTRUCTION_SETS):
+            generator = torch.Generator().manual_seed(0)
+            tensors = torch.randn(4, 9, 33, generator=generator).to(dtype)
+            param, values, exp_avg, exp_avg_sq = (each.clone() for each in tensors)
+            grad = sparsestep.IndexedGrad(torch.tensor([3, 1, 8, 3, 0, 2, 4, 5, 7]), values)
+            with running_on(engine) as name:
+                radam_(param, grad, exp_avg, exp_avg_sq.abs_(), step=step, lr=0.1, engine=name)
+            results.append((param, exp_avg, exp_avg_sq))
+        reference, first, *others = results
+        for other in others:
+            assert all(map(same_bits, first, other))
+        few = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(first, reference, rtol=few, atol=few)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_radams_rate_may_be_a_tensor_whatever_kernel_is_chosen(foreach: bool | None):
+    """Unlike Adam's foreach kernel, torch's takes one."""
+    results = []
+    for cls in (sparsestep.RAdam, torch.optim.RAdam):
+        param, lr = torch.nn.Parameter(torch.ones(3, 2)), torch.tensor(0.5)
+        opt = cls([param], lr=lr, foreach=foreach)
+        for step in range(8):
+            param.grad = torch.full((3, 2), step - 3.0)
+            opt.step()
+            lr.mul_(0.5)
+        results.append(param.detach())
+    assert same_bits(*results)

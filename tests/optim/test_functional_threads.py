@@ -6,6 +6,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from torch import Tensor
 import sparsestep
 from sparsestep.errors import InputError
 from tests.faults.injectors import Lines
-from tests.optim.functional_cases import STATEFUL, Variant, each_engine, each_stateful
-from tests.table import same_bits, steps_of
+from tests.table import each_engine, running_on, same_bits, steps_of
 
+SHAPE = (16, 4)
 JOIN = 120.0  # seconds after which a thread counts as stuck
 
 
@@ -49,116 +51,89 @@ class Threads:
         return self
 
 
-def ones_in(rows: list[int], shape: tuple[int, int]) -> Tensor:
-    indices = torch.tensor([rows])
-    return torch.sparse_coo_tensor(indices, torch.ones(len(rows), shape[1]), shape)
+def ones_in(rows: list[int]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.ones(len(rows), 4), SHAPE)
 
 
-@pytest.mark.parametrize("layout", ["sparse", "dense"])
+def repeat(count: int, call: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @each_engine
-def test_no_update_of_one_param_is_lost(layout: str, engine: str):
+def test_no_update_of_one_param_is_lost(dense: bool, engine: str):
     """Whole numbers and a learning rate that is a power of two: any order has the same sum."""
-    shape = (16, 4)
-    param = torch.zeros(shape)
-    opt = sparsestep.FunctionalSGD([param], 0.25, engine=engine)
-    counts = 1000 if engine == "native" or layout == "dense" else 200
-    expected = torch.zeros(shape)
+    param, expected = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    counts = 1000 if engine != "reference" or dense else 200
     works = []
-    for number in range(8):
-        grad = ones_in([number, number, 15], shape) * float(number + 1)
-        if layout == "dense":
-            grad = grad.to_dense()
-        expected -= 0.25 * counts * grad.to_dense()
-
-        def work(grad: Tensor = grad) -> None:
-            for _ in range(counts):
-                opt.step_param(param, grad)
-
-        works.append(work)
-    assert not Threads(*works).run().raised
+    with running_on(engine) as name:
+        opt = sparsestep.FunctionalSGD([param], 0.25, engine=name)
+        for number in range(8):
+            grad = ones_in([number, number, 15]) * float(number + 1)
+            grad = grad.to_dense() if dense else grad
+            expected -= 0.25 * counts * grad.to_dense()
+            works.append(repeat(counts, partial(opt.step_param, param, grad)))
+        assert not Threads(*works).run().raised
     assert torch.equal(param, expected)
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in STATEFUL if v.cls is not sparsestep.FunctionalSGD], ids=str
-)
-def test_every_update_is_counted(variant: Variant):
-    param = torch.ones(16, 4)
-    opt = variant([param], lr=1e-4)
-    grad = ones_in([1, 2, 1], (16, 4))
-    counts = 1000 if variant.cls is sparsestep.FunctionalAdam else 50
-
-    def work() -> None:
-        for _ in range(counts):
-            opt.step_param(param, grad)
-
+@pytest.mark.parametrize("cls", [sparsestep.FunctionalAdam, sparsestep.FunctionalRowwiseAdagrad])
+def test_every_update_is_counted(cls: Any):
+    params = [torch.ones(SHAPE), torch.ones(SHAPE)]
+    opt, alone = (cls([param], lr=1e-4) for param in params)
+    grad = ones_in([1, 2, 1])
+    work = repeat(500, partial(opt.step_param, params[0], grad))
     assert not Threads(*[work] * 8).run().raised
-    assert steps_of(opt.optimizer, param) == 8 * counts
-    alone, same = variant([same := torch.ones(16, 4)], lr=1e-4), same
-    for _ in range(8 * counts):
-        alone.step_param(same, grad)
-    assert same_bits(param, same)
+    repeat(8 * 500, partial(alone.step_param, params[1], grad))()
+    assert steps_of(opt.optimizer, params[0]) == 8 * 500
+    assert same_bits(*params)
 
 
-@each_stateful
-def test_different_params_in_different_threads(variant: Variant):
-    """All new: they are taken on side by side, in any order."""
-    ours, theirs = ([torch.ones(16, 4) for _ in range(8)] for _ in range(2))
-    opt, alone = variant([], _allow_empty_param_list=True), variant(theirs)
-    grads = [ones_in([number, 3, number], (16, 4)) for number in range(8)]
-
-    def work(number: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(50):
-                opt.step_param(ours[number], grads[number])
-
-        return run
-
-    assert not Threads(*(work(number) for number in range(8))).run().raised
-    for _ in range(50):
-        alone.step(grads)
+def test_different_params_in_different_threads():
+    """All new: they are added side by side, in any order."""
+    ours, theirs = ([torch.ones(SHAPE) for _ in range(8)] for _ in range(2))
+    opt = sparsestep.FunctionalAdam([], _allow_empty_param_list=True)
+    alone = sparsestep.FunctionalAdam(theirs)
+    grads = [ones_in([number, 3, number]) for number in range(8)]
+    works = [repeat(50, partial(opt.step_param, *pair)) for pair in zip(ours, grads, strict=True)]
+    assert not Threads(*works).run().raised
+    repeat(50, partial(alone.step, grads))()
     for mine, its in zip(ours, theirs, strict=True):
         assert same_bits(mine, its)
         assert steps_of(opt.optimizer, mine) == steps_of(alone.optimizer, its)
     assert {id(p) for p in opt.param_group["params"]} == {id(p) for p in ours}
 
 
-def test_one_new_param_in_several_threads_is_taken_on_once():
+def test_one_new_param_in_several_threads_is_added_once():
     for _ in range(20):
-        param = torch.zeros(16, 4)
+        param = torch.zeros(SHAPE)
         opt = sparsestep.FunctionalSGD([], 1.0, _allow_empty_param_list=True)
-        grad = ones_in([5], (16, 4))
-        assert not Threads(*[lambda: opt.step_param(param, grad)] * 8).run().raised  # noqa: B023
+        work = partial(opt.step_param, param, ones_in([5]))
+        assert not Threads(*[work] * 8).run().raised
         assert len(opt.param_group["params"]) == 1
         assert param[5].tolist() == [-8.0] * 4
 
 
 def test_step_and_step_param_at_once():
-    """Each takes the locks that it needs, in one order: nobody waits for ever."""
-    shape = (16, 4)
-    params = [torch.zeros(shape) for _ in range(4)]
+    """Each takes the locks that it needs, in one order: no deadlock."""
+    params = [torch.zeros(SHAPE) for _ in range(4)]
     opt = sparsestep.FunctionalAdam(params, 1e-3)
-    grad = ones_in([1, 7], shape)
+    grad = ones_in([1, 7])
 
     def steps(*chosen: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(100):
-                opt.step([grad if number in chosen else None for number in range(4)])
-
-        return run
-
-    def single(number: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(200):
-                opt.step_param(params[number], grad)
-
-        return run
+        grads = [grad if number in chosen else None for number in range(4)]
+        return repeat(100, partial(opt.step, grads))
 
     def snapshots() -> None:
         for _ in range(50):
             assert len(opt.state_dict()["param_groups"][0]["params"]) == 4
 
-    works = [steps(0, 1, 2, 3), steps(3, 1), steps(2, 0), single(0), single(3), snapshots]
+    single = [repeat(200, partial(opt.step_param, params[number], grad)) for number in (0, 3)]
+    works = [steps(0, 1, 2, 3), steps(3, 1), steps(2, 0), *single, snapshots]
     assert not Threads(*works).run().raised
     counts = [steps_of(opt.optimizer, param) for param in params]
     assert counts == [400, 200, 200, 400]
@@ -188,7 +163,7 @@ def test_checkpoints_while_params_are_taken_on():
         while not done.is_set():
             try:
                 opt.load_state_dict(opt.state_dict())
-            except ValueError as error:  # one more was taken on in between
+            except ValueError as error:  # one more was added in between
                 if "doesn't match the size" not in str(error):
                     raise
 
@@ -197,10 +172,9 @@ def test_checkpoints_while_params_are_taken_on():
 
 
 def test_an_exception_in_one_thread_leaves_the_others_working():
-    shape = (16, 4)
-    param, other = torch.zeros(shape), torch.zeros(shape)
+    param, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
     opt = sparsestep.FunctionalSGD([param, other], 0.5)
-    good, bad = ones_in([3], shape), ones_in([16], shape)
+    good, bad = ones_in([3]), ones_in([16])
     refused = []
 
     def right() -> None:
@@ -213,17 +187,14 @@ def test_an_exception_in_one_thread_leaves_the_others_working():
             for call in (
                 lambda: opt.step_param(param, bad),
                 lambda: opt.step([good, bad]),
-                lambda: opt.step_param(torch.zeros(shape), bad),
+                lambda: opt.step_param(torch.zeros(SHAPE), bad),
             ):
-                try:
+                with pytest.raises(InputError):
                     call()
-                except InputError as error:
-                    refused.append(error)
+                refused.append(call)
 
-    def once() -> None:
-        opt.step_param(param, bad)
-
-    threads = Threads(right, wrong, right, once, right).run()
+    works = [right, wrong, right, partial(opt.step_param, param, bad), right]
+    threads = Threads(*works).run()
     assert len(refused) == 600
     assert [isinstance(error, InputError) for error in threads.raised] == [True]
     assert param[3].tolist() == [-0.5 * 1200] * 4
@@ -240,15 +211,8 @@ def test_threads_have_torchs_number_of_threads():
     opt = sparsestep.FunctionalSGD(params, 0.5)
     rows = torch.arange(4000).repeat(2)
     grad = torch.sparse_coo_tensor(rows[None], torch.ones(8000, 16), shape)
-
-    def work(number: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(10):
-                opt.step_param(params[number], grad)
-
-        return run
-
-    assert not Threads(*(work(number) for number in range(4))).run().raised
+    works = [repeat(10, partial(opt.step_param, param, grad)) for param in params]
+    assert not Threads(*works).run().raised
     for param in params:
         assert torch.equal(param, torch.full(shape, -10.0))
 

@@ -21,19 +21,20 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.table import Variant, each_variant
-from tests.table import same_bits as same_floats
+from tests.table import Variant, same_bits, sm3_by_rows
 from tests.torch_versions import loads_sparse_tensors
 
 pytestmark = loads_sparse_tensors
 
 ROWS, DIM = 2_000, 8
-
-
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.dtype is torch.int8:
-        return torch.equal(ours, theirs)
-    return same_floats(ours, theirs)
+FEW = [
+    Variant(sparsestep.Adam, {"amsgrad": True, "bias_correction": "per_row"}),
+    Variant(sparsestep.SGD, {"momentum": 0.9}),
+    Variant(sparsestep.Adagrad, {"initial_accumulator_value": 0.25}),
+    Variant(sparsestep.RowwiseAdam, {}),
+    Variant(sm3_by_rows, {}),
+]
+each_of_a_few = pytest.mark.parametrize("variant", FEW, ids=str)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -119,7 +120,7 @@ def test_new_tokens_take_kilobytes_of_a_file_and_of_memory():
     assert done.stdout == "ok\n", done.stderr
 
 
-@each_variant
+@each_of_a_few
 def test_the_loaded_optimizer_goes_on(variant: Variant):
     """Also with rows that moved under an earlier mask, and move again later."""
     first, second, both = mask_of(3, 4), mask_of(1_999), mask_of(3, 4, 77, 1_999)
@@ -138,7 +139,7 @@ def test_the_loaded_optimizer_goes_on(variant: Variant):
     assert_alike((resumed, fresh), (param, opt))
 
 
-@each_variant
+@each_of_a_few
 def test_rows_that_cannot_have_moved_are_not_written(variant: Variant):
     """Unless state begins with another value than zero: that is not lazy in memory either."""
     param = new_table()
@@ -201,55 +202,40 @@ def test_in_memory_it_is_torchs_form():
     assert same_bits(without.detach(), theirs.detach())
 
 
-def test_what_is_not_masked_by_rows_is_written_as_ever():
-    param, vector = new_table(), torch.nn.Parameter(torch.zeros(5))
+def test_other_state_is_written_whole():
+    """Without a mask, under a mask of elements, and where most rows are in use."""
     elements = torch.zeros(ROWS, DIM, dtype=torch.bool)
     elements[3, 2] = True
-    for mask in (None, [None, None], [elements, None]):
+    param, vector = new_table(), torch.nn.Parameter(torch.zeros(5))
+    for mask in (None, [None, None], [elements, None], [torch.arange(ROWS) % 3 > 0, None]):
         opt = sparsestep.AdamW([{"params": [param, vector], "mask": mask}], lr=0.1)
-        train(param, opt, range(1))
         vector.grad = torch.ones(5)
-        opt.step()
-        for record in through_a_file(opt.state_dict())["state"].values():
-            assert {value.layout for value in record.values()} == {torch.strided}
+        train(param, opt, range(1))
+        saved = through_a_file(opt.state_dict())["state"]
+        for record in saved.values():
+            assert {(type(value), value.layout) for value in record.values()} == {
+                (Tensor, torch.strided)
+            }
+        assert torch.equal(saved[0]["exp_avg"], opt.state[param]["exp_avg"])
 
 
-def test_rows_that_are_mostly_in_use_are_written_as_ever():
-    param = new_table()
-    opt = masked(sparsestep.AdamW, param, torch.arange(ROWS) % 3 > 0)
-    train(param, opt, range(1))
-    saved = through_a_file(opt.state_dict())["state"][0]
-    assert saved["exp_avg"].layout is torch.strided
-    assert type(saved["exp_avg"]) is Tensor
-    assert torch.equal(saved["exp_avg"], opt.state[param]["exp_avg"])
-
-
-def test_copies_and_pickles_of_a_state_dict():
-    param = new_table()
-    opt = masked(sparsestep.AdamW, param, mask_of(3, 4))
+def test_copies_pickles_and_loaded_state_share_nothing_with_a_state_dict():
+    param, other = new_table(), new_table()
+    opt, fresh = (masked(sparsestep.AdamW, each, mask_of(3, 4)) for each in (param, other))
     train(param, opt, range(2))
     before = {name: value.clone() for name, value in state_of(opt, param).items()}
     kept = copy.deepcopy(opt.state_dict())
     sent = pickle.loads(pickle.dumps(opt.state_dict()))
+    filed = through_a_file(opt.state_dict())
     train(param, opt, range(2, 4))
     assert len(written(kept)) < 10_000
-    for saved in (kept, sent):
-        other = masked(sparsestep.AdamW, new_table(), mask_of(3, 4))
-        other.load_state_dict(saved)
-        for name, value in state_of(other, other.param_groups[0]["params"][0]).items():
-            assert same_bits(value, before[name])
-
-
-def test_loading_shares_nothing_with_the_checkpoint():
-    param, other = new_table(), new_table()
-    opt, fresh = (masked(sparsestep.AdamW, each, mask_of(3, 4)) for each in (param, other))
-    train(param, opt, range(2))
-    for saved in (opt.state_dict(), through_a_file(opt.state_dict())):
-        before = saved["state"][0]["exp_avg"].to_dense().clone()
+    for saved in (kept, sent, filed):
         fresh.load_state_dict(saved)
+        for name, value in state_of(fresh, other).items():
+            assert same_bits(value, before[name])
+        assert type(fresh.state[other]["exp_avg"]) is Tensor
         train(other, fresh, range(2, 4))
-        assert torch.equal(saved["state"][0]["exp_avg"].to_dense(), before)
-    assert type(fresh.state[other]["exp_avg"]) is Tensor
+        assert torch.equal(saved["state"][0]["exp_avg"].to_dense(), before["exp_avg"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -296,11 +282,10 @@ def test_rows_that_are_none_are_refused(row: int):
     wrong = torch.sparse_coo_tensor(
         indices, values, (ROWS, DIM), check_invariants=False, is_coalesced=True
     )
-    message = rf"param 0 of group 0: .* 'exp_avg' must be in \[0, {ROWS}\)\. Got {row}"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"param 0 of group 0: .*'exp_avg'.*{row}"):
         opt.load_state_dict(spoiled(opt.state_dict(), wrong))
     less = torch.sparse_coo_tensor(torch.tensor([[3]]), values[:1], (ROWS - 1, DIM))
-    with pytest.raises(InputError, match="'exp_avg' must have shape"):
+    with pytest.raises(InputError, match="'exp_avg'"):
         opt.load_state_dict(spoiled(opt.state_dict(), less))
     for name, value in state_of(opt, param).items():
         assert same_bits(value, before[name])

@@ -11,10 +11,28 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import sparsestep
-from sparsestep.optim.optimizer import RuleOptimizer
-from tests.optim.training import Model, loss_of
-from tests.table import each_engine, each_optimizer, running_on, same_bits
+from sparsestep.optim import OPTIMIZERS
+from tests.table import each_engine, running_on, same_bits
 from tests.torch_versions import steps_sequential_schedulers
+
+
+class Model(torch.nn.Module):
+    """One table with sparse gradients, one layer with dense ones."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(12, 4, sparse=sparse)
+        self.layer = torch.nn.Linear(4, 2)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+
+    def backward(self, step: int) -> None:
+        ids = torch.randint(0, 11, (9,), generator=torch.Generator().manual_seed(step))
+        self.zero_grad()
+        self.layer(self.table(ids)).square().mean().backward()
+
 
 Make = Callable[[Optimizer], Any]
 SCHEDULERS: dict[str, Make] = {
@@ -32,27 +50,15 @@ SCHEDULERS: dict[str, Make] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [
-            lr_scheduler.ConstantLR(o, factor=0.5, total_iters=4),
-            lr_scheduler.ExponentialLR(o, gamma=0.8),
-        ]
+        [SCHEDULERS["ConstantLR"](o), SCHEDULERS["ExponentialLR"](o)]
     ),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o,
-        [
-            lr_scheduler.LinearLR(o, start_factor=0.25, total_iters=3),
-            lr_scheduler.CosineAnnealingLR(o, T_max=5),
-        ],
-        milestones=[3],
+        o, [SCHEDULERS["LinearLR"](o), SCHEDULERS["CosineAnnealingLR"](o)], milestones=[3]
     ),
     "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.005, anneal_epochs=4),
 }
-DRIVEN = {
-    "AdamW": {"lr": 0.05},
-    "AdamW-tensor": {"lr": torch.tensor(0.05)},
-    "SGD": {"lr": 0.05, "momentum": 0.9},
-    "SGD-tensor": {"lr": torch.tensor(0.05), "momentum": 0.9},
-}
+each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
+DRIVEN: dict[str, dict[str, Any]] = {"AdamW": {}, "SGD": {"momentum": 0.9}}
 
 
 def test_every_scheduler_of_torch_is_here():
@@ -65,7 +71,7 @@ def test_every_scheduler_of_torch_is_here():
 
 
 def options_now(opt: Optimizer) -> list[dict[str, Any]]:
-    """What schedulers touch: rates, and the momenta of cycles."""
+    """What schedulers set: rates, and the momenta of cycles."""
     names = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "base_momentum")
     return [
         {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k in names}
@@ -73,8 +79,92 @@ def options_now(opt: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def run(model: Model, opt: Optimizer, scheduler: str) -> tuple[list[Any], Any]:
+    schedule = SCHEDULERS[scheduler](opt)
+    seen = [options_now(opt)]
+    for step in range(12):
+        model.backward(step)
+        opt.step()
+        schedule.step(*[1.0] if scheduler == "ReduceLROnPlateau" else [])  # never better: it acts
+        seen.append(options_now(opt))
+    return seen, schedule.state_dict().keys()
+
+
+@steps_sequential_schedulers
+@each_scheduler
+def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str):
+    """The same rates and momenta, and for dense gradients the same params to the last bit."""
+    for name, options in DRIVEN.items():
+        for lr in (0.05, torch.tensor(0.05)):
+            runs, models = [], []
+            for module in (sparsestep, torch.optim):
+                model = Model(sparse=False)
+                groups = [
+                    {"params": model.table.parameters()},
+                    {"params": model.layer.parameters(), "weight_decay": 0.1},
+                ]
+                rate = lr.clone() if isinstance(lr, Tensor) else lr
+                opt = getattr(module, name)(groups, lr=rate, **options)
+                runs.append(run(model, opt, scheduler))
+                models.append(model)
+            assert runs[0] == runs[1]
+            assert any(each != runs[0][0][0] for each in runs[0][0])
+            assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+
+
+@steps_sequential_schedulers
+@each_scheduler
+def test_deferred_rows_catch_up_with_the_rates_of_the_steps_that_they_missed(scheduler: str):
+    for name, options in DRIVEN.items():
+        states = []
+        for module, dense in ((sparsestep, {"semantics": "dense"}), (torch.optim, {})):
+            model = Model(sparse=bool(dense)).double()
+            opt = getattr(module, name)(model.parameters(), lr=0.05, **options, **dense)
+            if dense:
+                opt.track(model)
+            run(model, opt, scheduler)
+            states.append(model.state_dict())
+        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-9)
+
+
 @each_engine
-def test_options_matter_where_there_is_a_gradient_alone(engine: str):
+def test_a_scheduled_rate_is_the_rate_of_the_next_sparse_step(engine: str):
+    """Once the rate is zero nothing moves, and once it is back everything does."""
+    rates = [1.0, 0.0, 1.0]
+    for cls in OPTIMIZERS:
+        model = Model()
+        with running_on(engine) as name:
+            opt = cls(model.parameters(), lr=0.1, engine=name)
+            schedule = lr_scheduler.LambdaLR(opt, lambda epoch: rates[min(epoch, 2)])
+            for rate in rates:
+                before = [param.detach().clone() for param in model.parameters()]
+                model.backward(0)
+                opt.step()
+                schedule.step()
+                moved = [not same_bits(*p) for p in zip(model.parameters(), before, strict=True)]
+                assert moved == [rate > 0] * 3, cls
+
+
+def test_a_cycle_moves_the_momentum_where_there_is_one():
+    """Torch's cycles ask for betas or momentum; classes without either take the rate alone."""
+    for cls in OPTIMIZERS:
+        options = {"momentum": 0.9} if "momentum" in cls([torch.zeros(1)]).defaults else {}
+        model = Model()
+        opt = cls(model.parameters(), lr=0.01, **options)
+        cycles = bool({"betas", "momentum"} & opt.defaults.keys())
+        schedule = lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10, cycle_momentum=cycles)
+        seen = set()
+        for step in range(8):
+            model.backward(step)
+            opt.step()
+            schedule.step()
+            group = opt.param_groups[0]
+            seen.add(group["betas"][0] if "betas" in group else group.get("momentum"))
+        assert (len(seen) > 4) == cycles, cls
+
+
+@each_engine
+def test_options_are_checked_only_in_groups_with_a_gradient(engine: str):
     """Torch's suite cycles beta1 up to 22 in an optimizer that has no gradient."""
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
     with running_on(engine) as name:
@@ -86,109 +176,5 @@ def test_options_matter_where_there_is_a_gradient_alone(engine: str):
         assert torch.equal(params[0], torch.ones(4))
         assert (params[1] < 1).all()
         params[0].grad = torch.ones(4)
-        with pytest.raises(
-            ValueError, match=r"Adam: param group 0: Invalid beta parameter at index 0: 22\.0"
-        ):
+        with pytest.raises(ValueError, match=r"param group 0: .*beta"):
             opt.step()
-
-
-@steps_sequential_schedulers
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("driven", DRIVEN)
-def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str, driven: str):
-    """The same rates and momenta, and for dense gradients the same params to the last bit."""
-    name = driven.removesuffix("-tensor")
-    runs = []
-    for module in (sparsestep, torch.optim):
-        model = Model(sparse=False)
-        options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in DRIVEN[driven].items()}
-        opt = getattr(module, name)(
-            [
-                {"params": model.table.parameters()},
-                {"params": model.layer.parameters(), "weight_decay": 0.1},
-            ],
-            **options,
-        )
-        schedule = SCHEDULERS[scheduler](opt)
-        seen = [options_now(opt)]
-        for step in range(12):
-            opt.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            opt.step()
-            if scheduler == "ReduceLROnPlateau":
-                schedule.step(1.0)  # never better: it has to act
-            else:
-                schedule.step()
-            seen.append(options_now(opt))
-        runs.append((seen, model.bits(), schedule.state_dict().keys()))
-    (ours, our_bits, our_keys), (theirs, their_bits, their_keys) = runs
-    assert ours == theirs
-    assert any(options != theirs[0] for options in theirs)
-    assert our_keys == their_keys
-    assert all(map(same_bits, our_bits, their_bits))
-
-
-@each_optimizer
-@each_engine
-def test_a_scheduled_rate_is_the_rate_of_the_next_sparse_step(
-    optimizer: type[RuleOptimizer], engine: str
-):
-    """Once the rate is zero nothing moves, and once it is back everything does."""
-    model = Model()
-    with running_on(engine) as name:
-        opt = optimizer(model.parameters(), lr=0.1, engine=name)
-        rates = [1.0, 0.0, 1.0]
-        schedule = lr_scheduler.LambdaLR(opt, lambda epoch: rates[min(epoch, 2)])
-        for rate in rates:
-            before = model.bits()
-            opt.zero_grad()
-            loss_of(model, 0).backward()
-            opt.step()
-            schedule.step()
-            moved = [not same_bits(*pair) for pair in zip(model.bits(), before, strict=True)]
-            assert moved == [rate > 0] * 3
-
-
-@each_optimizer
-def test_a_cycle_moves_the_momentum_where_there_is_one(optimizer: type[RuleOptimizer]):
-    """Torch's cycles ask for betas or momentum; classes without either take the rate alone."""
-    options = {"momentum": 0.9} if "momentum" in optimizer([torch.zeros(1)]).defaults else {}
-    model = Model()
-    opt = optimizer(model.parameters(), lr=0.01, **options)
-    has_one = {"betas", "momentum"} & opt.defaults.keys()
-    schedule = lr_scheduler.OneCycleLR(
-        opt, max_lr=0.1, total_steps=10, cycle_momentum=bool(has_one)
-    )
-    seen = set()
-    for step in range(8):
-        opt.zero_grad()
-        loss_of(model, step).backward()
-        opt.step()
-        schedule.step()
-        group = opt.param_groups[0]
-        seen.add(group["betas"][0] if "betas" in group else group.get("momentum"))
-    assert (len(seen) > 4) == bool(has_one)
-
-
-@steps_sequential_schedulers
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("driven", ["AdamW", "SGD"])
-def test_under_a_scheduler_rows_that_waited_are_where_dense_training_has_them(
-    scheduler: str, driven: str
-):
-    """Each missed step counts with the rate and the momentum that it had."""
-    runs = []
-    for module, dense in ((sparsestep, {"semantics": "dense"}), (torch.optim, {})):
-        model = Model(sparse=bool(dense)).double()
-        opt = getattr(module, driven)(model.parameters(), **DRIVEN[driven], **dense)
-        if dense:
-            opt.track(model)
-        schedule = SCHEDULERS[scheduler](opt)
-        for step in range(12):
-            opt.zero_grad()
-            loss_of(model, step).backward()
-            opt.step()
-            schedule.step(*[1.0] if scheduler == "ReduceLROnPlateau" else [])
-        runs.append(model.state_dict())
-    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-9)

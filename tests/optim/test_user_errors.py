@@ -1,7 +1,9 @@
-"""A user's own formula that is wrong: refused, or nothing changes."""
+"""A user's own formula that is wrong is refused; one that works in place does no harm."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,60 +12,107 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
-from tests.optim.own_rules import trained
-from tests.optim.spoiled_rules import SPOILED, give_gradients, several, spoiled_for_the_last
-from tests.table import same_bits, snapshot, unchanged
+from tests.generate.layouts import Entries
+from tests.optim.own_rules import SHAPE, adagrad, close, randn, table_of
+from tests.properties.marks import QUIET
+from tests.subject import by_hand
+from tests.table import Variant, same_bits, sm3_by_rows, snapshot, unchanged
 
-# What a wrong rule does: nothing
+pytestmark = QUIET
+
+# Wrong results
+
+SPOILED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "one value too few": (lambda param, kept: param, "2 values"),
+    "one too many": (lambda param, kept: (param, kept, kept), "2 values"),
+    "nothing": (lambda param, kept: None, "NoneType"),
+    "a number": (lambda param, kept: 1.0, "float"),
+    "by name": (lambda param, kept: {"param": param, "kept": kept}, "dict"),
+    "not a tensor": (lambda param, kept: (param, 0.0), "kept in its shape"),
+    "a row too few": (lambda param, kept: (param[1:], kept), "param in its shape"),
+    "a shape that could be broadcast": (lambda param, kept: (param, kept.sum()), "kept in its"),
+    "transposed": (lambda param, kept: (param, kept.t()), "kept in its shape"),
+    "complex": (lambda param, kept: (param, kept * 1j), "real strided"),
+    "sparse": (lambda param, kept: (param.to_sparse_coo(), kept), "real strided"),
+    "elsewhere": (lambda param, kept: (param, kept.to("meta")), "on meta"),
+}
 
 
-@pytest.mark.parametrize("spoiled", SPOILED)
-@pytest.mark.parametrize("first_step", [True, False], ids=["first step", "later step"])
-def test_a_wrong_result_for_the_last_param_changes_nothing(spoiled: str, first_step: bool):
-    result, message = SPOILED[spoiled]
+def spoiled(result: Callable[[Tensor, Tensor], Any], **options: Any) -> Any:
+    """A rule that goes wrong where rows have five elements."""
+
+    @sparsestep.rule(state={"kept": 0.0}, **options)
+    def wrong(param, grad, kept, *, lr, spoil=False):
+        new, kept = param - lr * grad, kept + 1
+        return result(new, kept) if spoil and param.shape[-1] == 5 else (new, kept)
+
+    return wrong
+
+
+def several() -> list[torch.nn.Parameter]:
+    """With gradients: a dense one for the second, sparse ones for the others."""
+    params = [torch.nn.Parameter(randn(*shape)) for shape in [(6, 4), (3,), (6, 3), (6, 5)]]
+    for param in params:
+        values = randn(2, *param.shape[1:], seed=1)
+        coo = torch.sparse_coo_tensor(torch.tensor([[2, 0]]), values, param.shape)
+        param.grad = coo.to_dense() if param.dim() == 1 else coo
+    return params
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_a_wrong_result_for_the_last_param_changes_nothing(kind: str):
+    result, words = SPOILED[kind]
     params = several()
-    opt = spoiled_for_the_last(result)([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
-    give_gradients(params)
-    if not first_step:
+    opt = spoiled(result)([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    for steps in range(2):  # in the first step, and later
+        opt.param_groups[1]["spoil"] = True
+        before, versions = snapshot(opt), [param._version for param in params]
+        with pytest.raises(InputError, match=words) as raised:
+            opt.step()
+        assert str(raised.value).startswith("wrong: param 1 of group 1: rule 'wrong' must return ")
+        assert unchanged(opt, before)
+        assert [param._version for param in params] == versions
+        opt.param_groups[1]["spoil"] = False
         opt.step()
-    opt.param_groups[1]["spoil"] = True
-    before, versions = snapshot(opt), [param._version for param in params]
-    with pytest.raises(InputError, match=message) as raised:
+        assert {int(kept["step"]) for kept in opt.state.values()} == {steps + 1}
+
+
+def test_a_compiled_rule_is_checked_too():
+    torch.compiler.reset()
+    params = several()
+    made = spoiled(SPOILED["transposed"][0], compile={"backend": "eager"})
+    opt = made(params, lr=0.1, spoil=True)
+    before = snapshot(opt)
+    with pytest.raises(InputError, match="kept in its shape"):
         opt.step()
-    assert str(raised.value).startswith("wrong: param 1 of group 1: rule 'wrong' must return ")
     assert unchanged(opt, before)
-    assert [param._version for param in params] == versions
-    opt.param_groups[1]["spoil"] = False
-    opt.step()
-    assert {int(kept["step"]) for kept in opt.state.values()} == {1 if first_step else 2}
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, InputError, KeyboardInterrupt])
-@pytest.mark.parametrize("first_step", [True, False], ids=["first step", "later step"])
-def test_an_exception_inside_the_rule_changes_nothing(kind: type[BaseException], first_step: bool):
+def test_an_exception_inside_the_rule_changes_nothing(kind: type[BaseException]):
     def raises(param: Tensor, kept: Tensor) -> Any:
         raise kind("not today")
 
-    params = several()
-    opt = spoiled_for_the_last(raises)(params, lr=0.1)
-    give_gradients(params)
-    if not first_step:
+    opt = spoiled(raises)(several(), lr=0.1)
+    for _ in range(2):
+        opt.param_groups[0]["spoil"] = True
+        before = snapshot(opt)
+        with pytest.raises(kind, match="not today"):
+            opt.step()
+        assert unchanged(opt, before)
+        opt.param_groups[0]["spoil"] = False
         opt.step()
-    opt.param_groups[0]["spoil"] = True
-    before = snapshot(opt)
-    with pytest.raises(kind, match="not today"):
-        opt.step()
-    assert unchanged(opt, before)
 
 
-# What cannot be a rule
+# Functions that cannot be rules
 
 
 def takes_no_grad(param, *, lr):
     return param
 
 
-def takes_unnamed_state(param, grad, sum, *, lr):
+def takes_sum(param, grad, sum, *, lr):
     return param, sum
 
 
@@ -83,11 +132,7 @@ def takes_any_option(param, grad, **options):
     return param
 
 
-def takes_a_mask(param, grad, *, lr, mask=None):
-    return param
-
-
-def takes_bias_correction(param, grad, *, lr, bias_correction=True, engine="auto"):
+def takes_options_of_every_optimizer(param, grad, *, lr, bias_correction=True, engine="auto"):
     return param
 
 
@@ -95,73 +140,127 @@ def takes_step_as_state(param, grad, step):
     return param, step
 
 
-TAKES = r"must take \(param, grad, "
-BAD_RULES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no gradient": (
-        takes_no_grad,
-        {},
-        r"rule 'takes_no_grad' must take \(param, grad, \*, options",
-    ),
-    "state that is not named": (takes_unnamed_state, {}, r"Got \(param, grad, sum, \*, lr\)"),
-    "state that is not taken": (takes_any_option, {"state": {"sum": 0.0}}, TAKES + "sum, "),
-    "state under another name": (takes_unnamed_state, {"state": {"square": 0.0}}, TAKES + "square"),
-    "another order": (
+SUM = {"state": {"sum": 0.0}}
+BAD_RULES: list[tuple[Any, dict[str, Any], str]] = [
+    (takes_no_grad, {}, "takes_no_grad"),
+    (takes_sum, {}, "Got .*sum"),
+    (takes_any_option, SUM, "sum"),
+    (takes_sum, {"state": {"square": 0.0}}, "square"),
+    (
         takes_state_in_another_order,
         {"state": {"first": 0.0}, "row_state": {"second": 0.0}},
-        TAKES + "first, second",
+        "first, second",
     ),
-    "options by position": (
-        takes_options_by_position,
-        {"state": {"sum": 0.0}},
-        r"Got \(param, grad, sum, lr, eps=1e-10\). .* its options come after a \*",
-    ),
-    "any number of states": (takes_any_number, {}, r"Got \(param, grad, \*state, lr\)"),
-    "any option": (takes_any_option, {}, r"Got \(param, grad, \*\*options\)"),
-    "an option of every optimizer": (
-        takes_a_mask,
-        {},
-        "redefine what every optimizer has. Got mask. Rename it",
-    ),
-    "several such options": (takes_bias_correction, {}, "Got bias_correction, engine. Rename it"),
-    "step as state": (takes_step_as_state, {"state": {"step": 0.0}}, "name of the step count"),
-    "names without values": (takes_unnamed_state, {"state": ["sum"]}, "must map names to initial"),
-    "a tensor as first value": (
-        takes_unnamed_state,
-        {"row_state": {"sum": torch.zeros(1)}},
-        "row_state must map names to initial values",
-    ),
-    "no function": ({"sum": 0.0}, {}, "rule must get a function. Got {'sum': 0.0}"),
-    "no signature": (torch.add, {}, "rule 'add' must have a signature"),
-    "compile that is no option": (
-        takes_unnamed_state,
-        {"state": {"sum": 0.0}, "compile": "inductor"},
-        "compile must be True, False or a mapping of torch.compile's options. Got 'inductor'",
-    ),
-}
+    (takes_options_by_position, SUM, r"options come after a \*"),
+    (takes_any_number, {}, "state"),
+    (takes_any_option, {}, "options"),
+    (takes_options_of_every_optimizer, {}, "bias_correction, engine"),
+    (takes_step_as_state, {"state": {"step": 0.0}}, "step"),
+    (takes_sum, {"state": ["sum"]}, "state must map"),
+    (takes_sum, {"row_state": {"sum": torch.zeros(1)}}, "row_state must map"),
+    ({"sum": 0.0}, {}, "function"),
+    (torch.add, {}, "signature"),
+    (takes_sum, {**SUM, "compile": "inductor"}, "compile"),
+]
 
 
-@pytest.mark.parametrize("bad", BAD_RULES)
-def test_what_cannot_be_a_rule_is_refused_when_it_is_decorated(bad: str):
-    function, options, message = BAD_RULES[bad]
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("function", "options", "words"), BAD_RULES, ids=str)
+def test_a_function_that_cannot_be_a_rule_is_refused_when_it_is_decorated(
+    function: Any, options: dict[str, Any], words: str
+):
+    with pytest.raises(InputError, match=words):
         sparsestep.rule(function, **options)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=words):
         sparsestep.rule(**options)(function)
 
 
-def test_a_group_that_is_no_dict_is_refused_as_torch_does():
-    @sparsestep.rule
-    def plain(param, grad, *, lr):
-        return (param - lr * grad,)
-
-    optimizer = plain([torch.zeros(2, requires_grad=True)], lr=0.5)
-    with pytest.raises(TypeError, match="param_group must be a dict"):
-        optimizer.add_param_group("params")
+# Formulas that work in place
 
 
-def test_param_and_grad_may_have_any_name():
-    @sparsestep.rule(state={"v": 0.0})
-    def terse(w, g, v, /, *, lr):
-        return w - lr * g, v
+@sparsestep.rule(state={"sum": 0.0})
+def adagrad_in_place(param, grad, sum, *, lr, eps=1e-10):
+    sum.addcmul_(grad, grad)
+    grad.mul_(lr)
+    return param.sub_(grad.div_(sum.sqrt().add_(eps))), sum
 
-    assert same_bits(trained(terse, lr=0.5), trained(sparsestep.SGD, lr=0.5))
+
+@sparsestep.rule(row_state={"accumulator": 0.0})
+def sm3_in_place(param, grad, accumulator, *, lr=0.1, eps=1e-10):
+    bound = accumulator + grad.square()
+    param -= lr * grad / (bound.sqrt() + eps)
+    accumulator.copy_(bound.amax(dim=1, keepdim=True))
+    grad.zero_()
+    return param, accumulator
+
+
+@pytest.mark.parametrize("rules", [(adagrad, adagrad_in_place), (sm3_by_rows, sm3_in_place)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_formula_may_work_in_place(rules: tuple[Any, Any], decay: float):
+    """Its arguments are copies: numbers and gradients are as if it did not.
+
+    Decay moves the whole row that a rule by rows sees, of which only what is held counts.
+    """
+    several = [Entries.random(SHAPE, (2, 2), 0.4, seed) for seed in range(4)]
+    stored = [entries.stored(torch.float32, by_row=True) for entries in several]
+    for layout in stored[0]:
+        plain, in_place = (
+            by_hand(Variant(rule, {"lr": 0.1}), "auto", randn(*SHAPE), weight_decay=decay)
+            for rule in rules
+        )
+        for entries, each in zip(several, stored, strict=True):
+            grad = entries.drawn(each[layout][0])
+            plain.take(grad.grad)
+            in_place.take(grad.grad)
+            assert grad.is_as_given(), layout
+        assert all(map(close, plain.tensors, in_place.tensors)), layout
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4,), ()], ids=str)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_writes_into_arguments_are_lost_where_the_formula_then_fails(
+    shape: tuple[int, ...], sparse: bool
+):
+    """A COO gradient with no sparse dims holds the whole parameter, like a dense one."""
+
+    @sparsestep.rule(state={"kept": 1.0})
+    def writes_and_raises(param, grad, kept, *, lr, fails=True):
+        for value in (param, grad, kept):
+            value.fill_(math.nan)
+        if fails:
+            raise ArithmeticError("too late")
+        return param, kept, grad
+
+    param = torch.nn.Parameter(torch.ones(shape))
+    opt = writes_and_raises([param], lr=0.1)
+    opt.materialize_state()
+    before = snapshot(opt)
+    param.grad = dense = torch.full(shape, 2.0)
+    if sparse:
+        no_dims = torch.zeros(0, 1, dtype=torch.int64)
+        param.grad = torch.sparse_coo_tensor(no_dims, dense[None], shape)
+    for fails, kind in ((True, ArithmeticError), (False, InputError)):
+        opt.param_groups[0]["fails"] = fails
+        with pytest.raises(kind):
+            opt.step()
+        assert unchanged(opt, before)
+        assert param.grad.to_dense().eq(2).all()
+
+
+def test_a_formula_may_return_and_keep_its_arguments():
+    kept_by_user = []
+
+    @sparsestep.rule(state={"last_grad": 0.0, "last_param": 0.0})
+    def keeps(param, grad, last_grad, last_param, *, lr):
+        kept_by_user.append(param)
+        return param - lr * grad, grad, param
+
+    param = table_of()
+    start = param.detach().clone()
+    opt = keeps([param], lr=0.1, engine="reference")
+    param.grad = randn(*SHAPE, seed=1)
+    opt.step()
+    assert same_bits(opt.state[param]["last_grad"], param.grad)
+    assert same_bits(opt.state[param]["last_param"], start)
+    assert same_bits(kept_by_user[0].view(SHAPE), start)
+    param.grad.zero_()
+    assert opt.state[param]["last_grad"].ne(0).all()

@@ -1,128 +1,187 @@
-"""What was published, transcribed: float64 and plain loops."""
+"""What was published, transcribed: float64 and plain loops, with our names for the options.
+
+Gradients are the same as tensors and as the sum of each row that they hold.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import torch
 
-from tests.optim.rule_gradients import COLUMNS, ROWS, IndexedGrad, Table, start
+ROWS, COLUMNS = 7, 5
+STEPS = 8
+Table = np.ndarray
+Sums = dict[int, Table]  # the sum of a gradient's entries for each row that it holds
+Result = tuple[Table, dict[str, Table]]
+
+
+class Gradients:
+    """The same gradients as tensors and as sums: rows come several times, others not at all."""
+
+    def __init__(self, *, dense: bool) -> None:
+        generator = np.random.default_rng(0)
+        self.dense = dense
+        self.entries: list[list[tuple[int, Table]]] = []
+        for _ in range(STEPS):
+            rows = range(ROWS) if dense else generator.integers(0, ROWS, 6)
+            self.entries.append([(int(r), generator.normal(size=COLUMNS)) for r in rows])
+
+    def tensor(self, step: int) -> torch.Tensor:
+        rows, values = zip(*self.entries[step], strict=True)
+        stacked = torch.from_numpy(np.stack(values))
+        if self.dense:
+            return stacked
+        return torch.sparse_coo_tensor(torch.tensor([rows]), stacked, (ROWS, COLUMNS))
+
+    def summed(self, step: int) -> Sums:
+        sums: Sums = {}
+        for row, values in self.entries[step]:
+            sums[row] = sums.get(row, 0.0) + values
+        return sums
+
+
+def start() -> Table:
+    return np.random.default_rng(1).normal(size=(ROWS, COLUMNS))
+
+
+def zeros() -> Table:
+    return np.zeros((ROWS, COLUMNS))
+
+
+def decayed(
+    p: Table, g: Table, lr: float, weight_decay: float = 0.0, decoupled_weight_decay: bool = False
+) -> Table:
+    """The gradient with coupled decay, or the same after the row was shrunk."""
+    if decoupled_weight_decay:
+        p *= 1 - lr * weight_decay
+        return g
+    return g + weight_decay * p
 
 
 def rowwise_adagrad(
-    grads: list[IndexedGrad], *, lr, eps, weight_decay=0.0, decoupled=False, initial=0.0
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums],
+    *,
+    lr: float,
+    eps: float,
+    initial_accumulator_value: float = 0.0,
+    **decay: Any,
+) -> Result:
     """FBGEMM's EXACT_ROWWISE_ADAGRAD."""
-    p, s = start(), np.full(ROWS, initial)
-    for touched in grads:
-        for row, g in touched.items():
-            if decoupled:
-                p[row] *= 1 - lr * weight_decay
-            else:
-                g = g + weight_decay * p[row]
+    p, s = start(), np.full(ROWS, initial_accumulator_value)
+    for sums in grads:
+        for row, g in sums.items():
+            g = decayed(p[row], g, lr, **decay)
             s[row] += sum(float(x) ** 2 for x in g) / COLUMNS
-            for j in range(COLUMNS):
-                p[row, j] -= lr / (math.sqrt(s[row]) + eps) * g[j]
+            p[row] -= lr / (math.sqrt(s[row]) + eps) * g
     return p, {"sum": s}
 
 
 def rowwise_adam(
-    grads: list[IndexedGrad], *, lr, betas, eps, weight_decay=0.0, decoupled=False, per_row=False
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: str = "global",
+    **decay: Any,
+) -> Result:
     """FBGEMM's PARTIAL_ROWWISE_ADAM; the count is the table's or the row's own."""
     b1, b2 = betas
-    p, m, v, counts = start(), np.zeros((ROWS, COLUMNS)), np.zeros(ROWS), np.zeros(ROWS)
-    for step, touched in enumerate(grads, start=1):
-        for row, g in touched.items():
+    p, m, v, counts = start(), zeros(), np.zeros(ROWS), np.zeros(ROWS)
+    for step, sums in enumerate(grads, start=1):
+        for row, g in sums.items():
             counts[row] += 1
-            t = counts[row] if per_row else step
-            if decoupled:
-                p[row] *= 1 - lr * weight_decay
-            else:
-                g = g + weight_decay * p[row]
+            t = counts[row] if bias_correction == "per_row" else step
+            g = decayed(p[row], g, lr, **decay)
+            m[row] = b1 * m[row] + (1 - b1) * g
             v[row] = b2 * v[row] + (1 - b2) * sum(float(x) ** 2 for x in g) / COLUMNS
-            for j in range(COLUMNS):
-                m[row, j] = b1 * m[row, j] + (1 - b1) * g[j]
-                m_hat, v_hat = m[row, j] / (1 - b1**t), v[row] / (1 - b2**t)
-                p[row, j] -= lr * m_hat / (math.sqrt(v_hat) + eps)
+            p[row] -= lr * (m[row] / (1 - b1**t)) / (math.sqrt(v[row] / (1 - b2**t)) + eps)
     kept = {"exp_avg": m, "exp_avg_sq": v}
-    return p, {**kept, "row_step": counts} if per_row else kept
+    return p, {**kept, "row_step": counts} if bias_correction == "per_row" else kept
 
 
 def lion(
-    grads: list[IndexedGrad], *, lr, betas, weight_decay=0.0
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums], *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0
+) -> Result:
     """Chen et al., algorithm 2."""
     b1, b2 = betas
-    p, m = start(), np.zeros((ROWS, COLUMNS))
-    for touched in grads:
-        for row, g in touched.items():
-            for j in range(COLUMNS):
-                c = b1 * m[row, j] + (1 - b1) * g[j]
-                sign = np.sign(c)
-                p[row, j] -= lr * (sign + weight_decay * p[row, j])
-                m[row, j] = b2 * m[row, j] + (1 - b2) * g[j]
+    p, m = start(), zeros()
+    for sums in grads:
+        for row, g in sums.items():
+            c = b1 * m[row] + (1 - b1) * g
+            p[row] -= lr * (np.sign(c) + weight_decay * p[row])
+            m[row] = b2 * m[row] + (1 - b2) * g
     return p, {"exp_avg": m}
 
 
 def ftrl(
-    grads: list[IndexedGrad], *, lr, beta, l1, l2, initial=0.0
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums],
+    *,
+    lr: float,
+    beta: float = 1.0,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+) -> Result:
     """McMahan et al., algorithm 1: weights are not stored but follow from z and n."""
-    z, n = np.zeros((ROWS, COLUMNS)), np.full((ROWS, COLUMNS), initial)
+    z, n = zeros(), np.full((ROWS, COLUMNS), initial_accumulator_value)
 
-    def weight(row: int, j: int) -> float:
-        at = z[row, j]
-        if abs(at) <= l1:
-            return 0.0
-        sign = np.sign(at)
-        return -(at - sign * l1) / ((beta + math.sqrt(n[row, j])) / lr + l2)
+    def weight(z: Table, n: Table) -> Table:
+        moved = -(z - np.sign(z) * l1) / ((beta + np.sqrt(n)) / lr + l2)
+        return np.where(np.abs(z) <= l1, 0.0, moved)
 
-    for touched in grads:
-        for row, g in touched.items():
-            for j in range(COLUMNS):
-                w = weight(row, j)
-                sigma = (math.sqrt(n[row, j] + g[j] ** 2) - math.sqrt(n[row, j])) / lr
-                z[row, j] += g[j] - sigma * w
-                n[row, j] += g[j] ** 2
-    p = np.array([[weight(row, j) for j in range(COLUMNS)] for row in range(ROWS)])
-    return p, {"linear": z, "sum": n}
+    for sums in grads:
+        for row, g in sums.items():
+            sigma = (np.sqrt(n[row] + g**2) - np.sqrt(n[row])) / lr
+            z[row] += g - sigma * weight(z[row], n[row])
+            n[row] += g**2
+    return weight(z, n), {"linear": z, "sum": n}
 
 
 def adagrad(
-    grads: list[IndexedGrad], *, lr, lr_decay, eps, weight_decay=0.0, initial=0.0
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums],
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    initial_accumulator_value: float,
+) -> Result:
     """Duchi et al. with torch's decaying rate: the count is the table's."""
-    p, s = start(), np.full((ROWS, COLUMNS), initial)
-    for step, touched in enumerate(grads, start=1):
+    p, s = start(), np.full((ROWS, COLUMNS), initial_accumulator_value)
+    for step, sums in enumerate(grads, start=1):
         rate = lr / (1 + (step - 1) * lr_decay)
-        for row, g in touched.items():
-            for j in range(COLUMNS):
-                d = g[j] + weight_decay * p[row, j]
-                s[row, j] += d * d
-                p[row, j] -= rate * d / (math.sqrt(s[row, j]) + eps)
+        for row, g in sums.items():
+            g = decayed(p[row], g, lr, weight_decay)
+            s[row] += g * g
+            p[row] -= rate * g / (np.sqrt(s[row]) + eps)
     return p, {"sum": s}
 
 
-def momentum(
-    grads: list[IndexedGrad], *, lr, mu, tau, nesterov=False
-) -> tuple[Table, dict[str, Table]]:
+def sgd(
+    grads: list[Sums], *, lr: float, momentum: float, dampening: float = 0.0, nesterov: bool = False
+) -> Result:
     """Torch's SGD: the parameter's first step takes the gradient whole, later ones are damped."""
-    p, b = start(), np.zeros((ROWS, COLUMNS))
-    for step, touched in enumerate(grads, start=1):
-        for row, g in touched.items():
-            b[row] = g if step == 1 else mu * b[row] + (1 - tau) * g
-            p[row] -= lr * (g + mu * b[row]) if nesterov else lr * b[row]
+    p, b = start(), zeros()
+    for step, sums in enumerate(grads, start=1):
+        for row, g in sums.items():
+            b[row] = g if step == 1 else momentum * b[row] + (1 - dampening) * g
+            p[row] -= lr * (g + momentum * b[row]) if nesterov else lr * b[row]
     return p, {"momentum_buffer": b}
 
 
-def amsgrad(grads: list[IndexedGrad], *, lr, betas, eps) -> tuple[Table, dict[str, Table]]:
+def adam(
+    grads: list[Sums], *, lr: float, betas: tuple[float, float], eps: float, amsgrad: bool
+) -> Result:
     """Reddi et al. as torch has it: the maximum is of the average as kept, before correction."""
     b1, b2 = betas
-    p = start()
-    m, v, top = (np.zeros((ROWS, COLUMNS)) for _ in range(3))
-    for t, touched in enumerate(grads, start=1):
-        for row, g in touched.items():
+    assert amsgrad
+    p, m, v, top = start(), zeros(), zeros(), zeros()
+    for t, sums in enumerate(grads, start=1):
+        for row, g in sums.items():
             m[row] = b1 * m[row] + (1 - b1) * g
             v[row] = b2 * v[row] + (1 - b2) * g**2
             top[row] = np.maximum(top[row], v[row])
@@ -132,27 +191,23 @@ def amsgrad(grads: list[IndexedGrad], *, lr, betas, eps) -> tuple[Table, dict[st
 
 
 def radam(
-    grads: list[IndexedGrad], *, lr, betas, eps, weight_decay=0.0, decoupled=False
-) -> tuple[Table, dict[str, Table]]:
+    grads: list[Sums], *, lr: float, betas: tuple[float, float], eps: float, **decay: Any
+) -> Result:
     """Liu et al., algorithm 2, as torch has it: with eps, and from a length of 5 on, not 4."""
     b1, b2 = betas
-    p, m, v = start(), np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, COLUMNS))
+    p, m, v = start(), zeros(), zeros()
     longest = 2 / (1 - b2) - 1
-    for t, touched in enumerate(grads, start=1):
+    for t, sums in enumerate(grads, start=1):
         length = longest - 2 * t * b2**t / (1 - b2**t)
-        for row, g in touched.items():
-            if decoupled:
-                p[row] *= 1 - lr * weight_decay
-            else:
-                g = g + weight_decay * p[row]
+        for row, g in sums.items():
+            g = decayed(p[row], g, lr, **decay)
             m[row] = b1 * m[row] + (1 - b1) * g
             v[row] = b2 * v[row] + (1 - b2) * g**2
             m_hat = m[row] / (1 - b1**t)
             if length <= 5:
                 p[row] -= lr * m_hat
                 continue
-            scale = math.sqrt(1 - b2**t) / (np.sqrt(v[row]) + eps)
             above = (length - 4) * (length - 2) * longest
             rect = math.sqrt(above / ((longest - 4) * (longest - 2) * length))
-            p[row] -= lr * rect * m_hat * scale
+            p[row] -= lr * rect * m_hat * math.sqrt(1 - b2**t) / (np.sqrt(v[row]) + eps)
     return p, {"exp_avg": m, "exp_avg_sq": v}

@@ -1,4 +1,4 @@
-"""Torch's kernels, recorded on one element and replayed on others."""
+"""Torch's kernels: what they are given; recorded on one element and replayed on others."""
 
 from __future__ import annotations
 
@@ -37,15 +37,19 @@ def made(dtype: torch.dtype) -> list[Tensor]:
     return [tensor.requires_grad_() for tensor in found]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_tensors_in_many_pieces_have_torchs_bits(
-    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    if dtype.is_complex and (options.get("fused") or options.get("amsgrad")):
-        pytest.skip("torch has no such kernel for complex numbers")
     monkeypatch.setattr(torch_kernels, "PIECE", 64)
     monkeypatch.setattr(torch_kernels, "_FEW_PARAMS", 0)
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        # Torch has no such kernels for complex numbers.
+        if not dtype.is_complex or not {"fused", "amsgrad"} & options.keys():
+            assert_torchs_bits(name, options, dtype)
+
+
+def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     params, ours = made(dtype), made(dtype)
     if options.get("fused"):  # torch's fused kernels write into the gaps
         del params[-1], ours[-1]
@@ -144,3 +148,35 @@ def test_a_dense_step_needs_no_memory_of_a_parameters_size():
     replayed = Replay(recording)
     replayed.reserve(1 << 17)
     assert sum(buffer.nbytes for buffer in replayed._buffers) == 4 << 17
+
+
+# What they are given
+
+
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+@pytest.mark.parametrize("cls", [sparsestep.Adam, sparsestep.AdamW, sparsestep.Adagrad])
+def test_a_count_of_any_dtype(cls: Any, way: str):
+    for dtype in (torch.float16, torch.int64, torch.float32, torch.float64):
+        params = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+        optimizer = cls(params, lr=0.1, **{way: True})
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.full((3, 2), 0.5)
+            optimizer.step()
+            if dtype is not torch.float32 and optimizer.state[params[0]]["step"].dtype != dtype:
+                optimizer.state[params[0]]["step"] = torch.tensor(1, dtype=dtype)
+        assert int(optimizer.state[params[0]]["step"]) == 2
+        torch.testing.assert_close(*params)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_option_that_the_formula_does_not_read_must_be_a_number(fused: bool):
+    """Without momentum SGD has no dampening, but torch's kernel is given it."""
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = sparsestep.SGD([param], lr=0.1, fused=fused)
+    param.grad = torch.ones(3, 2)
+    for value in ((), "x", None, [0.1]):
+        optimizer.param_groups[0]["dampening"] = value
+        with pytest.raises(sparsestep.InputError, match="dampening"):
+            optimizer.step()
+    assert bool((param == 1).all())

@@ -1,0 +1,205 @@
+"""``state_dtype=torch.int8``: the same training from a quarter of the state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.optim import OPTIMIZERS
+from tests.table import (
+    INSTRUCTION_SETS,
+    VARIANTS,
+    Variant,
+    running_on,
+    same_bits,
+    snapshot,
+    state_tensors,
+    unchanged,
+)
+
+# For each optimizer whose state may be int8, the variant with the most of it.
+LARGEST: dict[type, Variant] = {}
+for each in sorted(VARIANTS, key=lambda variant: len(variant.rule.state)):
+    per_element = [spec for spec in each.rule.state if not spec.per_row]
+    if per_element and all(spec.int8_format for spec in per_element):
+        LARGEST[each.cls] = each
+each_variant = pytest.mark.parametrize("variant", LARGEST.values(), ids=str)
+ADAM = Variant(sparsestep.Adam, {})
+SHAPE = (9, 5)
+
+
+def sparse(
+    shape: tuple[int, ...], rows: list[int], seed: int, dtype: Any = torch.float32
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(rows), *shape[1:], generator=generator).to(dtype)
+    return torch.sparse_coo_tensor([rows], values, shape, check_invariants=True)
+
+
+def train(param: Tensor, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        param.grad = sparse(SHAPE, [step % 9, 4, 4, 7], step, param.dtype)
+        opt.step()
+
+
+def trained(
+    variant: Variant, steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Tensor, Any]:
+    param = torch.linspace(-1, 1, 45).view(SHAPE).to(dtype).requires_grad_()
+    opt = variant([param], lr=0.01, rounding_seed=3, **options)
+    train(param, opt, range(steps))
+    return param, opt
+
+
+@each_variant
+def test_both_engines_store_the_same_codes(variant: Variant):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        (ours, native), (theirs, reference) = (
+            trained(variant, dtype=dtype, engine=engine, state_dtype=torch.int8)
+            for engine in ("native", "reference")
+        )
+        for mine, its in zip(state_tensors(native), state_tensors(reference), strict=True):
+            assert mine.dtype == its.dtype
+            if mine.dtype is torch.int8:
+                # A last bit that torch rounds otherwise may be another code, seldom.
+                apart = (mine.int() - its.int()).abs()
+                assert apart.max() <= 1
+                assert apart.float().mean() < 0.05
+            else:
+                torch.testing.assert_close(mine, its, rtol=1e-5, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 64, 513, 1500])
+def test_bits_depend_on_neither_threads_nor_instruction_sets(columns: int):
+    rows = torch.randint(0, 40, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+    results = []
+    for isa in INSTRUCTION_SETS:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            with running_on(isa):
+                param = torch.ones(40, columns, requires_grad=True)
+                opt = sparsestep.Adam([param], rounding_seed=1, state_dtype=torch.int8)
+                for step in range(2):
+                    param.grad = sparse((40, columns), rows, step)
+                    opt.step()
+            results.append([param.detach(), *state_tensors(opt)])
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+@each_variant
+def test_it_trains_as_float32_state_does(variant: Variant):
+    target = torch.randn(50, 16, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(**options: Any) -> Tensor:
+        param = torch.zeros(50, 16, requires_grad=True)
+        opt = variant([param], lr=0.02, **options)
+        for step in range(300):
+            rows = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(step))
+            values = (param.detach()[rows] - target[rows]).sign()
+            param.grad = torch.sparse_coo_tensor(rows[None], values, param.shape)
+            opt.step()
+        return (param.detach() - target).abs().mean()
+
+    assert loss_of(state_dtype=torch.int8, rounding_seed=0) <= 1.05 * loss_of() + 0.01
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 3), (5, 64), (2, 200)])
+def test_memory(rows: int, columns: int):
+    param = torch.zeros(rows, columns, requires_grad=True)
+    opt = sparsestep.Adam([param], state_dtype=torch.int8)
+    opt.materialize_state()
+    size = sum(value.nbytes for name, value in opt.state[param].items() if name != "step")
+    assert size == 2 * rows * (columns + 4)
+
+
+@each_variant
+def test_rows_that_no_gradient_holds_are_unchanged(variant: Variant):
+    param, opt = trained(variant, steps=1, state_dtype=torch.int8)
+    before = [param.detach().clone(), *(t.clone() for t in state_tensors(opt))]
+    param.grad = sparse(SHAPE, [1], 5)
+    opt.step()
+    others = torch.arange(9) != 1
+    for was, now in zip(before, [param, *state_tensors(opt)], strict=True):
+        assert not was.dim() or torch.equal(was[others], now[others])
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_dense_gradients_masks_and_elements(engine: str):
+    options = {"state_dtype": torch.int8, "engine": engine, "rounding_seed": 0}
+    rows, elements = torch.arange(6) == 2, torch.eye(6, 4)
+    for mask, grad, moved in (
+        (rows, torch.full((6, 4), 0.5), rows[:, None].expand(6, 4)),
+        (None, torch.full((6, 4), 0.5), torch.ones(6, 4) > 0),
+        (None, elements.to_sparse(), elements > 0),
+    ):
+        param = torch.ones(6, 4, requires_grad=True)
+        opt = sparsestep.AdamW([{"params": [param], "mask": mask}], weight_decay=0.0, **options)
+        param.grad = grad
+        opt.step()
+        assert opt.state[param]["exp_avg"].dtype is torch.int8
+        assert torch.equal(param < 1, moved)
+        torch.testing.assert_close(param[moved], torch.full_like(param[moved], 0.999))
+
+
+@each_variant
+def test_checkpoints_go_from_float32_to_int8_and_back(variant: Variant):
+    old, plain = trained(variant)
+    param, coded = trained(variant, state_dtype=torch.int8)
+    saved = copy.deepcopy(plain.state_dict())
+    coded.load_state_dict({**saved, "param_groups": coded.state_dict()["param_groups"]})
+    for name, value in coded.state[param].items():
+        if isinstance(value, Tensor) and value.dtype is torch.int8:
+            assert f"{name}_scale" in coded.state[param]
+    param, again = trained(variant, steps=1)
+    groups = again.state_dict()["param_groups"]
+    again.load_state_dict({**coded.state_dict(), "param_groups": groups})
+    assert again.state[param].keys() == plain.state[old].keys()
+    for name, value in plain.state[old].items():
+        if isinstance(value, Tensor) and value.dim() == 2:
+            found = again.state[param][name]
+            assert found.dtype is torch.float32
+            largest = value.abs().amax(1, keepdim=True)
+            # Half of an eighth is lost, and what is small beside the largest of its row.
+            assert ((found - value).abs() <= value.abs() / 16 + largest / 250_000).all()
+            assert (found * value >= 0).all()
+
+
+def test_resuming_is_as_if_nothing_had_happened():
+    through, _ = trained(ADAM, steps=6, state_dtype=torch.int8)
+    param, opt = trained(ADAM, steps=3, state_dtype=torch.int8)
+    other = sparsestep.Adam([param], lr=0.01, state_dtype=torch.int8, rounding_seed=3)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(param, other, range(3, 6))
+    assert same_bits(param, through)
+
+
+def test_refusals():
+    param = torch.zeros(2, 2, requires_grad=True)
+    options: dict[str, Any] = {"lr": 0.1, "state_dtype": torch.int8}
+    for cls, more, words in (
+        (sparsestep.Ftrl, {}, "tolerates 8 bits"),
+        (sparsestep.RMSprop, {"centered": True}, "tolerates 8 bits"),
+        (sparsestep.Adam, {"semantics": "dense"}, "int8"),
+        (sparsestep.Adam, {"state_dtype": torch.int16}, "state_dtype"),
+    ):
+        with pytest.raises(InputError, match=words):
+            cls([param], **{**options, **more})
+    for cls in set(OPTIMIZERS) - {sparsestep.Ftrl}:
+        cls([param], **options)
+
+
+def test_a_change_of_the_dtype_in_mid_training_is_refused():
+    _, opt = trained(ADAM)
+    opt.param_groups[0]["state_dtype"] = torch.int8
+    before = snapshot(opt)
+    with pytest.raises(InputError, match="int8"):
+        opt.step()
+    assert unchanged(opt, before)

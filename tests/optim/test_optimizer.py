@@ -1,0 +1,321 @@
+"""A torch optimizer in every respect: construction, groups, hooks, unusual parameters."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.optim import OPTIMIZERS
+from tests.table import (
+    STATEFUL,
+    each_engine,
+    running_on,
+    same_bits,
+    snapshot,
+    state_tensors,
+    steps_of,
+    unchanged,
+)
+
+
+def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:
+    values = torch.full((len(rows), *shape[1:]), value)
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, shape)
+
+
+# Construction
+
+
+def test_generators_of_params():
+    model = nn.ModuleList(nn.Embedding(5, 2, sparse=True) for _ in range(3))
+    for params in (
+        model.parameters(),
+        [{"params": (p for p in model.parameters())}],
+        iter([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]),
+        model.named_parameters(),
+    ):
+        opt = sparsestep.Adam(params)
+        found = [p for group in opt.param_groups for p in group["params"]]
+        assert len(found) in (2, 3)
+        assert all(isinstance(p, nn.Parameter) for p in found)
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "amsgrad", "fused", "foreach"])
+def test_options_that_it_does_not_have_are_refused(option: str):
+    with pytest.raises(TypeError, match=option):
+        sparsestep.SparseAdam([torch.zeros(2)], **{option: True})
+    with pytest.raises(InputError, match=option):
+        sparsestep.SparseAdam([{"params": [torch.zeros(2)], option: True}])
+
+
+def test_a_group_may_carry_notes():
+    opt = sparsestep.SparseAdam([{"params": [torch.zeros(2)], "name": "users"}])
+    assert opt.param_groups[0]["name"] == "users"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_and_complex_params_are_refused():
+    eye = torch.eye(3)
+    for bad in (eye.to_sparse_coo(), eye.to_sparse_csr(), eye.to(torch.complex64)):
+        with pytest.raises(ValueError, match=r"params at indices .*: SparseAdam"):
+            sparsestep.SparseAdam([torch.zeros(2), bad])
+
+
+# Steps
+
+
+@each_engine
+def test_a_stored_zero_is_an_entry(engine: str):
+    param = nn.Parameter(torch.full((3, 2), 2.0))
+    with running_on(engine) as name:
+        opt = sparsestep.Adam([param], lr=0.1, engine=name)
+        param.grad = coo([0, 1], (3, 2))
+        opt.step()
+        once = param.detach().clone()
+        param.grad = coo([0], (3, 2), value=0.0)
+        opt.step()
+    assert bool((param[0] != once[0]).all())  # its momentum goes on
+    assert same_bits(param[1:], once[1:])
+
+
+def test_hooks_closures_and_profilers():
+    param = nn.Parameter(torch.ones(3, 2))
+    opt = sparsestep.SparseAdam([param], lr=0.1)
+    calls = []
+    handles = [
+        opt.register_step_pre_hook(lambda *_: calls.append("pre")),
+        opt.register_step_post_hook(lambda *_: calls.append("post")),
+        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
+    ]
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        opt.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        calls.append("closure")
+        return loss
+
+    with torch.no_grad():
+        assert opt.step(closure).item() == 6.0
+    assert sorted(calls[:2]) == ["global pre", "pre"]
+    assert calls[2] == "closure"
+    assert sorted(calls[3:]) == ["global post", "post"]
+    for handle in handles:
+        handle.remove()
+    with torch.autograd.profiler.profile() as profile:
+        opt.step()
+    assert any("Optimizer.step#SparseAdam.step" in event.key for event in profile.key_averages())
+    assert len(calls) == 5
+    opt.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7.0), kwargs))
+    assert opt.step() == 7.0, "a hook may change the arguments"
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_a_param_given_twice_is_updated_twice(dense: bool):
+    """As torch does it: three times in one step is three steps."""
+    for variant in STATEFUL:
+        often, apart = (nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opts = [variant([often, often, often], lr=0.1), variant([apart], lr=0.1)]
+        for param in (often, apart):
+            grad = coo([1, 2], (4, 2))
+            param.grad = grad.to_dense() if dense else grad
+        for _ in range(2):
+            opts[0].step()
+            for _ in range(3):
+                opts[1].step()
+        assert steps_of(opts[0], often) in (6, None)
+        assert same_bits(often, apart), variant
+
+
+@each_engine
+def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(engine: str):
+    for lr in (torch.tensor(0.1), torch.tensor([0.1])):
+        params = [nn.Parameter(torch.ones(4, 2)) for _ in range(2)]
+        with running_on(engine) as name:
+            for param, rate in zip(params, (lr.clone(), lr.item()), strict=True):
+                opt = sparsestep.SparseAdam([param], lr=rate, engine=name)
+                param.grad = coo([1], (4, 2))
+                opt.step()
+                opt.param_groups[0]["lr"] *= 0.5
+                opt.step()
+        assert same_bits(*params)
+
+
+def test_writing_a_param_is_noticed_by_autograd():
+    param = nn.Parameter(torch.ones(4, 2))
+    loss = param.square().sum()
+    param.grad = coo([1], (4, 2))
+    sparsestep.SparseAdam([param]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Groups that are changed behind the optimizer's back
+
+
+def test_a_parameter_that_is_appended_to_a_masked_group():
+    first, second = nn.Parameter(torch.zeros(6, 2)), nn.Parameter(torch.zeros(6, 2))
+    mask = torch.tensor([True, False] * 3)
+    opt = sparsestep.Adam([{"params": [first], "mask": [mask]}], lr=1.0)
+    first.grad = second.grad = torch.ones(6, 2)
+    opt.step()
+    opt.param_groups[0]["params"].append(second)
+    before = snapshot(opt)
+    with pytest.raises(InputError, match="mask"):
+        opt.step()
+    assert unchanged(opt, before)
+    opt.param_groups[0]["mask"].append(~mask)
+    opt.step()
+    assert second.ne(0).any(1).tolist() == [False, True] * 3
+    assert first.ne(0).any(1).tolist() == [True, False] * 3
+
+
+def test_a_parameter_that_has_outgrown_its_mask_is_refused():
+    table = nn.Parameter(torch.zeros(4, 2))
+    opt = sparsestep.SGD([{"params": [table], "mask": torch.arange(4) < 2}], lr=1.0)
+    for _ in range(2):
+        table.grad = torch.ones(4, 2)
+        opt.step()
+    table.grad = None
+    table.data = torch.zeros(8, 2)
+    table.grad = torch.ones(8, 2)
+    with pytest.raises(InputError, match=r"mask 0 .*\(8,\)"):
+        opt.step()
+    assert not table.any()
+
+
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+def test_a_parameter_that_takes_anothers_id_starts_over(semantics: str):
+    """Replaced parameters are freed, so an id may come again; what was known of it may not."""
+    opt = sparsestep.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5, semantics=semantics)
+    for _ in range(50):
+        table = nn.Parameter(torch.zeros(6, 2))
+        opt.param_groups[0]["params"] = [table]
+        opt.state.clear()
+        for row in (0, 1):
+            table.grad = coo([row], (6, 2), value=row + 1.0)
+            opt.step()
+        opt.catch_up()
+        expected = torch.zeros(6, 2)
+        expected[0] = -1.5 if semantics == "dense" else -1.0
+        expected[1] = -2.0
+        assert same_bits(table, expected)
+    assert len(opt.store.addresses) <= 2
+
+
+def test_an_optimizer_is_freed_without_the_garbage_collector():
+    for cls in OPTIMIZERS:
+        table = nn.Parameter(torch.zeros(6, 2))
+        opt = cls([{"params": [table], "mask": torch.ones(6, dtype=torch.bool)}])
+        gc.disable()
+        try:
+            for grad in (coo([1], (6, 2)), torch.ones(6, 2), coo([2], (6, 2))):
+                table.grad = grad
+                opt.step()
+            freed = [weakref.ref(each) for each in (opt, *state_tensors(opt))]
+            del opt
+            assert not any(ref() is not None for ref in freed), cls
+        finally:
+            gc.enable()
+
+
+# Unusual parameters and gradients; tests/properties/test_step.py draws strides
+
+
+def test_a_layout_that_the_native_engine_cannot_update():
+    odd = torch.arange(24.0).reshape(2, 3, 4).permute(2, 1, 0).requires_grad_()
+    odd.grad = coo([1], (4, 3, 2))
+    with pytest.raises(InputError, match="rows are evenly spaced"):
+        sparsestep.SGD([odd], engine="native").step()
+    opt = sparsestep.SGD([odd])
+    with pytest.warns(sparsestep.SlowWarning, match="reference engine"):
+        opt.step()
+    opt.step()  # once is enough: a second warning would be an error here
+
+
+@each_engine
+def test_views_of_one_table_are_updated_one_after_the_other(engine: str):
+    """Overlapping params: the second starts from what the first has written."""
+    together, apart = torch.ones(2, 600, 8).unbind()
+    with running_on(engine) as name:
+        for table in (together, apart):
+            views = [table[:400].requires_grad_(), table[200:].requires_grad_()]
+            for view in views:
+                view.grad = coo(list(range(0, 400, 2)), (400, 8))
+            for params in [views] if table is together else [[view] for view in views]:
+                sparsestep.Adagrad(params, lr=0.1, engine=name).step()
+    assert same_bits(together, apart)
+
+
+@each_engine
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_values_of_a_compressed_gradient_may_be_expanded(engine: str):
+    starts, columns = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 1])
+    results = []
+    for values in (torch.ones(1).expand(3), torch.ones(3)):
+        param = torch.ones(3, 2)
+        grad = torch.sparse_csr_tensor(starts, columns, values, (3, 2))
+        assert grad.values().stride() == values.stride()
+        with running_on(engine) as name:
+            sparsestep.FunctionalAdam([param], lr=0.1, engine=name).step([grad])
+        results.append(param)
+    assert same_bits(*results)
+    assert (results[0] < 1).tolist() == [[True, True], [False, False], [False, True]]
+
+
+def test_gradients_that_carry_a_graph():
+    param = nn.Parameter(torch.ones(4, 2))
+    opt = sparsestep.Adam([param], lr=0.1)
+    (param.grad,) = torch.autograd.grad(param.pow(3).sum(), [param], create_graph=True)
+    opt.step()
+    assert param.is_leaf
+    assert bool((param < 1).all())
+
+
+def test_the_state_of_a_complex_parameter_is_complex():
+    param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    opt = sparsestep.Adam([param], lr=0.1)
+    opt.materialize_state()
+    opt.state[param]["exp_avg"] = torch.zeros(3)
+    param.grad = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(InputError, match="'exp_avg'"):
+        opt.step()
+    assert bool((param == 1).all())
+
+
+@pytest.mark.parametrize("cls", [sparsestep.Adam, sparsestep.Adagrad])
+def test_lazy_parameters_get_their_state_with_the_first_step(cls: Any):
+    """Torch's Adagrad refuses them, for it makes its state at once."""
+    model = nn.LazyLinear(3)
+    opt = cls(model.parameters(), lr=0.1)
+    opt.step()
+    opt.materialize_state()
+    assert opt.state_dict()["state"] == {}
+    assert [each.shape for each in opt.explain()] == [(0,), (0,)]
+    with pytest.raises(InputError, match="lazy"):
+        opt.share_memory()
+    model(torch.ones(2, 4)).sum().backward()
+    plain = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    other = cls(plain, lr=0.1)
+    for param, copied in zip(model.parameters(), plain, strict=True):
+        copied.grad = param.grad
+    opt.step()
+    other.step()
+    assert all(map(same_bits, model.parameters(), plain))
+    assert [each.shape for each in opt.explain()] == [(3, 4), (3,)]
