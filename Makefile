@@ -42,7 +42,7 @@ format: $(READY) ## fix what can be fixed
 	$(BIN)/clang-format -i $(FORMATTED)
 
 integrations: $(VENV)/.extra-integrations ## examples for Lightning, Accelerate, Transformers, PyG, PyKEEN
-	$(PYTEST) tests/integrations
+	$(PYTEST) tests/test_integrations.py
 
 fuzz: $(READY) ## random programs, until stopped; SECONDS=600 or CASES=20000 sets an end, FIRST=0 the first seed
 	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CASES),--cases $(CASES)) \

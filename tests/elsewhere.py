@@ -64,7 +64,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Unravelling(TorchFunctionMode):
-    """``unravel_index`` makes a tensor of numbers there, of which nobody else is told."""
+    """``unravel_index`` makes a tensor of numbers there, which no other mode sees."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

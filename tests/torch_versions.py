@@ -26,7 +26,7 @@ uses_torchscript = pytest.mark.filterwarnings(
 needs_gradients_that_autograd_lets_go = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="autograd holds the gradient during backward here (seen in 2.7 and 2.10), so that "
-    "nobody can tell whether it is shared, and it is copied",
+    "it may be shared, and it is copied",
 )
 
 needs_means_over_gloo = pytest.mark.skipif(

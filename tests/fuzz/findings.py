@@ -34,7 +34,7 @@ INNER_WORDS = ("INTERNAL ASSERT", "incompatible function arguments", "nanobind",
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether somebody can be told this: one sentence that says what is wrong."""
+    """Whether an error is one sentence for users that says what is wrong."""
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith("tests/table.py"):

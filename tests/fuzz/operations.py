@@ -31,7 +31,7 @@ def step(world: World) -> None:
     around, name = any_surroundings(world.chance)
     world.say(f"step{' in ' + name if name else ''}")
     if name == "inference_mode" and any(not world.record(p) for _, _, p in world.each()):
-        # State that is made in there is an inference tensor, which nobody may write later.
+        # State that is made in there is an inference tensor, which cannot be written later.
         name = ""
         around = torch.no_grad()
     world.valid_step(around)
@@ -237,7 +237,7 @@ def add_group(world: World) -> None:
 
 
 def take_on(world: World) -> None:
-    """By hand, a parameter that nobody has heard of."""
+    """By hand, a new parameter."""
     if not world.by_hand or world.groups[0].get("mask") is not None or len(world.params) > 4:
         return
     param, text = any_param(world.chance, world.dtype)

@@ -266,7 +266,7 @@ def tensor_lr_with_foreach(world: World, place: int) -> Spoilt:
     return Spoilt("foreach=True, lr a tensor", False, lambda: group.update(before))
 
 
-# Whoever stops a step
+# Steps that are interrupted
 
 
 def raising_closure(world: World) -> None:

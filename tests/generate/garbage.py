@@ -1,4 +1,4 @@
-"""Gradients that nobody can work with, or that are odd: to be passed by hand."""
+"""Invalid and odd gradients, to be passed by hand."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Entries:
         yield "touched", IndexedGrad(places, values.to(dtype), numel, 1)
         several, parts = self.scattered(places, values)
         yield "touched unsorted", IndexedGrad(several, parts.to(dtype), numel, 1)
-        # The values in another order, and some that nobody asks for between them.
+        # The values in another order, and some that are not used between them.
         among = torch.randperm(len(places) + 3, generator=self.generator)[: len(places)]
         pool = torch.full((len(places) + 3, 1), torch.nan, dtype=values.dtype)
         pool[among, 0] = values

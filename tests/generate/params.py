@@ -95,7 +95,7 @@ def _in_a_file(values: Tensor, optimizer: Callable[[Any], RuleOptimizer]) -> Ten
         _folder.append(tempfile.TemporaryDirectory())
     path = os.path.join(_folder[0].name, "table")
     if os.path.exists(path):
-        os.unlink(path)  # whoever has it keeps it
+        os.unlink(path)  # open files keep it
     table = storage.mapped(path, values.shape, values.dtype, optimizer=optimizer)
     return table.copy_(values)
 
@@ -178,5 +178,5 @@ def _made_consistent(chance: Source, cls: type[RuleOptimizer], found: Options) -
 
 
 def written(options: Options) -> str:
-    """Options as somebody would write them."""
+    """Options as keyword arguments."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -85,7 +85,7 @@ def clipping(chance: Source, say: Say) -> None:
 
 
 def clipping_and_garbage(chance: Source, say: Say) -> None:
-    """Bounds, orders and gradients that nobody can work with."""
+    """Invalid bounds, orders and gradients."""
     params, _ = _given(chance, say)
     grads = [None if p.grad is None else as_dense(p.grad) for p in params]
     arguments: dict[str, Any] = {"parameters": params}

@@ -18,7 +18,6 @@ from tests.deferred import own_rules
 from tests.fuzz.findings import check_close
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import INSTRUCTION_SETS, Say, World
-from tests.generate.grads import Drawn, any_grad
 from tests.generate.params import any_mask, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
@@ -107,7 +106,7 @@ class DenseWorld(World):
 
     def take(self) -> None:
         """A step of both."""
-        drawn = self._drawn()
+        drawn = self.draw()
         if self.chance.one_in(2):
             for param, each in zip(self.params, drawn, strict=True):
                 if each is not None and param.dim() and param.numel():
@@ -119,17 +118,6 @@ class DenseWorld(World):
         self.say("step")
         self.step()
         self.shadow.step()
-
-    def _drawn(self) -> list[Drawn | None]:
-        found: list[Drawn | None] = []
-        for place, param in enumerate(self.params):
-            if self.chance.one_in(8):
-                found.append(None)
-                continue
-            drawn = any_grad(self.chance, param, by_hand=self.by_hand)
-            self.say(f"gradient {place}: {drawn.text}")
-            found.append(drawn)
-        return found
 
     def read(self) -> None:
         """What a tracked model reads is current."""

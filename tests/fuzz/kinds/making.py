@@ -17,7 +17,7 @@ from tests.generate.source import Source
 from tests.oracle import FindingError
 from tests.subject import by_hand_class
 
-# What somebody writes who means an option that there is: it must not go unnoticed.
+# Misspelled options must not go unnoticed.
 _NEAR_MISSES = ["masks", "bias_corection", "weight_deacy", "state_dtpye", "stochastic_roundng"]
 
 

@@ -1,0 +1,193 @@
+"""Examples for other packages, each in a process of its own, since those warn a lot."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+RECORDED = ROOT / "docs" / "gallery" / "recorded"
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",  # other tests run beside this one
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(EXAMPLES),
+}
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip where packages are not installed; ``make integrations`` installs them."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    reason = f"{', '.join(missing)} not installed: make integrations"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def run(*arguments: str) -> str:
+    """What a program prints, which must succeed; a warning of ours is an error."""
+    command = [sys.executable]
+    for category in ("StaleWarning", "SlowWarning"):
+        command += ["-W", f"error::sparsestep.errors.{category}"]
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def example(name: str, *arguments: str) -> str:
+    """What an example prints."""
+    return run(str(EXAMPLES / name), *arguments)
+
+
+def in_the_gallery(name: str, printed: str) -> bool:
+    """Whether the site shows what an example prints, but for its numbers."""
+    shown = (RECORDED / f"{name}.txt").read_text()
+    number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
+    assert re.sub(number, "0", printed) == re.sub(number, "0", shown), (
+        f"put what it prints into {RECORDED.name}/{name}.txt and draw it again:\n{printed}"
+    )
+    return True
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_example_learns_and_loads_what_it_saved(precision: str):
+    printed = example("with_accelerate.py", precision)
+    found = re.search(r"loss (\d\.\d+)", printed)
+    assert found is not None
+    assert float(found[1]) < 0.4
+    assert in_the_gallery("with_accelerate", printed.replace(repr(precision), repr("bf16")))
+
+
+# What a module with dense semantics arrives at: at once, and resumed after one epoch.
+TRACKED = """
+import tempfile, torch, sparsestep, with_lightning
+from pathlib import Path
+
+class Tracked(with_lightning.Recommender):
+    def configure_optimizers(self):
+        optimizer = sparsestep.AdamW(self.parameters(), lr=0.02, semantics="dense")
+        optimizer.track(self)
+        return optimizer
+
+with_lightning.Recommender = Tracked
+folder = Path(tempfile.mkdtemp())
+options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+whole = with_lightning.train(3, folder, **options)
+with_lightning.train(1, folder, **options)
+resumed = with_lightning.train(3, folder, resume=folder / "last.ckpt", **options)
+torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=1e-4)
+"""
+
+
+@needs("lightning")
+def test_the_example_runs_and_goes_on_from_a_checkpoint_with_the_same_weights():
+    printed = example("with_lightning.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+    assert len(losses) == 6
+    assert max(losses) < 0.69  # tossing a coin
+    assert printed.endswith("the weights are the same: True\n")
+    assert in_the_gallery("with_lightning", printed)
+
+
+@needs("lightning")
+def test_a_module_with_dense_semantics_is_resumed_where_it_was():
+    run("-c", TRACKED)
+
+
+# Random walks are pyg-lib's, which is not on PyPI; without it, these few lines walk.
+WALKS = """
+import torch, torch_geometric.nn.models.node2vec as module
+
+def walk(pointers, targets, starts, length, p, q):
+    path = [starts]
+    for _ in range(length):
+        first, end = pointers[path[-1]], pointers[path[-1] + 1]
+        path.append(targets[first + (torch.rand(len(starts)) * (end - first)).long()])
+    return torch.stack(path, dim=1)
+
+module.WITH_PYG_LIB = True
+torch.ops.pyg.random_walk = walk
+
+import node2vec
+assert node2vec.main() == 0
+"""
+
+
+@needs("torch_geometric")
+def test_node2vec_finds_the_communities():
+    has_walks = importlib.util.find_spec("pyg_lib")
+    printed = example("node2vec.py") if has_walks else run("-c", WALKS)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert in_the_gallery("node2vec", printed)
+
+
+@needs("pykeen")
+def test_the_losses_are_those_of_dense_gradients():
+    printed = example("knowledge_graph.py")
+    found = re.findall(r"loss (\S+) with dense gradients, (\S+) fused", printed)
+    assert len(found) == 5
+    for dense, fused in found:
+        assert float(fused) == pytest.approx(float(dense), rel=1e-4)
+    assert in_the_gallery("knowledge_graph", printed)
+
+
+MADE_AGAIN = """
+import warnings, sparsestep, knowledge_graph
+from pykeen.training import SLCWATrainingLoop
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always", sparsestep.StaleWarning)
+    known = knowledge_graph.triples()
+    model = knowledge_graph.ComplEx(triples_factory=known, embedding_dim=4)
+    optimizer = sparsestep.nn.optimizer_for(model, sparsestep.Adam)
+    loop = SLCWATrainingLoop(model=model, triples_factory=known, optimizer=optimizer)
+    loop.train(known, num_epochs=1, batch_size=256, use_tqdm=False)
+print([str(each.message) for each in said if each.category is sparsestep.StaleWarning])
+"""
+
+
+@needs("pykeen")
+def test_an_optimizer_that_pykeen_makes_again_says_what_it_has_lost():
+    assert "Adam has semantics='masked'" in run("-c", MADE_AGAIN)
+
+
+CONSTRAINED = """
+import sparsestep, knowledge_graph
+from pykeen.models import TransE
+knowledge_graph.ComplEx = TransE  # it normalises all rows after each step
+
+def guarded(model):
+    optimizer = sparsestep.nn.optimizer_for(model, sparsestep.Adam, lr=0.01)
+    optimizer.track(model, guard=True)
+    return optimizer
+
+dense = knowledge_graph.train(lambda model: sparsestep.Adam(model.parameters(), lr=0.01))
+print(max(abs(a - b) for a, b in zip(dense, knowledge_graph.train(guarded))))
+"""
+
+
+@needs("pykeen")
+def test_under_the_guard_a_model_may_write_its_tables_after_each_step():
+    assert float(run("-c", CONSTRAINED)) < 1e-4
+
+
+@needs("transformers", "accelerate")
+def test_the_trainer_trains_new_rows_and_nothing_else():
+    printed = example("new_tokens.py")
+    assert "weights that changed: ['transformer.wte.weight', 'lm_head.weight']\n" in printed
+    assert f"rows that changed: {list(range(1_000, 1_010))}\n" in printed
+    assert in_the_gallery("new_tokens", printed)
