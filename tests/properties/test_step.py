@@ -7,7 +7,7 @@ import torch
 
 from tests.generate.cases import Case, cases, each_case
 from tests.properties.marks import QUIET
-from tests.table import EVERY, Variant, on_each_engine, running_on
+from tests.table import EVERY, PLAIN, Variant, on_each_engine, running_on
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 
@@ -39,7 +39,7 @@ def test_a_masked_step_is_the_rule_on_what_the_mask_selects(
             subject.checked_step(drawn)
 
 
-@on_each_engine(EVERY)
+@on_each_engine(PLAIN)
 @each_case(examples=4, case=cases(max_steps=2, dtypes={torch.float32: 1}))
 def test_state_and_parameter_may_have_different_dtypes(variant: Variant, engine: str, case: Case):
     in_half = Variant(variant.cls, {**variant.options, "state_dtype": torch.bfloat16})
