@@ -42,7 +42,7 @@ def found_in(text: str) -> set[tuple[str, str]]:
 
 
 def test_defects_are_found():
-    found = found_in(run("--sample", "8", "--module", planted.__name__))
+    found = found_in(run("--sample", "8", "--workers", "2", "--module", planted.__name__))
     assert found >= {
         ("torn", "line"),
         ("torn", "allocation"),

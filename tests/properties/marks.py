@@ -6,5 +6,6 @@ import pytest
 QUIET = [
     pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors"),
+    pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract"),
     pytest.mark.filterwarnings("ignore::sparsestep.SlowWarning"),
 ]
