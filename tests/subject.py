@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -181,7 +182,7 @@ def _is_readable(tensor: Any) -> bool:
 
 
 class Snapshot:
-    """Everything that a step may change, as it is now."""
+    """Everything that a step may change."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -252,7 +253,9 @@ def _same(now: Any, was: Any) -> bool:
 
 
 @contextmanager
-def refused(front: Any, *, error: type[Exception] = InputError, note: str = "") -> Iterator[None]:
+def refused(
+    front: Any, *, error: type[BaseException] = InputError, match: str = "", note: str = ""
+) -> Iterator[None]:
     """The body raises ``error``, and nothing of the optimizer has changed."""
     snapshot = Snapshot(Subject(front))
     try:
@@ -261,6 +264,7 @@ def refused(front: Any, *, error: type[Exception] = InputError, note: str = "") 
         text = str(raised)
         assert text.strip(), note
         assert "\n" not in text, f"{note}: {text}"
+        assert re.search(match, text), text
         snapshot.check(note)
     else:
         raise FindingError("accepted", note)

@@ -135,7 +135,7 @@ def sm3_by_rows(param, grad, accumulator, *, lr=0.1, eps=1e-10):
     return param - lr * grad / (bound.sqrt() + eps), bound.amax(dim=1, keepdim=True)
 
 
-# They have no native twin, so the native engine is "auto" for them.
+# They have no native kernel, so the native engine is "auto" for them.
 USER_RULES = [
     Variant(sign_sgd, {}),
     Variant(sign_sgd, {"weight_decay": 0.1, "decoupled_weight_decay": True}),

@@ -1,4 +1,4 @@
-"""What the core must compute for a recorded formula, to the bit: each operation on its own.
+"""What the core must compute for a traced formula, to the bit: each operation on its own.
 
 Numpy rounds every operation as IEEE 754 says, torch's vector library does not: so it is numpy that
 tells. Exponentials, logarithms and powers come from the system's library, in double.

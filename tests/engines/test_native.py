@@ -241,7 +241,7 @@ def test_without_the_core_everything_works_and_says_once_that_it_is_slow():
 
 
 def test_tables_above_two_billion_slots():
-    """Element-wise positions need more than 32 bits; the memory is never touched."""
+    """Element-wise indices need more than 32 bits; the memory is never touched."""
     rows, columns = 2**17, 2**15
     param = sparsestep.memory.lazy.zeros(
         torch.Size([rows, columns]), torch.float16, torch.device("cpu")
@@ -268,10 +268,10 @@ def test_slots_that_are_chosen_to_collide_are_summed_in_order_all_the_same():
     chosen = colliding_slots(4000)
     assert len(chosen) == 4000
     order = torch.randint(4000, (12_500,), generator=torch.Generator().manual_seed(0))
-    positions, slots = chosen[order], int(chosen.max()) + 1
+    indices, slots = chosen[order], int(chosen.max()) + 1
     values = torch.sin(torch.arange(12_500.0))[:, None]
     found, expected = torch.zeros(slots, 1), torch.zeros(slots, 1)
     for param, engine in ((found, "native"), (expected, "reference")):
-        sparsestep.functional.sgd_(param, IndexedGrad(positions, values), lr=1.0, engine=engine)
+        sparsestep.functional.sgd_(param, IndexedGrad(indices, values), lr=1.0, engine=engine)
     assert same_bits(found, expected)
     assert int((found != 0).sum()) == len(order.unique())

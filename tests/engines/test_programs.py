@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="the core is not in
 def run(
     rule: Rule,
     values: list[Tensor],
-    positions: Tensor | None = None,
+    indices: Tensor | None = None,
     hyper: dict[str, Any] | None = None,
     step: int = 1,
     **settings: Any,
@@ -47,7 +47,7 @@ def run(
         **settings,
     }
     said = GroupSettings(rule, hyper or {}, state_dtype=None, describe_param=str, **asked)
-    gradient = IndexedGrad(positions, grad, len(param), param.shape[1])
+    gradient = IndexedGrad(indices, grad, len(param), param.shape[1])
     update = ParamUpdate(said, {}, 0, param, param, grad, gradient, state=state)
     update.targets, update.step = [param, *state], step
     engines.run_updates([update], "native")
@@ -101,20 +101,20 @@ def test_a_traced_rule_has_the_bits_of_its_native_kernel(variant: Variant):
     """Python's formula and the struct in C++ are the same operations in the same order."""
     optimizer = variant([torch.nn.Parameter(torch.ones(3, 2))])
     says = optimizer.settings(0)
-    twin, hyper = says.rule, says.hyperparams
-    traced = replace(twin, has_native_kernel=False, traceable_update=twin.update)
+    native, hyper = says.rule, says.hyperparams
+    traced = replace(native, has_native_kernel=False, traceable_update=native.update)
     names = ("coupled_decay", "decay_factor", "grad_sign")
     options = {name: getattr(says, name) for name in names}
-    positions = torch.tensor([4, 0, 4, 2, 4])
+    indices = torch.tensor([4, 0, 4, 2, 4])
     for block, dtype, isa in product(
         (5, 64, 600), (torch.float32, torch.float64), INSTRUCTION_SETS
     ):
-        columns = [block, block, *(1 if s.per_row else block for s in twin.state)]
+        columns = [block, block, *(1 if s.per_row else block for s in native.state)]
         values = [value.abs() for value in drawn(5, columns, block, dtype)]
         with running_on(isa):
             for step in (1, 2, 9):
-                ours = run(traced, values, positions, hyper, step, **options)
-                theirs = run(twin, values, positions, hyper, step, **options)
+                ours = run(traced, values, indices, hyper, step, **options)
+                theirs = run(native, values, indices, hyper, step, **options)
                 assert all(map(same_bits, ours, theirs))
                 values = [ours[0], -values[1], *ours[1:]]
 

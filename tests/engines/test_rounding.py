@@ -1,4 +1,4 @@
-"""Stochastic rounding: the same bits everywhere, one of the two neighbours, right on average."""
+"""Stochastic rounding: the same bits everywhere, one of the two neighbors, right on average."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def seeded(seed: int) -> torch.Generator:
 def wide_values(count: int = 4000) -> Tensor:
     """float32 numbers of every magnitude and sign, and the odd ones."""
     bits = torch.randint(-(2**31), 2**31, (count,), generator=seeded(0)).to(torch.int32)
-    usual = torch.randn(count, generator=seeded(1))
+    ordinary = torch.randn(count, generator=seeded(1))
     small = torch.randn(count, generator=seeded(2)) * 2**-18  # subnormal as float16
     large = torch.rand(count, generator=seeded(3)) * 200 + 65400  # around float16's largest
     odd = torch.tensor([0.0, -0.0, INF, -INF, NAN, 2**-24, 2**-25, 65504, 65520, 65535.9, 65536])
-    return torch.cat([bits.view(torch.float32), usual, small, large, odd, -odd])
+    return torch.cat([bits.view(torch.float32), ordinary, small, large, odd, -odd])
 
 
 def bits_of(half: Tensor) -> Tensor:
     return half.view(torch.int16).int() & 0xFFFF
 
 
-def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def neighbors(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The numbers of the dtype next to each value, towards zero and away; infinity counts as one.
 
     In sign and magnitude, as bits, the next number away from zero is the next integer.
@@ -68,11 +68,11 @@ def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @each_half
-def test_the_result_is_one_of_the_two_neighbours(dtype: torch.dtype):
+def test_the_result_is_one_of_the_two_neighbors(dtype: torch.dtype):
     values = wide_values()
     bits = rounding.random_bits(7, 0, torch.arange(len(values)))
     ours = rounding.round_stochastic(values, dtype, bits)
-    lower, upper = neighbours(values, dtype)
+    lower, upper = neighbors(values, dtype)
     finite = values.isfinite()
     hit = (bits_of(ours) == bits_of(lower)) | (bits_of(ours) == bits_of(upper))
     assert bool(hit[finite].all())
@@ -92,10 +92,10 @@ def test_what_is_representable_stays_whatever_the_bits(dtype: torch.dtype):
 def test_the_highest_random_number_rounds_up_and_the_lowest_down(dtype: torch.dtype):
     values = wide_values()
     values = values[values.abs() < 65536]  # from there on float16 has infinity alone
-    lower, upper = neighbours(values, dtype)
+    lower, upper = neighbors(values, dtype)
     down = rounding.round_stochastic(values, dtype, torch.zeros(len(values), dtype=torch.int64))
     assert same_numbers(down, lower)
-    # A value that is nearer to the lower neighbour than the random bits can tell stays there.
+    # A value that is nearer to the lower neighbor than the random bits can tell stays there.
     far = (values - lower.float()).abs() >= (upper.float() - lower.float()).abs() * 2**-13
     up = rounding.round_stochastic(values, dtype, torch.full((len(values),), 0xFFFFFFFF))
     finite = upper.isfinite() & lower.isfinite()
@@ -115,7 +115,7 @@ def test_on_average_nothing_is_lost(dtype: torch.dtype, value: float, seed: int,
     ours = rounding.round_stochastic(
         values, dtype, rounding.random_bits(seed, tensor, torch.arange(count))
     ).double()
-    lower, upper = (n.double()[0] for n in neighbours(values[:1], dtype))
+    lower, upper = (n.double()[0] for n in neighbors(values[:1], dtype))
     place = (upper - lower).abs()
     share = 0.0 if place == 0 else ((values[0].double() - lower).abs() / place).item()
     error = place * math.sqrt(share * (1 - share) / count)

@@ -1,4 +1,4 @@
-"""How often the host waits for the device: once in a step, for the check of positions."""
+"""How often the host waits for the device: once in a step, to check indices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITS = (
     *("aten::unique_consecutive", "aten::unique_dim", "aten::_unique2", "aten::_unique"),
     *("aten::equal", "aten::is_nonzero", "aten::repeat_interleave", "aten::bincount"),
 )
-# What makes sums whose order nobody knows, on a GPU.
+# Sums in no particular order on a GPU.
 UNORDERED = ("aten::index_add_", "aten::index_put_", "aten::scatter_add_")
 
 

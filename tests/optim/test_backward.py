@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 import sparsestep
 from sparsestep.errors import InputError
 from tests.loops import Model, Training, plain, scheduled
+from tests.subject import refused
 from tests.table import STATEFUL, Variant, same_bits, snapshot, steps_of, unchanged
 
 FEW = [v for v in STATEFUL if v.cls.__name__ in ("SGD", "Adam", "RowwiseAdagrad")]
@@ -284,21 +285,6 @@ def test_it_begins_without_gradients():
     assert not has_no_gradients(training)
 
 
-def test_wrong_arguments_are_refused():
-    training = pair()[0]
-    other = torch.nn.Parameter(torch.ones(3, 2))
-    params: list[Any] = [[training.model.sums.weight, other], "sparse", [1], 3]
-    for wrong in params:
-        with pytest.raises(InputError, match="step_in_backward needs"):
-            training.optimizer.step_in_backward(wrong)
-    for backwards in (0, -1, 1.5, None):
-        with pytest.raises(InputError, match="backwards"):
-            training.optimizer.step_in_backward(backwards=backwards)
-    before = snapshot(training.optimizer)
-    training.backward(0)
-    assert unchanged(training.optimizer, before)
-
-
 # Several backwards
 
 
@@ -336,10 +322,8 @@ def test_one_backward_too_many_is_refused(backwards: int):
         ours.optimizer.zero_grad()
         for number in range(backwards):
             ours.backward(number)
-        before = snapshot(ours.optimizer)
-        with pytest.raises(InputError, match="cannot be accumulated"):
+        with refused(ours.optimizer, match="cannot be accumulated"):
             ours.backward(7)
-        assert unchanged(ours.optimizer, before)
         assert has_no_gradients(ours)
     for _ in range(2):  # training goes on as if it had not been
         theirs.optimizer.zero_grad()
@@ -357,10 +341,8 @@ def test_it_is_refused_also_where_the_loop_calls_only_one_of_the_two(call: str):
         training.backward(number)
         getattr(training.optimizer, call)()
     training.backward(2)
-    before = snapshot(training.optimizer)
-    with pytest.raises(InputError, match="cannot be accumulated"):
+    with refused(training.optimizer, match="cannot be accumulated"):
         training.backward(3)
-    assert unchanged(training.optimizer, before)
     getattr(training.optimizer, call)()
     training.backward(3)
 

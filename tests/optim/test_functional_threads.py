@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -79,18 +78,6 @@ def test_no_update_of_one_param_is_lost(dense: bool, engine: str):
             works.append(repeat(counts, partial(opt.step_param, param, grad)))
         assert not Threads(*works).run().raised
     assert torch.equal(param, expected)
-
-
-@pytest.mark.parametrize("cls", [sparsestep.FunctionalAdam, sparsestep.FunctionalRowwiseAdagrad])
-def test_every_update_is_counted(cls: Any):
-    params = [torch.ones(SHAPE), torch.ones(SHAPE)]
-    opt, alone = (cls([param], lr=1e-4) for param in params)
-    grad = ones_in([1, 2, 1])
-    work = repeat(500, partial(opt.step_param, params[0], grad))
-    assert not Threads(*[work] * 8).run().raised
-    repeat(8 * 500, partial(alone.step_param, params[1], grad))()
-    assert steps_of(opt.optimizer, params[0]) == 8 * 500
-    assert same_bits(*params)
 
 
 def test_different_params_in_different_threads():
@@ -201,20 +188,6 @@ def test_an_exception_in_one_thread_leaves_the_others_working():
     assert other[3].tolist() == [-0.5 * 600] * 4
     assert float(param.abs().sum()) == 2400.0
     assert len(opt.param_group["params"]) == 2
-
-
-def test_threads_have_torchs_number_of_threads():
-    """The work of one call may itself be shared out; calls at once then have a team each."""
-    torch.set_num_threads(2)
-    shape = (4000, 16)
-    params = [torch.zeros(shape) for _ in range(4)]
-    opt = sparsestep.FunctionalSGD(params, 0.5)
-    rows = torch.arange(4000).repeat(2)
-    grad = torch.sparse_coo_tensor(rows[None], torch.ones(8000, 16), shape)
-    works = [repeat(10, partial(opt.step_param, param, grad)) for param in params]
-    assert not Threads(*works).run().raised
-    for param in params:
-        assert torch.equal(param, torch.full(shape, -10.0))
 
 
 def test_an_interrupt_leaves_no_lock_held():

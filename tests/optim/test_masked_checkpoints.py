@@ -156,25 +156,6 @@ def test_rows_that_cannot_have_moved_are_not_written(variant: Variant):
             assert same_bits(saved[name], value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64], ids=str)
-def test_state_of_other_dtypes(dtype: torch.dtype):
-    param, resumed = new_table(), new_table()
-    opts = [
-        masked(sparsestep.Adam, each, mask_of(3, 4), state_dtype=dtype, rounding_seed=1)
-        for each in (param, resumed)
-    ]
-    train(param, opts[0], range(3))
-    opts[1].load_state_dict(through_a_file(opts[0].state_dict()))
-    for name, value in state_of(opts[0], param).items():
-        assert same_bits(state_of(opts[1], resumed)[name], value), name
-    plain = masked(sparsestep.Adam, resumed, None)
-    group = {**plain.state_dict()["param_groups"][0]}
-    plain.load_state_dict({**through_a_file(opts[0].state_dict()), "param_groups": [group]})
-    assert plain.state[resumed]["exp_avg"].dtype is torch.float32
-    assert not plain.state[resumed]["exp_avg"][5:].any()
-    assert plain.state[resumed]["exp_avg"][3].all()
-
-
 def test_in_memory_it_is_torchs_form():
     """All rows, the optimizer's own memory, plain tensors of whatever is computed from them."""
     param, theirs = new_table(), new_table()

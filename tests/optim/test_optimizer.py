@@ -18,15 +18,14 @@ from torch.optim.optimizer import (
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
+from tests.subject import refused
 from tests.table import (
     STATEFUL,
     each_engine,
     running_on,
     same_bits,
-    snapshot,
     state_tensors,
     steps_of,
-    unchanged,
 )
 
 
@@ -176,10 +175,8 @@ def test_a_parameter_that_is_appended_to_a_masked_group():
     first.grad = second.grad = torch.ones(6, 2)
     opt.step()
     opt.param_groups[0]["params"].append(second)
-    before = snapshot(opt)
-    with pytest.raises(InputError, match="mask"):
+    with refused(opt, match="mask"):
         opt.step()
-    assert unchanged(opt, before)
     opt.param_groups[0]["mask"].append(~mask)
     opt.step()
     assert second.ne(0).any(1).tolist() == [False, True] * 3

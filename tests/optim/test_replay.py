@@ -12,7 +12,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep._native import ext
 from sparsestep.optim.step import Step
-from tests.table import snapshot, unchanged
+from tests.subject import refused
 from tests.torch_versions import needs_tensors_that_the_core_reads
 
 pytestmark = [
@@ -117,12 +117,10 @@ def test_gradients_of_another_kind(pair: Pair):
 
 
 def test_an_index_that_is_no_row_is_refused_and_nothing_changes(pair: Pair):
-    before = snapshot(pair.fast)
     for row in (6, -1, 2**63 - 1):
         pair.params[0][0].grad, pair.params[0][1].grad = coo(1), coo(row)
-        with pytest.raises(sparsestep.InputError, match="param 0 of group 1"):
+        with refused(pair.fast, match="param 0 of group 1"):
             pair.fast.step()
-        assert unchanged(pair.fast, before)
     pair.step(coo(1, 3, 1), coo(0, 2))
 
 

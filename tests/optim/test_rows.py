@@ -10,6 +10,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
+from tests.subject import refused
 from tests.table import (
     EVERY,
     WITH_DENSE,
@@ -18,7 +19,6 @@ from tests.table import (
     running_on,
     same_bits,
     snapshot,
-    unchanged,
 )
 
 # Rows that catch up
@@ -103,11 +103,9 @@ def test_a_catch_up_of_all_rows_returns_how_many_were_deferred():
 def test_rows_that_do_not_exist_are_refused(rows: Any):
     """A mask least of all: it would be taken for rows 0 and 1."""
     param, opt = momentum()
-    before = snapshot(opt)
     for method in (opt.catch_up, opt.forget):
-        with pytest.raises(InputError, match=r"^SGD: .*rows"):
+        with refused(opt, match=r"^SGD: .*rows"):
             method(param, rows)
-    assert unchanged(opt, before)
     opt.catch_up()
     assert param.flatten().tolist() == CURRENT
 
@@ -257,7 +255,5 @@ def test_parameters_and_state_that_do_not_fit_are_refused():
         with pytest.raises(InputError, match=r"^Adam: .*this optimizer"):
             opt.forget(other, torch.tensor([0]))
     opt.state[param]["exp_avg_sq"] = torch.ones(2, 3)
-    before = snapshot(opt)
-    with pytest.raises(InputError, match="'exp_avg_sq'"):
+    with refused(opt, match="'exp_avg_sq'"):
         opt.forget(param, torch.tensor([0]))
-    assert unchanged(opt, before)

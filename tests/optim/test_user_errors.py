@@ -15,8 +15,8 @@ from sparsestep.errors import InputError
 from tests.generate.layouts import Entries
 from tests.optim.own_rules import SHAPE, adagrad, close, randn, table_of
 from tests.properties.marks import QUIET
-from tests.subject import by_hand
-from tests.table import Variant, same_bits, sm3_by_rows, snapshot, unchanged
+from tests.subject import by_hand, refused
+from tests.table import Variant, same_bits, sm3_by_rows
 
 pytestmark = QUIET
 
@@ -66,12 +66,8 @@ def test_a_wrong_result_for_the_last_param_changes_nothing(kind: str):
     opt = spoiled(result)([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
     for steps in range(2):  # in the first step, and later
         opt.param_groups[1]["spoil"] = True
-        before, versions = snapshot(opt), [param._version for param in params]
-        with pytest.raises(InputError, match=words) as raised:
+        with refused(opt, match=f"^wrong: param 1 of group 1: rule 'wrong' must return .*{words}"):
             opt.step()
-        assert str(raised.value).startswith("wrong: param 1 of group 1: rule 'wrong' must return ")
-        assert unchanged(opt, before)
-        assert [param._version for param in params] == versions
         opt.param_groups[1]["spoil"] = False
         opt.step()
         assert {int(kept["step"]) for kept in opt.state.values()} == {steps + 1}
@@ -82,10 +78,8 @@ def test_a_compiled_rule_is_checked_too():
     params = several()
     made = spoiled(SPOILED["transposed"][0], compile={"backend": "eager"})
     opt = made(params, lr=0.1, spoil=True)
-    before = snapshot(opt)
-    with pytest.raises(InputError, match="kept in its shape"):
+    with refused(opt, match="kept in its shape"):
         opt.step()
-    assert unchanged(opt, before)
     torch.compiler.reset()
 
 
@@ -97,10 +91,8 @@ def test_an_exception_inside_the_rule_changes_nothing(kind: type[BaseException])
     opt = spoiled(raises)(several(), lr=0.1)
     for _ in range(2):
         opt.param_groups[0]["spoil"] = True
-        before = snapshot(opt)
-        with pytest.raises(kind, match="not today"):
+        with refused(opt, error=kind, match="not today"):
             opt.step()
-        assert unchanged(opt, before)
         opt.param_groups[0]["spoil"] = False
         opt.step()
 
@@ -132,18 +124,10 @@ def takes_any_option(param, grad, **options):
     return param
 
 
-def takes_options_of_every_optimizer(param, grad, *, lr, bias_correction=True, engine="auto"):
-    return param
-
-
-def takes_step_as_state(param, grad, step):
-    return param, step
-
-
 SUM = {"state": {"sum": 0.0}}
+# tests/messages.txt has more.
 BAD_RULES: list[tuple[Any, dict[str, Any], str]] = [
     (takes_no_grad, {}, "takes_no_grad"),
-    (takes_sum, {}, "Got .*sum"),
     (takes_any_option, SUM, "sum"),
     (takes_sum, {"state": {"square": 0.0}}, "square"),
     (
@@ -153,14 +137,6 @@ BAD_RULES: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (takes_options_by_position, SUM, r"options come after a \*"),
     (takes_any_number, {}, "state"),
-    (takes_any_option, {}, "options"),
-    (takes_options_of_every_optimizer, {}, "bias_correction, engine"),
-    (takes_step_as_state, {"state": {"step": 0.0}}, "step"),
-    (takes_sum, {"state": ["sum"]}, "state must map"),
-    (takes_sum, {"row_state": {"sum": torch.zeros(1)}}, "row_state must map"),
-    ({"sum": 0.0}, {}, "function"),
-    (torch.add, {}, "signature"),
-    (takes_sum, {**SUM, "compile": "inductor"}, "compile"),
 ]
 
 
@@ -233,16 +209,14 @@ def test_writes_into_arguments_are_lost_where_the_formula_then_fails(
     param = torch.nn.Parameter(torch.ones(shape))
     opt = writes_and_raises([param], lr=0.1)
     opt.materialize_state()
-    before = snapshot(opt)
     param.grad = dense = torch.full(shape, 2.0)
     if sparse:
         no_dims = torch.zeros(0, 1, dtype=torch.int64)
         param.grad = torch.sparse_coo_tensor(no_dims, dense[None], shape)
     for fails, kind in ((True, ArithmeticError), (False, InputError)):
         opt.param_groups[0]["fails"] = fails
-        with pytest.raises(kind):
+        with refused(opt, error=kind):
             opt.step()
-        assert unchanged(opt, before)
         assert param.grad.to_dense().eq(2).all()
 
 

@@ -22,6 +22,7 @@ from sparsestep.rules import options as checks
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS
 from tests.generate.garbage import Wrapper
 from tests.properties.test_refusals import fresh_state
+from tests.subject import refused
 from tests.table import (
     EVERY,
     FUNCTIONS,
@@ -366,15 +367,13 @@ def test_values_changed_in_place_are_seen():
     param, lr, betas = table(), torch.tensor(0.1), [0.9, 0.999]
     opt = sparsestep.SparseAdam([param], lr=lr, betas=betas)  # type: ignore[arg-type]
     by_step(opt, param, rows(1, 5))
-    before = snapshot(opt)
     lr.fill_(NAN)
-    with pytest.raises(InputError, match="lr"):
+    with refused(opt, match="lr"):
         opt.step()
     lr.fill_(0.1)
     betas[1] = 1.0
-    with pytest.raises(InputError, match="beta"):
+    with refused(opt, match="beta"):
         opt.step()
-    assert unchanged(opt, before)
 
 
 @each_optimizer
@@ -407,23 +406,6 @@ def test_a_function_names_the_option(optimizer: type[RuleOptimizer]):
             call = lambda: function(param, rows(1, 5), **given)  # noqa: B023, E731
             assert_refused(call, function.__name__, name)
             assert same_bits(param, table())
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lr": "1e-3"}, "YAML reads 1e-3 as a string: write 1.0e-3."),
-        ({"eps": "2.5E8"}, ": write 2.5e+8."),
-        ({"lr": "0.1"}, "Pass float('0.1')."),
-        ({"betas": ("0.9", 0.99)}, "betas[0] must be a number. Got '0.9'. Pass float('0.9')."),
-        ({"state_dtype": "bfloat16"}, "Got 'bfloat16'. Pass torch.bfloat16."),
-        ({"decoupled_weight_decay": False}, "decoupled_weight_decay must be True"),
-    ],
-)
-def test_the_remedy(options: dict[str, Any], text: str):
-    with pytest.raises(InputError) as error:
-        sparsestep.AdamW([table()], **options)
-    assert text in str(error.value)
 
 
 # Values that mean a number, a switch or a pair
