@@ -134,7 +134,7 @@ def tables(kind: str, folder: Path, rows: int, optimizer: str) -> dict[str, Tens
         assert file is not None
         return {
             "table": table,
-            **{f"table.{name}": file.tensor(name) for name in file.record.state},
+            **{f"table.{name}": file.tensor(name) for name in file.header.state},
         }
     if kind == "memory":
         return {n: torch.full(shape, 1e-3).to(dtype) for n, (shape, dtype) in tensors.items()}

@@ -239,7 +239,7 @@ def test_a_checkpoint_is_loaded_where_state_lies_elsewhere(in_rows, tmp_path: Pa
     assert same(after, run.now)
     for path in (tmp_path / "there" / "saved", tmp_path / "here" / "saved"):
         moved.save(path)
-        assert journals_in(path) == [], "a new base, whatever lies in the folder"
+        assert journals_in(path) == [], "a new base, in any folder"
         moved.train()
         moved.load(path)
         assert same(after, moved.now)
@@ -282,16 +282,11 @@ def test_wrong_rows_to_write_are_refused(rows, tmp_path: Path):
     with pytest.raises(sparsestep.InputError, match=r"^rows "), writing(table, rows):
         table.fill_(1.0)
     assert not table.any()
-    wrong: Any = [1]
-    with pytest.raises(sparsestep.InputError, match=r"^writing: the table"), writing(wrong):
-        pass
 
 
 def test_wrong_models_and_optimizers_are_refused(tmp_path: Path):
     run = Run(tmp_path)
     run.train()
-    with pytest.raises(sparsestep.InputError, match="must be a folder with a checkpoint of save"):
-        run.load(tmp_path / "nothing")
     run.save()
     before = run.now
     other = nn.Sequential(embedding(mapped(tmp_path / "other", (ROWS, DIM))))
@@ -301,13 +296,6 @@ def test_wrong_models_and_optimizers_are_refused(tmp_path: Path):
         load(tmp_path / "saved", run.model, sparsestep.RowwiseAdagrad(run.model.parameters()))
     with pytest.raises(sparsestep.InputError, match="extra must hold only"):
         run.save(extra=run)
-    theirs: Any = torch.optim.Adam(run.model.parameters())
-    swapped: Any = run.optimizer, run.model
-    for call in (save, load):
-        with pytest.raises(sparsestep.InputError, match=f"^{call.__name__}: the optimizer must"):
-            call(tmp_path / "saved", run.model, theirs)
-        with pytest.raises(sparsestep.InputError, match=f"^{call.__name__}: the model must"):
-            call(tmp_path / "saved", *swapped)
     assert same(before, run.now)
     assert json.loads((tmp_path / "saved" / "manifest.json").read_text())["number"] == 1
 

@@ -174,17 +174,6 @@ def test_a_process_killed_in_load(where, tmp_path: Path):
     assert names == {"table", "table.exp_avg", "table.exp_avg_sq", "saved"}
 
 
-def test_a_save_that_runs_out_of_memory_raises_a_memory_error(tmp_path: Path, monkeypatch):
-    run, before = saved_run(tmp_path)
-    for where, name in ((torch, "save"), (torch, "load"), (torch.Tensor, "nonzero")):
-        with monkeypatch.context() as patch:
-            patch.setattr(where, name, fail_at(getattr(where, name), 1, out_of_memory))
-            with pytest.raises(MemoryError):
-                run.save()
-    run.load()
-    assert same(before, run.now)
-
-
 def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_path, monkeypatch):
     run, _ = saved_run(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Whatever writes rows of a table in a file reserves and marks these rows, and no others."""
+"""All writes to a table in a file reserve and mark exactly the rows that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operating system does with files: locks, blocks on the disk, the page cache, copies."""
+"""Calls to the operating system: locks, blocks on the disk, the page cache, copies of files."""
 
 from __future__ import annotations
 

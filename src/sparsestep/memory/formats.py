@@ -1,7 +1,7 @@
 """File formats: what is written, in which version, and how it is read back.
 
-A file is input like any other: it may be damaged, or made by someone else. Whatever is wrong raises
-``ValueError`` with the requirement and the value; callers add the path.
+A file is input: it may be damaged, or crafted. An invalid one raises ``ValueError`` with the
+requirement and the value; callers add the path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dumps(value: Any, **options: Any) -> bytes:
-    """Write dataclasses, dtypes and whatever JSON has as JSON.
+    """Encode a value as JSON; it may contain dataclasses and dtypes.
 
     Example:
         >>> dumps(RowField((3,), torch.float32))
@@ -205,7 +205,7 @@ _MAX_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class RowField(Readable):
-    """What a tensor holds for each row."""
+    """Shape and dtype of one row of a tensor."""
 
     noun = "state"
 
@@ -223,12 +223,12 @@ class RowField(Readable):
 
 
 class RowLayout(NamedTuple):
-    """Where in a row of a file each tensor has its own row.
+    """The tensors that share a row of a file.
 
     Attributes:
-        fields: of the tensors, by name; the table's is ``TABLE``.
-        offsets: for each the byte of a row where it begins.
-        row_bytes: from the beginning of a row to that of the next.
+        fields: by the name of the tensor; the table's is ``TABLE``.
+        offsets: of each tensor in a row, in bytes.
+        row_bytes: size of a row, with padding.
 
     Example:
         >>> state = {"sum": RowField((), torch.float32)}
@@ -279,7 +279,7 @@ _MAGIC = b"sparsestep tensor "
 
 
 class FileHeader(NamedTuple):
-    """What a file says of itself.
+    """Content of the first page of a file.
 
     Attributes:
         shape: of the table.
@@ -295,7 +295,7 @@ class FileHeader(NamedTuple):
 
     @property
     def layout(self) -> RowLayout:
-        """What a row consists of."""
+        """Layout of the rows."""
         return RowLayout.of(RowField(tuple(self.shape[1:]), self.dtype), self.state)
 
     @property

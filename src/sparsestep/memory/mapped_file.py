@@ -50,7 +50,7 @@ _MARGIN_BYTES = 1 << 20
 
 
 class FileRows(NamedTuple):
-    """Where the rows of a file lie."""
+    """Position of the rows in a file."""
 
     total: int
     row_bytes: int
@@ -116,16 +116,30 @@ class MappedFile(mmap.mmap):
     layout: RowLayout
     address: int
     state_files: dict[str, weakref.ref[MappedFile]]
-    dirty_rows: Tensor | None
-    version: int | None
-    saved_in: str | None
-    to_clear: set[str] | None
-    settles_in: tuple[MappedFile, str] | None
-    is_locked: bool
+    dirty_rows: Tensor | None = None
+    version: int | None = None
+    saved_in: str | None = None
+    to_clear: set[str] | None = None
+    settles_in: tuple[MappedFile, str] | None = None
+    is_locked: bool = False
     reserved: Tensor
     prefetched: Tensor
-    num_prefetched: int
+    num_prefetched: int = 0
     _memory: weakref.WeakValueDictionary[str, Any]
+
+    def register(self, path: str, descriptor: int, header: FileHeader) -> None:
+        """Complete a new mapping, and make its tensors known."""
+        self.path, self.descriptor = path, os.dup(descriptor)
+        self.header, self.layout = header, header.layout
+        self.state_files, self._memory = {}, weakref.WeakValueDictionary()
+        self.advise_random()
+        pages = torch.Size([self.rows.num_pages])
+        self.reserved = lazy.zeros(pages, torch.bool, torch.device("cpu"))
+        self.prefetched = lazy.zeros(pages, torch.bool, torch.device("cpu"))
+        self.address = self.tensor().data_ptr()
+        known = [self.address + offset for offset in self.layout.offsets.values()]
+        reference = weakref.ref(self, lambda _: [mapped_files.pop(begin, None) for begin in known])
+        mapped_files.update(dict.fromkeys(known, reference))
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
@@ -143,7 +157,7 @@ class MappedFile(mmap.mmap):
 
     @property
     def rows(self) -> FileRows:
-        """Where its rows lie."""
+        """Position of its rows."""
         return FileRows(self.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
 
     def tensor(self, name: str = TABLE) -> Tensor:
@@ -158,7 +172,7 @@ class MappedFile(mmap.mmap):
         return flat.as_strided((self.shape[0], *field.shape), self.layout.strides(name))
 
     def words(self) -> Tensor:
-        """The rows as rows of integers, whatever they mean: the longest that divide a row."""
+        """The bytes of all rows, as rows of the widest integers that divide a row."""
         word = lazy.word_dtype(self.rows.row_bytes)
         count = self.rows.total * self.rows.row_bytes // word.itemsize
         flat = torch.frombuffer(self, dtype=word, count=count, offset=HEADER_BYTES)
@@ -234,12 +248,14 @@ class MappedFile(mmap.mmap):
 
     def prefetch(self, rows: Tensor) -> None:
         """Have the operating system begin to read rows, here and in the state files."""
-        files = (self, *(file for at in self.state_files.values() if (file := at()) is not None))
-        for file in files:
-            base = file.address - HEADER_BYTES
-            file.num_prefetched += _core.prefetch_rows(rows, *file.rows, base, file.prefetched)
-            if file.num_prefetched > _MAX_PREFETCHED:
-                file._forget_prefetched()
+        base = self.address - HEADER_BYTES
+        self.num_prefetched += _core.prefetch_rows(rows, *self.rows, base, self.prefetched)
+        if self.num_prefetched > _MAX_PREFETCHED:
+            self._forget_prefetched()
+        for reference in self.state_files.values():
+            file = reference()
+            if file is not None:
+                file.prefetch(rows)
 
     def _forget_prefetched(self) -> None:
         self.prefetched.zero_()
@@ -306,7 +322,7 @@ def open_file(
         path: of the file.
         shape: of the table; must be that of an existing file.
         dtype: likewise.
-        state: what each row has room for, likewise; ``None`` for whatever an existing file has.
+        state: what each row has room for, likewise; ``None`` accepts any that an existing file has.
         replace: replace an existing file. Its tensors live on without it.
     """
     if ext is None:
@@ -337,21 +353,7 @@ def _mapped(path: str, descriptor: int, header: FileHeader) -> MappedFile:
         disk.allocate_in_memory(descriptor)
         disk.evict(descriptor)
         file = _map(descriptor, header.file_bytes)
-    file.path, file.descriptor = path, os.dup(descriptor)
-    file.header, file.layout = header, header.layout
-    file.state_files, file.dirty_rows, file.version, file.saved_in = {}, None, None, None
-    file.to_clear, file.settles_in, file._memory = None, None, weakref.WeakValueDictionary()
-    file.is_locked = False
-    file.advise_random()
-    file.reserved, file.prefetched = (
-        lazy.zeros(torch.Size([file.rows.num_pages]), torch.bool, torch.device("cpu"))
-        for _ in range(2)
-    )
-    file.num_prefetched = 0
-    file.address = file.tensor().data_ptr()
-    known = [file.address + offset for offset in file.layout.offsets.values()]
-    reference = weakref.ref(file, lambda _: [mapped_files.pop(begin, None) for begin in known])
-    mapped_files.update(dict.fromkeys(known, reference))
+    file.register(path, descriptor, header)
     return file
 
 

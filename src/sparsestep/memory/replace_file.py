@@ -12,7 +12,6 @@ import errno
 import io
 import os
 from contextlib import ExitStack
-from types import TracebackType
 
 from sparsestep._process import uninterrupted
 from sparsestep.errors import message
@@ -20,26 +19,15 @@ from sparsestep.memory import disk
 from sparsestep.memory.mapped_file import MappedFile, open_file, temporary_path
 
 
-class Replacements:
+class Replacements(ExitStack):
     """New content for mapped files; a context manager that removes its temporary files."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._staged: dict[int, tuple[MappedFile, MappedFile]] = {}
         self._swaps: list[_Swap] = []
-
-    def __enter__(self) -> Replacements:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._staged.clear()
-        self._swaps.clear()
-        self._stack.close()
+        self.callback(self._staged.clear)
+        self.callback(self._swaps.clear)
 
     @property
     def files(self) -> list[MappedFile]:
@@ -53,9 +41,9 @@ class Replacements:
             raise OSError(errno.EOPNOTSUPP, message(requirement, "one that cannot"))
         file.lock()
         path = temporary_path(file.path, role)
-        self._stack.callback(disk.remove, path)
+        self.callback(disk.remove, path)
         disk.remove(path)
-        made = self._stack.enter_context(io.FileIO(path, "x+"))
+        made = self.enter_context(io.FileIO(path, "x+"))
         os.fchmod(made.fileno(), os.fstat(file.descriptor).st_mode & 0o777)
         return path, made.fileno()
 
@@ -74,11 +62,11 @@ class Replacements:
         self._staged[id(file)] = file, staged
 
     def prepare(self) -> None:
-        """Do whatever can fail before the first change."""
+        """Do everything that can fail before the first change."""
         for file, staged in self._staged.values():
             staged.flush_to_disk()
             staged.evict()
-            self._swaps.append(_Swap(self._stack, file, staged))
+            self._swaps.append(_Swap(self, file, staged))
 
     def switch(self, undo: ExitStack) -> None:
         """Switch all tensors to the new files. How to undo it is registered first."""

@@ -226,7 +226,7 @@ def _form_in_rows(count: int, field: RowField) -> tuple[list[int], str]:
 
 
 def _form(value: Any) -> object:
-    """What must agree for a value to be loaded."""
+    """Shape and layout, which must agree for a value to be loaded."""
     return (value.shape, value.layout) if isinstance(value, Tensor) else None
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ def journal_bytes(parts: list[JournalPart], tables: list[TableEntry]) -> int:
 
 @dataclass
 class Manifest(Readable):
-    """What a checkpoint consists of.
+    """Content of a checkpoint.
 
     Attributes:
         id: random. Two checkpoints with the same id have the same content.
@@ -362,7 +362,7 @@ def _create(folder: Path, name: str) -> io.FileIO:
     return io.FileIO(path, "x+")
 
 
-class _Summed:
+class _ChecksummedFile:
     """An open file, with size and checksum of everything written to it or read from it."""
 
     def __init__(self, file: io.FileIO) -> None:
@@ -423,17 +423,11 @@ def copy_base(folder: Path, table: TableEntry, target: int) -> None:
 # Journals
 
 
-class WrittenRows:
-    """Rows of tables that are about to be saved.
+class WrittenRows(NamedTuple):
+    """Rows, ascending, of tables that are about to be saved; files by index of the table."""
 
-    Attributes:
-        rows: row numbers, ascending.
-        files: the files that have them, by index of the table in the manifest.
-    """
-
-    def __init__(self, rows: Tensor, files: Mapping[int, MappedFile]) -> None:
-        self.rows: Tensor = rows
-        self.files: Mapping[int, MappedFile] = files
+    rows: Tensor
+    files: Mapping[int, MappedFile]
 
     @property
     def part(self) -> JournalPart:
@@ -446,7 +440,7 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[WrittenR
     name = f"rows-{number:06}"
     with _create(folder, name) as file:
         disk.reserve(file.fileno(), 0, size)
-        target = _Summed(file)
+        target = _ChecksummedFile(file)
         target.write(memoryview(_JOURNAL_HEADER))
         for part in parts:
             target.write(_bytes_of(part.rows))
@@ -468,7 +462,7 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
     """Apply all journals to copies of the bases, by index of the table, and verify them."""
     for journal in manifest.journals:
         with _open_checked(folder, journal.file) as file:
-            source = _Summed(file)
+            source = _ChecksummedFile(file)
             try:
                 problem = _replay(source, folder, journal, manifest.tables, files)
             except EOFError:
@@ -480,7 +474,7 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
 
 
 def _replay(
-    source: _Summed,
+    source: _ChecksummedFile,
     folder: Path,
     journal: Journal,
     tables: list[TableEntry],
@@ -520,7 +514,7 @@ def _are_rows(rows: Tensor, count: int) -> bool:
 class _Writer:
     """A file for ``torch.save``, which ends the process if a write raises at the wrong time."""
 
-    def __init__(self, target: _Summed) -> None:
+    def __init__(self, target: _ChecksummedFile) -> None:
         self._target = target
         self.error: BaseException | None = None
 
@@ -542,7 +536,7 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
     name = f"rest-{number:06}"
     handled = sys.exc_info()[1]
     with _create(folder, name) as file:
-        target = _Summed(file)
+        target = _ChecksummedFile(file)
         writer = _Writer(target)
         content = {"version": _REST_VERSION, **content}
         try:
@@ -560,7 +554,7 @@ def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
     with _open_checked(folder, file) as raw, io.BufferedReader(raw) as buffered:
-        source = _Summed(raw)
+        source = _ChecksummedFile(raw)
         try:
             while source.bytes < file.bytes:
                 source.read(min(_CHUNK_BYTES, file.bytes - source.bytes))

@@ -1,4 +1,4 @@
-"""Tensors in files."""
+"""Tensors in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -49,21 +49,19 @@ class Mapped(Tensor, metaclass=_IsMapped):
 class _Prefetch:
     """The method ``prefetch`` of one tensor. Copies and pickles of it do nothing."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor | None = None) -> None:
         # A view of the same memory: the tensor itself would never be freed.
-        self._memory: Tensor | None = tensor.detach()
+        self._memory = None if tensor is None else tensor.detach()
 
     def __call__(self, rows: Tensor) -> None:
         if self._memory is not None:
             prefetch(self._memory, rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Prefetch:
-        copied = _Prefetch.__new__(_Prefetch)
-        copied._memory = None  # a copy lies in memory, where there is nothing to read
-        return copied
+        return _Prefetch()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Prefetch.__new__, (_Prefetch,), {"_memory": None}
+        return _Prefetch, ()
 
 
 def mapped(
