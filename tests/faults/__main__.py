@@ -76,7 +76,7 @@ def search(options: argparse.Namespace) -> int:
 
     def cases() -> Iterator[tuple[Any, Callable[[], Any]]]:
         chance = random.Random(options.seed)
-        for turn in itertools.count():
+        for turn in itertools.count() if expected else ():
             for pair, known in expected.items():
                 events = known.events
                 if options.nth is not None:
