@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 import sparsestep
 from sparsestep.cli import skipgram
-from sparsestep.cli.options import float_in_range, int_in_range, output_path
+from sparsestep.cli.options import add_number, float_in_range, int_in_range, output_path
 from sparsestep.cli.skipgram import TrainingRun, WordCounts
 
 # rich and matplotlib come with sparsestep[cli]: imported when the command runs, never before.
@@ -60,40 +60,31 @@ _COLORS = ("#d1812f", "#1f6fb4")  # torch's, ours
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep demo``."""
-    parser.add_argument(
+    add_number(
+        parser,
         "--words",
-        type=int_in_range(10, 1_000_000),
-        default=20_000,
-        metavar="N",
-        help="number of identifiers, the most frequent ones first (default: %(default)s)",
+        int_in_range(10, 1_000_000),
+        20_000,
+        "number of identifiers, the most frequent ones first",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--steps",
-        type=int_in_range(1, 1_000_000),
-        default=5000,
-        metavar="N",
-        help="maximum number of batches for each run (default: %(default)s)",
+        int_in_range(1, 1_000_000),
+        5000,
+        "maximum number of batches for each run",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--seconds",
-        type=float_in_range(1, 86_400),
-        default=60.0,
-        metavar="S",
-        help="time limit for both runs together (default: %(default)g)",
+        float_in_range(1, 86_400),
+        60.0,
+        "time limit for both runs together",
+        "S",
     )
-    parser.add_argument(
-        "--dim",
-        type=int_in_range(1, 1024),
-        default=64,
-        metavar="N",
-        help="length of a vector (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int_in_range(0, 2**63 - 1),
-        default=0,
-        metavar="N",
-        help="random seed for weights and batches (default: %(default)s)",
+    add_number(parser, "--dim", int_in_range(1, 1024), 64, "length of a vector")
+    add_number(
+        parser, "--seed", int_in_range(0, 2**63 - 1), 0, "random seed for weights and batches"
     )
     parser.add_argument(
         "--out",

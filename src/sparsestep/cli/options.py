@@ -10,6 +10,20 @@ from pathlib import Path
 from sparsestep.errors import message
 
 
+def add_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    convert: Callable[[str], float],
+    default: float,
+    help: str,
+    metavar: str = "N",
+) -> None:
+    """Declare an option that is a number; its help ends with the default."""
+    shown = "%(default)g" if isinstance(default, float) else "%(default)s"
+    text = f"{help} (default: {shown})"
+    parser.add_argument(name, type=convert, default=default, metavar=metavar, help=text)
+
+
 def int_in_range(low: int, high: int) -> Callable[[str], int]:
     """Convert to an integer in ``[low, high]``.
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections import Counter
 
-from sparsestep.cli.options import float_in_range, int_in_range
+from sparsestep.cli.options import add_number, float_in_range, int_in_range
 from sparsestep.distributed.placement import PLACEMENTS
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, format_bytes
 from sparsestep.errors import InputError, message
@@ -31,48 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=ROWSxDIM",
         help="the tables; append :tables, :rows or :copy to choose how one is sharded",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int_in_range(1, 100_000),
-        default=8,
-        metavar="N",
-        help="number of ranks (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=int_in_range(1, _MOST),
-        default=1024,
-        metavar="N",
-        help="bags per rank and step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ids",
-        type=float_in_range(1, 1e6),
-        default=1.0,
-        metavar="N",
-        help="ids per bag (default: %(default)g)",
-    )
-    parser.add_argument(
+    add_number(parser, "--ranks", int_in_range(1, 100_000), 8, "number of ranks")
+    add_number(parser, "--batch", int_in_range(1, _MOST), 1024, "bags per rank and step")
+    add_number(parser, "--ids", float_in_range(1, 1e6), 1.0, "ids per bag")
+    add_number(
+        parser,
         "--state",
-        type=float_in_range(0, 8),
-        default=2.0,
-        metavar="N",
-        help="state values per element: 2 for Adam, 0 for plain SGD (default: %(default)g)",
+        float_in_range(0, 8),
+        2.0,
+        "state values per element: 2 for Adam, 0 for plain SGD",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--network",
-        type=float_in_range(0.001, 1e5),
-        default=10.0,
-        metavar="GBIT",
-        help="network speed of a rank in Gbit/s (default: %(default)g)",
+        float_in_range(0.001, 1e5),
+        10.0,
+        "network speed of a rank in Gbit/s",
+        "GBIT",
     )
-    parser.add_argument(
-        "--bytes",
-        type=int_in_range(1, 8),
-        default=4,
-        metavar="N",
-        help="bytes per element of a table (default: %(default)s)",
-    )
+    add_number(parser, "--bytes", int_in_range(1, 8), 4, "bytes per element of a table")
 
 
 def run(options: argparse.Namespace) -> int:
