@@ -39,7 +39,7 @@ _MAX_SHOWN = 3
 
 
 class ExchangeKind(IntEnum):
-    """What an exchange is for."""
+    """The purpose of an exchange."""
 
     LOOKUP = 1
     EXCHANGE_GRADS = 2
@@ -65,7 +65,7 @@ _DESCRIPTIONS = {
 
 @dataclass
 class Status:
-    """What a rank says to all others at the start of an exchange."""
+    """A rank's message to all others at the start of an exchange."""
 
     operation: ExchangeKind
     table: int = -1  # index of the table, or of the first of several; -1: all
@@ -100,7 +100,7 @@ class PeerStatus:
         return self._of[name]
 
     def describe(self, rank: int, names: list[str]) -> str:
-        """What a rank does, in words."""
+        """Describe the operation of a rank."""
         table, operation = self["table"][rank], self["operation"][rank]
         name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
         return _DESCRIPTIONS[ExchangeKind(operation)].format(name)

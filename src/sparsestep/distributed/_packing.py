@@ -202,6 +202,13 @@ class BufferReader:
         return piece.view(dtype)
 
 
+def read_all(
+    readers: Sequence[BufferReader], counts: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
+    """The next elements of each rank's message."""
+    return [reader.read(count, dtype) for reader, count in zip(readers, counts, strict=True)]
+
+
 class LocalReader(BufferReader):
     """Reads this rank's own tensors, which are never sent: without a copy, in their dtype."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -211,32 +212,24 @@ def _shape_only_module(module: EmbeddingModule, name: str) -> Any:
     )
 
 
+@dataclass(eq=False)  # a key of dicts, with weak references
 class LookupHandle:
     """The requester's handle of one lookup; the autograd graph keeps it alive."""
 
-    def __init__(
-        self,
-        sequence: int,
-        table: ShardedTable,
-        bags_per_rank: list[int],
-        is_partial: bool,
-        inverse: Tensor | None,
-    ) -> None:
-        self.sequence: int = sequence  # the same on all ranks
-        self.table: ShardedTable = table
-        self.bags_per_rank: list[int] = bags_per_rank
-        self.is_partial: bool = is_partial  # every rank has got its part of all bags
-        self.inverse: Tensor | None = inverse  # of deduplicated ids
-        self.grad_fn: RowGradFn | None = None  # of a replicated table
+    sequence: int  # the same on all ranks
+    table: ShardedTable
+    bags_per_rank: list[int]
+    is_partial: bool  # every rank has got its part of all bags
+    inverse: Tensor | None  # of deduplicated ids
+    grad_fn: RowGradFn | None = None  # of a replicated table
 
 
-class ServedLookup:
+class ServedLookup(NamedTuple):
     """A lookup in one table, on the rank that owns the rows."""
 
-    def __init__(self, table: ShardedTable, grad_fn: RowGradFn | None, bags: list[int]) -> None:
-        self.table: ShardedTable = table
-        self.grad_fn: RowGradFn | None = grad_fn  # None: replicated, each rank has its own
-        self.bags_per_rank: list[int] = bags
+    table: ShardedTable
+    grad_fn: RowGradFn | None  # None: replicated, each rank has its own
+    bags_per_rank: list[int]
 
 
 _indices = itertools.count()

@@ -1,7 +1,7 @@
 """The process group: fixed numbers of integers to all ranks, then bytes, as many as these say.
 
-A transfer is atomic across ranks. A rank that cannot build its messages, or has no memory to
-receive those of others, takes part all the same and says so, and every rank raises.
+A transfer is atomic across ranks. A rank that cannot build its messages, or has no memory for
+incoming ones, still takes part and reports its error, and every rank raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsestep.distributed._packing import (
     pack_bytes,
 )
 from sparsestep.engines.finishing import certain
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +48,27 @@ _FAILURES = {
 }
 
 
+class Caught:
+    """Catches the error of a block, so that other ranks can be told before it is raised.
+
+    Example:
+        >>> with Caught() as caught:
+        ...     raise ValueError("bad ids")
+        >>> caught.error
+        ValueError('bad ids')
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error: BaseException | None = error  # the first one
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.error = self.error or error
+        return True
+
+
 def status_of(error: BaseException | None) -> int:
     """The status that a rank reports to the others; 0 if it has no error.
 
@@ -59,16 +80,13 @@ def status_of(error: BaseException | None) -> int:
         return _OK
     if isinstance(error, InputError):
         return _REJECTED
-    # Torch raises a RuntimeError when its allocator for the CPU, or that of C++, fails.
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    reasons = ("allocate memory", "not enough memory", "bad_alloc")
-    if isinstance(error, MemoryError) or any(each in text for each in reasons):
+    if is_out_of_memory(error):
         return _MEMORY
     return _OTHER if isinstance(error, Exception) else _INTERRUPTED
 
 
 def describe_failure(status: int) -> str:
-    """What a rank with this status did, for a message on another rank."""
+    """Describe a failed rank, for a message on another rank."""
     return _FAILURES.get(status, _FAILURES[_OTHER])
 
 
@@ -183,7 +201,7 @@ class Collectives:
         max_bytes: int,
         outgoing_sizes: Sequence[int] | None = None,
     ) -> list[BufferReader]:
-        """Send tensors to each rank; get a reader for those of each. A rank's own are not sent.
+        """Send tensors to each rank; return a reader per rank. A rank's own tensors are not sent.
 
         Atomic: if one rank raises before its messages are sent, all do.
 
@@ -221,17 +239,14 @@ class Collectives:
         incoming_sizes: list[int],
     ) -> list[BufferReader]:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
-        error: BaseException | None = None
         own: Sequence[Tensor] = ()
-        try:
+        with Caught() as caught:
             made = outgoing()
             own = made[self.rank]
             for rank, begin in enumerate(_message_starts(outgoing_sizes)):
                 for each in made[rank] if rank != self.rank else ():
                     self._outgoing[begin : (begin := begin + each.nbytes)] = as_bytes(each)
-        except BaseException as raised:
-            error = raised
-        status = status_of(error)
+        status = status_of(caught.error)
         for begin, size in zip(_message_starts(outgoing_sizes), outgoing_sizes, strict=True):
             certain(partial(self._outgoing.__setitem__, begin + size, status))
         self._exchange_bytes(
@@ -242,12 +257,12 @@ class Collectives:
         )
         starts = _message_starts(incoming_sizes)
         ends = [begin + size for begin, size in zip(starts, incoming_sizes, strict=True)]
-        raise_failure(certain(lambda: [int(self._incoming[end]) for end in ends]), error)
+        raise_failure(certain(lambda: [int(self._incoming[end]) for end in ends]), caught.error)
         readers: list[BufferReader] = []
         try:
             for begin, end in zip(starts, ends, strict=True):
                 readers.append(BufferReader(self._incoming[begin:end].clone()))
-        except BaseException as raised:  # a transfer may follow: what reads these raises
+        except BaseException as raised:  # a transfer may follow: the error is raised by read()
             return [FailedReader(raised)] * self.world_size
         readers[self.rank] = LocalReader(own)
         return readers
@@ -260,9 +275,8 @@ class Collectives:
         max_bytes: int,
     ) -> list[BufferReader]:
         """Allocate, then ask all ranks whether they could, then send; in chunks if it is much."""
-        error: BaseException | None = None
         is_chunked = max_bytes > MAX_MESSAGE_BYTES
-        try:
+        with Caught() as caught:
             made = outgoing()
             own = made[self.rank]
             messages = [[] if rank == self.rank else each for rank, each in enumerate(made)]
@@ -272,9 +286,7 @@ class Collectives:
                 staged = torch.empty(2, self.world_size * MAX_MESSAGE_BYTES, dtype=torch.uint8)
             else:
                 packed = pack_bytes([each for tensors in messages for each in tensors])
-        except BaseException as raised:
-            error = raised
-        self.check(error)
+        self.check(caught.error)
         if is_chunked:
             self._exchange_chunks(pieces, list(incoming.split(incoming_sizes)), staged, max_bytes)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
-from sparsestep.distributed._packing import concat, split_by_rank, sum_duplicates
+from sparsestep.distributed._packing import concat, read_all, split_by_rank, sum_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -24,7 +24,7 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -39,16 +39,9 @@ class ShardedGradSource:
         self.index: int = group.index
         self._group = group
         self.collectives: Collectives = group.collectives
-        world_size = self.collectives.world_size
-        self._names: dict[int, str] = {}
-        self._sharded: set[int] = set()
-        self._strides: dict[int, int] = {}
+        self._tables: dict[int, ShardedTable] = {}  # by weight; the first one, if several share it
         for table in group.tables:
-            key = id(table.weight)
-            self._names.setdefault(key, repr(table.name) if table.name else "the table")
-            self._strides[key] = table.row_stride
-            if table.placement.is_sharded and world_size > 1:
-                self._sharded.add(key)
+            self._tables.setdefault(id(table.weight), table)
             register(table.weight, self)
 
     @torch.no_grad()
@@ -67,15 +60,18 @@ class ShardedGradSource:
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of the table that has a parameter, if it is one of these."""
-        return self._names.get(id(param))
+        table = self._tables.get(id(param))
+        return None if table is None else repr(table.name) if table.name else "the table"
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""
-        return id(param) in self._sharded
+        table = self._tables.get(id(param))
+        return table is not None and table.placement.is_sharded and self.collectives.world_size > 1
 
     def row_layout(self, param: Tensor) -> tuple[int, int]:
         """Row stride and offset of this rank's shard."""
-        stride = self._strides.get(id(param), 1)
+        table = self._tables.get(id(param))
+        stride = 1 if table is None else table.row_stride
         return (stride, self.collectives.rank) if stride > 1 else (1, 0)
 
     def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
@@ -107,14 +103,14 @@ class OutgoingGrad(NamedTuple):
         return self.indices.nbytes + self.values.nbytes
 
     def header(self) -> GradHeader:
-        """What is announced of it."""
+        """Its announcement."""
         if self.indices is None:
             return GradHeader(self.handle.sequence)
         return GradHeader(self.handle.sequence, self.indices.numel(), self.values.shape[1])
 
 
 class GradHeader(NamedTuple):
-    """What a rank announces of a gradient."""
+    """The announcement of a gradient."""
 
     sequence: int  # of the lookup
     entries: int = -1  # of a replicated table
@@ -128,21 +124,21 @@ class GradHeader(NamedTuple):
 
 
 class ReceivedGrad(NamedTuple):
-    """What one rank has sent of a gradient."""
+    """One rank's part of a gradient."""
 
     values: Tensor
     indices: Tensor | None
 
 
-class ExchangedGrads:
+class ExchangedGrads(Caught):
     """The gradients of one exchange, which this rank may still give back.
 
     Attributes:
-        error: why this rank could not use what it has received. The others have to be told.
+        error: why this rank could not use the received gradients. Other ranks must be told.
     """
 
     def __init__(self, tables: Sequence[ShardedTable]) -> None:
-        self.error: BaseException | None = None
+        super().__init__()
         self._before = [
             (weight, weight.grad, _snapshot(weight.grad)) for weight in _weights(tables)
         ]
@@ -174,7 +170,7 @@ def exchange_grads(
     headers = torch.empty(0, dtype=torch.int64)
     sizes = [0] * world_size
     frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
-    try:
+    with Caught(error) as caught:
         outgoing = collect_pending(tables)
         headers = torch.tensor([n for each in outgoing for n in each.header()], dtype=torch.int64)
         sizes = [sum(each.nbytes_for(rank) for each in outgoing) for rank in range(world_size)]
@@ -182,22 +178,18 @@ def exchange_grads(
         counts = group.new_counts()
         if len(headers) <= group.num_counts:
             counts[:, : len(headers)] = headers
-    except BaseException as raised:
-        error = error or raised
-    peers = group.handshake(status, counts, error, {**facts, "frozen tables": frozen})
+    peers = group.handshake(status, counts, caught.error, {**facts, "frozen tables": frozen})
     read: Callable[[], dict[tuple[int, int], ReceivedGrad]] = dict
     announced: list[list[GradHeader]] = []
     if any(peers["value"]):
         announced = _all_headers(group, peers, headers)
         read = _send_grads(group, outgoing, announced, max(peers["max_bytes"]), sizes)
     exchanged = ExchangedGrads(tables)
-    try:
+    with exchanged:
         for index, grads in _received_grads(group, announced, read()).items():
             _assign_grad(tables[index], grads)
         for weight in _weights(tables):
             _remove_placeholder(weight)
-    except BaseException as raised:
-        exchanged.error = raised
     return exchanged
 
 
@@ -250,15 +242,10 @@ def _all_headers(group: TableGroup, peers: PeerStatus, mine: Tensor) -> list[lis
     if max(sizes) > group.num_counts:
         nbytes = [8 * size for size in sizes]
         readers = group.collectives.all_to_all([[mine]] * len(nbytes), nbytes, max(nbytes))
-        error: BaseException | None = None
-        try:
-            found = [
-                reader.read(size, torch.int64).tolist()
-                for reader, size in zip(readers, sizes, strict=True)
-            ]
-        except BaseException as raised:
-            error = raised
-        group.collectives.check(error)  # without headers, a rank does not know how much comes next
+        with Caught() as caught:
+            found = [each.tolist() for each in read_all(readers, sizes, torch.int64)]
+        # Without headers, a rank does not know how much comes next.
+        group.collectives.check(caught.error)
     return [
         [GradHeader(*row[n : n + NUM_COUNTS]) for n in range(0, len(row), NUM_COUNTS)]
         for row in found

@@ -36,7 +36,7 @@ Batch = TypeVar("Batch")
 
 
 class LoaderState(IntEnum):
-    """What a rank has at the start of a step."""
+    """The state of a rank's loader at the start of a step."""
 
     NO_BATCH_YET = 0
     EXHAUSTED = 1
@@ -196,7 +196,7 @@ def _all_gather_states(state: int, signature: int) -> tuple[list[int], bool]:
 
 
 def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
-    """An empty batch like those of a rank."""
+    """An empty batch with the structure of a rank's batches."""
     objects = [empty_batch(batch) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(objects, src=rank)
     return objects[0]
@@ -326,7 +326,10 @@ class IdPrefetcher:
         self._tensors: list[Tensor] = []  # of the current batch
         self._calls: list[LookupCall] = []  # of the current batch
         self._num_other_calls = 0  # lookups that got other tensors
-        self._known: tuple[list[LookupCall], int] = ([], 0)  # calls of a batch of so many tensors
+        self._expected: tuple[list[LookupCall], int] = (
+            [],
+            0,
+        )  # calls of a batch of so many tensors
         self._task: PrefetchTask | None = None  # of the current batch
         self._sequence = 1
         self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
@@ -346,7 +349,7 @@ class IdPrefetcher:
 
     def signature(self, batch: Any) -> int:
         """A number that must be the same on all ranks to prefetch a batch; 0: no prefetching."""
-        calls, num_tensors = self._known
+        calls, num_tensors = self._expected
         if not calls or num_tensors != sum(1 for _ in iter_tensors(batch)):
             return 0
         keys = [(each.module.call_key, repr(each.arguments)) for each in calls]
@@ -354,7 +357,7 @@ class IdPrefetcher:
 
     def submit(self, batch: Any) -> PrefetchTask:
         """Send the ids of the next batch; all ranks do."""
-        calls, _ = self._known
+        calls, _ = self._expected
         task = PrefetchTask(calls, list(iter_tensors(batch)), self._sequence)
         self._sequence += len(calls)
         self._tasks.put(task)
@@ -363,8 +366,8 @@ class IdPrefetcher:
     def record_calls(self) -> None:
         """Expect the lookups of the last batch from the next ones."""
         if self._calls:
-            self._known = (self._calls, len(self._tensors))
-        elif self._num_other_calls and not self._known[0]:
+            self._expected = (self._calls, len(self._tensors))
+        elif self._num_other_calls and not self._expected[0]:
             warn_once(
                 SlowWarning,
                 "lockstep: prefetch=1 sends nothing ahead, because no lookup got a tensor of the "

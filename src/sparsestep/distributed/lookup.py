@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsestep._torch import cat, embedding_bag
+from sparsestep._torch import cat
 from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
 from sparsestep.distributed._packing import (
     BufferReader,
     concat,
+    read_all,
     split_by_owner,
     split_by_rank,
     unique_ids,
@@ -32,7 +33,7 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import PendingGrad
@@ -56,7 +57,7 @@ from sparsestep.nn.lookup import (
 
 @dataclass(slots=True)
 class LookupRequest:
-    """What a rank requests of one table, in the order of the ranks that it asks."""
+    """One rank's request to one table, sorted by the owners of its ids."""
 
     table: ShardedTable
     ids: Tensor  # as their owners number them
@@ -78,7 +79,7 @@ class LookupRequest:
 def lookup_request(
     table: ShardedTable, ids: Any, offsets: Any = None, per_sample_weights: Any = None
 ) -> LookupRequest:
-    """What a call with these arguments requests; raises if they are invalid."""
+    """The request of a call; raises if its arguments are invalid."""
     if not table.is_bag:
         check_ids(table.spec, table.spec.weight, ids)
         shape, dim = ids.shape, table.dim
@@ -204,7 +205,7 @@ def _mean_scale(table: ShardedTable, bags: Lookup) -> Tensor:
 
 
 class IncomingLookup(NamedTuple):
-    """What all ranks request of this one in a table, one after the other."""
+    """The requests of all ranks to this one in a table, in the order of ranks."""
 
     ids: Tensor  # local rows
     length: int  # ids of each bag, at least one; 0: see `lengths`
@@ -282,13 +283,13 @@ def exchange_ids(
     Args:
         collectives: the ranks.
         requests: of this rank.
-        own_counts: for each rank, of what this one requests of it.
-        counts: of each rank, for what it requests of this one.
+        own_counts: a row for each rank, of this rank's requests to it.
+        counts: a row for each rank, of its requests to this one.
         max_bytes: the most bytes that any rank sends another.
 
     Returns:
         A function that reads the requests of all ranks, per table; ``None`` for replicated ones.
-        Other ranks wait for the rows, so what it raises must be reported to them.
+        Other ranks wait for the rows, so an error must be reported to them.
     """
 
     def outgoing() -> list[list[Tensor]]:
@@ -327,8 +328,8 @@ def _unpack_ids(
     table: ShardedTable, readers: Sequence[BufferReader], counts: Sequence[Sequence[int]]
 ) -> IncomingLookup:
     # A rank that requests nothing has bags of any length.
-    known = {-bags for num_ids, bags, _ in counts if num_ids or bags > 0} or {1}
-    length = max(known.pop(), 0) if len(known) == 1 else 0
+    bag_lengths = {-bags for num_ids, bags, _ in counts if num_ids or bags > 0} or {1}
+    length = max(bag_lengths.pop(), 0) if len(bag_lengths) == 1 else 0
     has_any_weights = any(has_weights for _, _, has_weights in counts)
     ids, lengths, weights, bags_per_rank = [], [], [], []
     dtype = table.weight.dtype
@@ -372,16 +373,16 @@ def serve_lookups(
     core_lookups: list[Lookup] = []
     of_core: list[int] = []
     for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
-        # With weights, padding has one, too, but no gradient: torch's operations see to that.
-        needs_torch = each.per_sample_weights is not None and table.local_padding_idx >= 0
-        if table.is_plain_read and any(each.bags_per_rank) and not needs_torch:
+        # With weights, padding has one, too, but no gradient.
+        has_padding = each.per_sample_weights is not None and table.local_padding_idx >= 0
+        if table.is_plain_read and any(each.bags_per_rank) and not has_padding:
             core_lookups.append(_core_lookup(table, each, needs_grad=needs_grad))
             of_core.append(n)
     done = dict(zip(of_core, lookup.look_up(core_lookups) or (), strict=False))
     return [
         _from_core(table, each, done[n])
         if n in done
-        else _serve_with_torch(table, each, needs_grad=needs_grad)
+        else _serve_with_module(table, each, needs_grad=needs_grad)
         for n, (table, each) in enumerate(zip(tables, requests, strict=True))
     ]
 
@@ -412,56 +413,35 @@ def _offsets_from_lengths(lengths: Tensor) -> Tensor:
 def _from_core(
     table: ShardedTable, request: LookupRequest | IncomingLookup, found: LookupResult
 ) -> LocalRows:
-    positions, source = found.indices, found.value_index
+    indices, source = found.indices, found.value_index
     weights = _detached_copy(request.per_sample_weights)
     shape, scale_grad_by_freq = table.weight.shape, table.scale_grad_by_freq
     rows, dim = shape
 
     def grad_fn(grad: Tensor) -> list[IndexedGrad]:
-        assert positions is not None
+        assert indices is not None
         if not scale_grad_by_freq:
-            return [IndexedGrad(positions, grad, rows, dim, source, weights)]
-        return [grad_of_ids(shape, positions, grad, source, weights, scale_grad_by_freq=True)]
+            return [IndexedGrad(indices, grad, rows, dim, source, weights)]
+        return [grad_of_ids(shape, indices, grad, source, weights, scale_grad_by_freq=True)]
 
     return LocalRows(found.output, grad_fn)
 
 
-def _serve_with_torch(
+def _serve_with_module(
     table: ShardedTable, request: LookupRequest | IncomingLookup, *, needs_grad: bool
 ) -> LocalRows:
-    """With torch's operations, or by the local module if it has hooks."""
+    """By the local module: if it has hooks or a ``max_norm``, or the core declines."""
     if not table.has_rows:
         return LocalRows(table.weight.detach(), lambda grad: [])
-    ids, lengths = request.ids.long(), request.lengths
-    weights = _detached_copy(request.per_sample_weights)
+    if table.is_plain_read and not any(request.bags_per_rank):
+        empty, shape = torch.empty(0, dtype=torch.int64), table.weight.shape
+        return LocalRows(table.weight.detach()[:0], lambda grad: [grad_of_ids(shape, empty, grad)])
+    ids, lengths = request.ids.to(torch.int64, copy=True), request.lengths  # may be overwritten
     if lengths is None and request.length > 1:
         lengths = torch.full((sum(request.bags_per_rank),), request.length)
-    if not table.is_plain_read:
-        with torch.set_grad_enabled(needs_grad):
-            output = table.lookup(ids, lengths, weights)
-        backward = partial(_backward_through_module, output, table.weight)
-        return LocalRows(output.detach(), backward)
-    weight, padding = table.weight.detach(), table.local_padding_idx
-    offsets: Tensor | None = None
-    if lengths is not None:
-        offsets = _offsets_from_lengths(lengths)
-    elif table.is_bag and (padding >= 0 or weights is not None):
-        offsets = torch.arange(len(ids) + 1)
-    if offsets is None:
-        rows = torch.index_select(weight, 0, ids)
-    else:
-        rows = embedding_bag(weight, ids, offsets, False, 0, False, weights, True, padding)[0]
-    ids = ids.clone()  # the caller may overwrite its ids
-
-    def grad_fn(grad: Tensor) -> list[IndexedGrad]:
-        source = None
-        if lengths is not None:
-            source = torch.repeat_interleave(lengths.long(), output_size=len(ids))
-        by_frequency = table.scale_grad_by_freq
-        of = (weight.shape, ids, grad, source, weights)
-        return [grad_of_ids(*of, padding_idx=padding, scale_grad_by_freq=by_frequency)]
-
-    return LocalRows(rows, grad_fn)
+    with torch.set_grad_enabled(needs_grad):
+        output = table.lookup(ids, lengths, _detached_copy(request.per_sample_weights))
+    return LocalRows(output.detach(), partial(_backward_through_module, output, table.weight))
 
 
 def _detached_copy(weights: Tensor | None) -> Tensor | None:
@@ -498,8 +478,7 @@ def sharded_lookup(
     status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
     own_counts: list[list[int]] = []
-    error: BaseException | None = None
-    try:
+    with Caught() as caught:
         requests = list(make_requests()) if prefetched is None else prefetched.requests
         rows_of_counts = id_counts(requests)
         own_counts = rows_of_counts.tolist()
@@ -508,9 +487,7 @@ def sharded_lookup(
         status.max_reply_bytes = max(_reply_nbytes(requests, row) for row in own_counts)
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
         status.prefetched = 0 if prefetched is None else prefetched.sequence
-    except BaseException as raised:
-        error = raised
-    peers = group.handshake(status, counts, error)
+    peers = group.handshake(status, counts, caught.error)
     read: Callable[[], list[IncomingLookup | None]]
     if prefetched is not None and set(peers["prefetched"]) == {prefetched.sequence}:
         read = partial(list, prefetched.incoming)
@@ -565,7 +542,7 @@ def _return_rows(
     peers: PeerStatus,
     serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
 ) -> list[Tensor]:
-    """Send rows to the ranks that requested them; return those of this rank's requests."""
+    """Send rows to the ranks that requested them; return the rows that this rank requested."""
     world_size = group.collectives.world_size
     local_rows: list[Tensor] = []
 
@@ -588,10 +565,8 @@ def _return_rows(
             found.append(own)
             continue
         table = each.table
-        pieces = [
-            reader.read(count * table.dim, table.weight.dtype)
-            for reader, count in zip(readers, each.bags_per_rank, strict=True)
-        ]
+        sizes = [count * table.dim for count in each.bags_per_rank]
+        pieces = read_all(readers, sizes, table.weight.dtype)
         rows = _sum_partial_bags(pieces) if each.is_partial else concat(pieces)
         rows = rows.view(-1, table.dim)
         found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))

@@ -1,6 +1,6 @@
-"""Which rank owns which rows of a table, and what that costs."""
+"""Which rank owns which rows of a table, and the bytes that ranks send for it."""
 
-# ruff: noqa: D102 (methods of subclasses do what the base class says)
+# ruff: noqa: D102 (the base class documents these methods)
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Placement(ABC):
         """Where the rows are, in words."""
 
     def extra_repr(self) -> str:
-        """What a sharded module adds to its ``repr``."""
+        """The placement in the ``repr`` of a sharded module."""
         return f"sharded={self.kind!r}"
 
     def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
@@ -153,7 +153,7 @@ class Placement(ABC):
         return self.rows
 
     def counts_to_owner(self, count: int, world_size: int) -> list[int]:
-        """How many of so many ids, or bags, go to each rank if none is split."""
+        """The number of ids, or bags, for each rank if no bag is split."""
         return [count]
 
     def split_ids(self, ids: Tensor, world_size: int, dtype: torch.dtype) -> IdSplit:

@@ -1,4 +1,4 @@
-"""Choose where tables go, and show what that costs."""
+"""Choose the placement of tables, and show its cost."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class Plan:
             (67584, 88064)
         """
         check_int("Plan.for_batch", "batch", batch, 0)
-        known = self._parse_lengths("Plan.for_batch", lengths)
-        return Plan(self.placements, self.world_size, batch, known, self._tables)
+        by_name = self._parse_lengths("Plan.for_batch", lengths)
+        return Plan(self.placements, self.world_size, batch, by_name, self._tables)
 
     def _parse_lengths(self, who: str, lengths: Any) -> dict[str, float]:
         names = [each.name for each in self.placements]

@@ -18,7 +18,7 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
 from sparsestep.distributed._handshake import compare_facts
 from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import Collectives, new_group_like
+from sparsestep.distributed.collectives import Caught, Collectives, new_group_like
 from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched
 from sparsestep.distributed.lookup import (
@@ -67,7 +67,7 @@ class ShardedModule:
     call_key: tuple[int, int]
 
     def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
-        """What a call requests; raises if its arguments are invalid."""
+        """The requests of a call; raises if its arguments are invalid."""
         raise NotImplementedError
 
     def _lookup(self, first: ShardedTable, *arguments: Any) -> list[Tensor]:
@@ -226,16 +226,13 @@ def _shard_together(
     model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any
 ) -> Plan:
     collectives = Collectives(_process_group(mesh))
-    error: BaseException | None = None
     sharding: _Sharding | None = None
     facts: dict[str, str] = {}
-    try:
+    with Caught() as caught:
         sharding = _Sharding(model, collectives, plan, reduce, order)
         facts = sharding.facts()
-    except BaseException as raised:
-        error = raised
     requirement = "shard: all ranks must shard the same tables with the same arguments"
-    compare_facts(collectives, facts, requirement, error)
+    compare_facts(collectives, facts, requirement, caught.error)
     assert sharding is not None
     sharding.commit()
     return Plan(sharding.placements, collectives.world_size, tables=sharding.tables)
@@ -278,17 +275,17 @@ class _Sharding:
         first: dict[int, ShardedTable] = {}
         indices = []
         for table, module in zip(self.tables, self._modules.values(), strict=True):
-            known = first.setdefault(id(module.weight), table)
-            indices.append(known.index)
-            if known is table:
+            same = first.setdefault(id(module.weight), table)
+            indices.append(same.index)
+            if same is table:
                 seed = torch.initial_seed() + self._collectives.world_size * table.index
                 table.init_rows(seed)
             else:
-                table.weight, table.local_weight = known.weight, known.local_weight
+                table.weight, table.local_weight = same.weight, same.local_weight
         return indices
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks."""
+        """Facts that must be equal on all ranks."""
         facts = {"tables": ", ".join(map(repr, self._modules)), "order": self._order}
         for table, module, first in zip(
             self.tables, self._modules.values(), self._first_with_weight, strict=True
@@ -373,22 +370,21 @@ def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
     for name, how in by_name.items():
         matching = [each for each in names if name in (each, each.rpartition(".")[2])]
         requirement = "shard: reduce must be mean or sum, for all tables or by table name"
-        known = next((each for each in _REDUCTIONS if isinstance(how, str) and each == how), None)
-        if known is None:
+        if not isinstance(how, str) or how not in _REDUCTIONS:
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
         if len(matching) != 1:
             tables = f"The tables are {', '.join(map(repr, names))}"
             raise InputError(message(requirement, f"a table {name!r}", tables))
-        found[matching[0]] = known
+        found[matching[0]] = how
     return found
 
 
 def _check_tied_weights(model: nn.Module, tables: Sequence[ShardedTable]) -> None:
     """Raise if other modules read the weight of a table as well."""
-    known: dict[int, ShardedTable] = {}
+    by_weight: dict[int, ShardedTable] = {}
     for table in tables:
-        first = known.setdefault(id(table.weight), table)
+        first = by_weight.setdefault(id(table.weight), table)
         if not first.placement.is_same_split(table.placement):
             both = f"{first.name!r} and {table.name!r}"
             requirement = f"shard: {both} share a weight, so their plan must be the same"
@@ -398,8 +394,8 @@ def _check_tied_weights(model: nn.Module, tables: Sequence[ShardedTable]) -> Non
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         for param in own_parameters(module).values():
-            if param is not None and id(param) in known:
-                table_name = known[id(param)].name
+            if param is not None and id(param) in by_weight:
+                table_name = by_weight[id(param)].name
                 requirement = f"shard: only tables may use the weight of {table_name!r}"
                 raise InputError(message(requirement, f"{name!r}, which uses it, too"))
 

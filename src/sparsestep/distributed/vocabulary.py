@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sparsestep._process import uninterrupted
 from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind
-from sparsestep.distributed._packing import concat
+from sparsestep.distributed._packing import concat, read_all
 from sparsestep.distributed._table import ShardedTable, TableGroup
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import ByRow, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
@@ -35,23 +35,20 @@ _SHARED = -1  # in place of a digest: the other vocabulary is shared by ranks, t
 class Vocabulary(nn.Module):
     """A :class:`sparsestep.nn.Vocabulary` for a table that is sharded by rows.
 
-    A hash of an id decides which rank owns it, now and for ever. The owner keeps its count, and
-    gives it one of its own rows. So no rank has to know all ids, and a row that goes to another id
-    is reset on its rank. Each rank decides about its own rows as one process does about all, with a
-    share of the rows and a share of the ids: ``admit`` and ``evict`` mean what they do there, rank
-    by rank.
+    A hash of an id decides which rank owns it. The owner counts the id and assigns it one of its
+    own rows, so no rank has to know all ids. ``admit`` and ``evict`` mean the same as in
+    ``sparsestep.nn.Vocabulary``, rank by rank: each rank has its share of the rows and of the ids.
 
-    A lookup is something that all ranks do together, like that of a sharded table. A rank without
-    data looks up an empty tensor. Owners count the ids of a call in the order of ranks, so the same
-    calls give the same rows.
+    All ranks look up ids together, as with a sharded table. A rank without data looks up an empty
+    tensor. Owners count the ids of a call in the order of ranks, so the same calls give the same
+    rows.
 
-    As a part of a model it is saved and loaded with it, by any number of ranks: see
-    :func:`sparsestep.distributed.save`. ``state_dict()`` has what this rank owns.
+    As part of a model it is saved and loaded with it, by any number of ranks: see
+    :func:`sparsestep.distributed.save`. ``state_dict()`` has the ids that this rank owns.
 
     Args:
-        table: an ``nn.Embedding`` or ``nn.EmbeddingBag`` that ``shard`` has divided by rows. Its
-            rows are given away: to each rank those that it has.
-        optimizers: those of this library that train it.
+        table: an ``nn.Embedding`` or ``nn.EmbeddingBag`` that is sharded by rows.
+        optimizers: the optimizers of this library that train it.
         admit: how often an id has to be seen to get a row of its own.
         evict: ``None``, ``"lru"`` or ``"lfu"``: whose row a new id takes over.
         shared: on each rank, the number of rows for ids without a row of their own.
@@ -59,10 +56,10 @@ class Vocabulary(nn.Module):
 
     Attributes:
         rows: number of rows of the table.
-        local: what this rank owns. Its rows are numbers of this rank's part.
+        local: the vocabulary of this rank's ids and local rows.
 
     Raises:
-        InputError: the table is not sharded by rows, or none of an optimizer's.
+        InputError: the table is not sharded by rows, or an optimizer does not train it.
 
     Example:
         >>> import sparsestep
@@ -117,52 +114,44 @@ class Vocabulary(nn.Module):
             Rows of the table, int64, in the shape of the ids and on their device.
 
         Raises:
-            InputError: these are no ids, on this rank or on another; nothing was changed anywhere.
+            InputError: ids are invalid, on this rank or on another. Nothing has changed.
         """
         # A rank that stops in the middle of an exchange keeps the others waiting.
         return uninterrupted(partial(self._lookup_together, ids))
 
     def _lookup_together(self, ids: Tensor) -> Tensor:
         ranks = self.collectives
-        error: BaseException | None = None
         flat = order = torch.empty(0, dtype=torch.int64)
         counts = torch.zeros(ranks.world_size, dtype=torch.int64)
-        try:
+        with Caught() as caught:
             flat = flat_ids(ids)
             owners = hash_owner(flat, ranks.world_size)
             order, counts = owners.argsort(stable=True), owners.bincount(minlength=ranks.world_size)
-        except BaseException as raised:
-            error = raised
-        asked: list[int] = counts.tolist()
-        peers = self._group.exchange_counts(
-            ExchangeKind.VOCABULARY_LOOKUP, self._table, counts, error, _ID_BYTES * max(asked)
-        )
-        come, max_bytes = [room[0] for room in peers.counts], max(peers["max_bytes"])
-        bytes_asked = [_ID_BYTES * count for count in asked]
-        bytes_come = [_ID_BYTES * count for count in come]
-        sent = ranks.all_to_all(
-            lambda: [[each] for each in flat[order].split(asked)],
-            incoming_sizes=bytes_come,
+        requested: list[int] = counts.tolist()
+        max_bytes, operation = _ID_BYTES * max(requested), ExchangeKind.VOCABULARY_LOOKUP
+        peers = self._group.exchange_counts(operation, self._table, counts, caught.error, max_bytes)
+        served, max_bytes = [room[0] for room in peers.counts], max(peers["max_bytes"])
+        requested_bytes = [_ID_BYTES * count for count in requested]
+        served_bytes = [_ID_BYTES * count for count in served]
+        incoming = ranks.all_to_all(
+            lambda: [[each] for each in flat[order].split(requested)],
+            incoming_sizes=served_bytes,
             max_bytes=max_bytes,
-            outgoing_sizes=bytes_asked,
+            outgoing_sizes=requested_bytes,
         )
 
         def read() -> Tensor:
-            return concat([each.read(n, torch.int64) for each, n in zip(sent, come, strict=True)])
+            return concat(read_all(incoming, served, torch.int64))
 
-        back = ranks.all_to_all(
-            lambda: [[each] for each in self._assign_rows(read).split(come)],
-            incoming_sizes=bytes_asked,
+        replies = ranks.all_to_all(
+            lambda: [[each] for each in self._assign_rows(read).split(served)],
+            incoming_sizes=requested_bytes,
             max_bytes=max_bytes,
-            outgoing_sizes=bytes_come,
+            outgoing_sizes=served_bytes,
         )
         rows = torch.empty_like(flat)
-        rows[order] = concat(
-            [
-                each.read(n, torch.int64) * ranks.world_size + rank
-                for rank, (each, n) in enumerate(zip(back, asked, strict=True))
-            ]
-        )
+        pieces = enumerate(read_all(replies, requested, torch.int64))
+        rows[order] = concat([each * ranks.world_size + rank for rank, each in pieces])
         return rows.view(ids.shape).to(ids.device)
 
     def _assign_rows(self, read: Callable[[], Tensor]) -> Tensor:
@@ -186,11 +175,11 @@ class Vocabulary(nn.Module):
 
         Args:
             table: sharded by rows in the same call of ``shard``, with at least as many rows.
-            optimizers: those of this library that train it.
+            optimizers: the optimizers of this library that train it.
             init: fills a tensor of new rows in place; by default from a normal distribution.
 
         Raises:
-            InputError: the table does not fit, or is none of an optimizer's.
+            InputError: the table does not fit, or an optimizer does not train it.
         """
         sharded = self._check_table("Vocabulary.attach", table)
         padding = sharded.padding_idx
@@ -226,18 +215,18 @@ class Vocabulary(nn.Module):
         return {each: row * world_size + rank for each, row in self.local.as_dict().items()}
 
     def grow(self, rows: int) -> None:
-        """Have more rows, with all tables that are attached; all ranks call it.
+        """Add rows, to all attached tables, too; all ranks call it.
 
         Each rank gets its share of the new rows. Weights stay the same parameters and keep their
         state, as with ``sparsestep.nn.grow``. New rows are initialized by ``init``, on each rank
         with random numbers of its own. Call it between steps, after ``zero_grad()``.
 
         Args:
-            rows: how many there are to be; the same on all ranks.
+            rows: the new number of rows; the same on all ranks.
 
         Raises:
-            InputError: a table cannot grow, on this rank or on another, or ranks name different
-                numbers; nothing was changed anywhere.
+            InputError: a table cannot grow, on this rank or on another, or ranks pass different
+                numbers. Nothing has changed on any rank.
 
         Example:
             >>> import sparsestep
@@ -252,22 +241,18 @@ class Vocabulary(nn.Module):
         uninterrupted(partial(self._grow_together, rows))
 
     def _grow_together(self, rows: int) -> None:
-        error: BaseException | None = None
         commits: list[Callable[[], object]] = []
         with self.local.lock:
-            try:
+            with Caught() as caught:
                 commits = self._prepare_grow(rows)
-            except BaseException as raised:
-                error = raised
+            number = rows if caught.error is None else 0
             requirement = "Vocabulary.grow: all ranks must name the same number of rows"
-            self.exchange_number(
-                ExchangeKind.GROW, rows if error is None else 0, error, requirement
-            )
+            self.exchange_number(ExchangeKind.GROW, number, caught.error, requirement)
             for commit in commits:
                 commit()
 
     def _prepare_grow(self, rows: int) -> list[Callable[[], object]]:
-        """Do all that may raise; what is returned does the rest, and cannot fail."""
+        """Everything that can raise; the returned functions commit, and cannot fail."""
         is_whole = isinstance(rows, int) and not isinstance(rows, bool)
         if not is_whole or not self.rows <= rows <= _MAX_ROWS:
             is_large = is_whole and rows > _MAX_ROWS
@@ -301,18 +286,18 @@ class Vocabulary(nn.Module):
         enough free rows.
 
         Args:
-            other: one that the same ranks share, or an ordinary one, the same on all ranks. It
-                stays as it is.
+            other: a vocabulary of the same ranks, or an ordinary one, the same on all ranks. It is
+                not changed.
 
         Returns:
-            For each row in use there, the row of its id here. Of one that ranks share, for the rows
-            of this rank, and ``table.weight.data[rows // world_size] =
-            other_table.weight.data[: len(rows)]`` merges tables. Of an ordinary one, the same for
-            all ranks; the rows that it shares go to those of rank 0.
+            For each row in use there, the row of its id here. For a vocabulary of the same ranks,
+            these are the rows of this rank, and ``table.weight.data[rows // world_size] =
+            other_table.weight.data[: len(rows)]`` merges tables. For an ordinary one, the result is
+            the same on all ranks; its shared rows go to those of rank 0.
 
         Raises:
             InputError: there are too few free rows, on this rank or on another, or ranks pass
-                different vocabularies; nothing was changed anywhere.
+                different vocabularies. Nothing has changed on any rank.
 
         Example:
             >>> import sparsestep
@@ -328,35 +313,30 @@ class Vocabulary(nn.Module):
         return uninterrupted(partial(self._merge_together, other))
 
     def _merge_together(self, other: Vocabulary | LocalVocabulary) -> Tensor:
-        error: BaseException | None = None
         merged: tuple[IdTable, Tensor] | None = None
         theirs, which = None, _SHARED
         with self.local.lock:
-            try:
+            with Caught() as caught:
                 theirs = self._snapshot_of(other)
                 which = _SHARED if isinstance(other, Vocabulary) else _digest(theirs)
                 owned = theirs
                 if not isinstance(other, Vocabulary):
                     owned = _owned_entries(theirs, self.collectives, self.local.options.shared)
                 merged = self.local.prepare_merge(owned)
-            except BaseException as raised:
-                error = raised
             requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
-            self.exchange_number(ExchangeKind.MERGE, which, error, requirement)
+            self.exchange_number(ExchangeKind.MERGE, which, caught.error, requirement)
             assert merged is not None
             assert theirs is not None
-            try:
+            with caught:
                 rows = self._global_rows(merged[1])
                 if not isinstance(other, Vocabulary):
                     rows = self._gather_rows(theirs, rows)
-            except BaseException as raised:
-                error = raised
-            self.collectives.check(error)
+            self.collectives.check(caught.error)
             self.local.id_table = merged[0]
         return rows
 
     def _snapshot_of(self, other: Any) -> IdTableSnapshot:
-        """What another vocabulary knows; raises if it cannot be merged with this one."""
+        """The ids of another vocabulary; raises if it cannot be merged with this one."""
         shared, ranks = self.local.options.shared, self.collectives
         local = other.local if isinstance(other, Vocabulary) else other
         if not isinstance(local, LocalVocabulary) or local.options.shared != shared:
@@ -379,17 +359,17 @@ class Vocabulary(nn.Module):
         sizes = [_ID_BYTES * count for count in counts]
         readers = ranks.all_to_all([[rows[shared:]]] * ranks.world_size, sizes, max(sizes))
         found = torch.empty_like(owners)
-        for rank, (reader, count) in enumerate(zip(readers, counts, strict=True)):
-            found[owners == rank] = reader.read(count, torch.int64)
+        for rank, piece in enumerate(read_all(readers, counts, torch.int64)):
+            found[owners == rank] = piece
         return concat([torch.arange(shared) * ranks.world_size, found])
 
     def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
         """A plain embedding with the rows of all ranks that are in use, and the row of each id.
 
-        All ranks call it, and rank 0 gets what it returns: it alone needs memory for all rows.
+        All ranks call it. Only rank 0 gets the result, and needs memory for all rows.
 
         Args:
-            table: what this vocabulary gives rows of.
+            table: a table of this vocabulary.
 
         Returns:
             On rank 0 a copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0
@@ -408,37 +388,31 @@ class Vocabulary(nn.Module):
             >>> vocabulary.export(table)
             (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
         """
-        error: Exception | None = None
-        ranks, shared, known = self.collectives, self.local.options.shared, self._table
-        try:
-            known = self._check_table("Vocabulary.export", table)
-        except InputError as raised:
-            error = raised
+        ranks, shared, sharded = self.collectives, self.local.options.shared, self._table
+        with Caught() as caught:
+            sharded = self._check_table("Vocabulary.export", table)
         others: list[list[Tensor]] = [[] for _ in range(ranks.world_size - 1)]
-        size = _ID_BYTES + known.row_bytes
+        size = _ID_BYTES + sharded.row_bytes
 
         def outgoing() -> list[list[Tensor]]:
             saved = self.local.id_table.save()
-            return [[saved.ids[: saved.used], known.weight.detach()[: saved.used]], *others]
+            return [[saved.ids[: saved.used], sharded.weight.detach()[: saved.used]], *others]
 
         with self.local.lock:
             mine = self.used
-            used = self.exchange_number(ExchangeKind.EXPORT, mine, error, "", known)
+            used = self.exchange_number(ExchangeKind.EXPORT, mine, caught.error, "", sharded)
             sizes = [count * size if ranks.rank == 0 else 0 for count in used]
             lengths = [mine * size] + [0] * len(others)
             readers = ranks.all_to_all(outgoing, sizes, max(used) * size, lengths)
         if ranks.rank != 0:
             return None
-        ids = concat([each.read(n, torch.int64) for each, n in zip(readers, used, strict=True)])
-        pieces = [
-            each.read(n * known.dim, known.weight.dtype)
-            for each, n in zip(readers, used, strict=True)
-        ]
+        ids = concat(read_all(readers, used, torch.int64))
+        pieces = read_all(readers, [n * sharded.dim for n in used], sharded.weight.dtype)
         numbers = [torch.arange(n) * ranks.world_size + rank for rank, n in enumerate(used)]
         order = concat(numbers).argsort()
         first = shared * ranks.world_size
         found = ids[order][first:].tolist()
-        whole = concat(pieces).view(-1, known.dim)[order]
+        whole = concat(pieces).view(-1, sharded.dim)[order]
         plain = nn.Embedding.from_pretrained(whole, freeze=False)
         return plain, dict(zip(found, range(first, first + len(found)), strict=True))
 
@@ -475,7 +449,7 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
 
 
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
-    """What of a vocabulary is about ids that this rank owns."""
+    """The entries of a vocabulary whose ids this rank owns."""
     ids = theirs.ids[shared : theirs.used]
     mine = (hash_owner(ids, ranks.world_size) == ranks.rank).nonzero().squeeze(1) + shared
     rows = concat([torch.arange(shared), mine])
@@ -483,7 +457,7 @@ def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> 
 
 
 def _digest(saved: IdTableSnapshot) -> int:
-    """A number that is another for other ids, rows or counts, and no negative one."""
+    """Non-negative digest of ids, rows and counts."""
     pairs = stack([saved.ids, saved.counts]).t()[: saved.used].contiguous()
     places = torch.arange(1, len(pairs) + 1).unsqueeze(1)
     bits = (pairs ^ (pairs >> 29)) * 0x1F83D9ABFB41BD6B + places

@@ -25,6 +25,7 @@ from sparsestep.distributed.checkpoint._manifest import (
     Sum,
 )
 from sparsestep.distributed.checkpoint._reshard import (
+    ReadTarget,
     RowRemap,
     StoredTensor,
     VocabularyReader,
@@ -73,13 +74,13 @@ class Content(NamedTuple):
     """The content of a checkpoint."""
 
     entries: dict[str, Any]  # the tensors that this rank stores, by key
-    about: Mapping[str, Any]  # what they are, as JSON; the same on all ranks
+    about: Mapping[str, Any]  # TensorLayouts as JSON; the same on all ranks
 
 
 def _dcp_save(content: Content, folder: Path, peers: Peers) -> None:
     """Write a checkpoint; all ranks call it.
 
-    If it raises, it raises on all ranks, and an earlier checkpoint in the folder is what it was.
+    If it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -117,7 +118,7 @@ def _dcp_save(content: Content, folder: Path, peers: Peers) -> None:
 def _check_shared_disk(
     folder: Path, save_id: str, peers: Peers, sums: list[dict[str, Sum]]
 ) -> None:
-    """Every rank must see what rank 0 has written, and rank 0 what every rank has written."""
+    """Every rank must see the files of rank 0, and rank 0 those of every rank."""
     requirement = f"save: {str(folder)!r} must be on a disk that all ranks share"
     for rank, files in enumerate(sums):
         for name, each in files.items():
@@ -263,6 +264,11 @@ class Checkpoint(NamedTuple):
             }
             raise self.peers.error_of(failures) from None
 
+    def read_shards(self, targets: Mapping[str, ReadTarget]) -> dict[str, Tensor]:
+        """Read the shards of this rank."""
+        self.read({key: each.target for key, each in targets.items()})
+        return {key: each.finish() for key, each in targets.items()}
+
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """Raise an ``InputError`` for content that ``save`` never writes."""
@@ -295,18 +301,17 @@ def ignore_dcp_warnings() -> Iterator[None]:
 def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     """Save a model and its optimizer; all ranks call it.
 
-    This is ``torch.distributed.checkpoint`` underneath: a folder, to which each rank writes what
-    it has. Any number of ranks loads it, one process too; and a model that was not sharded may be
-    saved and loaded by one that is.
+    A checkpoint is a folder of ``torch.distributed.checkpoint``, to which each rank writes its
+    shards. Any number of ranks can load it, or a single process. A sharded model can load the
+    checkpoint of one that is not sharded, and vice versa.
 
     Atomic: if it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact.
 
     Args:
         path: a folder on a disk that all ranks share.
-        model: sharded or not; within ``DistributedDataParallel`` or not. Its vocabularies are saved
-            with it.
-        optimizer: of its parameters. Options in its param groups must be numbers, strings, dtypes,
-            tensors or ``None``, or lists, tuples and dicts of these.
+        model: the model, with its vocabularies; may be in ``DistributedDataParallel``.
+        optimizer: its optimizer. Options of param groups must be numbers, strings, dtypes, tensors
+            or ``None``, or lists, tuples and dicts of these.
 
     Raises:
         InputError: ranks do not share the disk, or an option is of another kind.
@@ -326,30 +331,25 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> nn.EmbeddingBag(10, 4).load_state_dict(found["model"])
         <All keys matched successfully>
     """
-    check_model_and_optimizer("save", model, optimizer)
-    folder, state = check_folder("save", path), CheckpointState(model, optimizer)
-    peers = state.peers()
-    with peers.agreeing():
-        content = Content(state.entries(), state.layouts().pack())
-    _dcp_save(content, folder, peers)
+    _dcp_save(*_collect("save", path, model, optimizer))
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
-    """Save in the background, while training goes on; all ranks call it.
+    """Save in the background, while training continues; all ranks call it.
 
-    Everything is copied first: that takes as much memory as the checkpoint has, and what is saved
-    is of this moment, whatever the next steps do. The ranks write it by a process group of its own.
-    Do not save to the same folder again before it has finished. If only some of the processes share
-    the tables, it is written before this returns.
+    Everything is copied first, which takes as much memory as the checkpoint: later steps do not
+    change what is saved. Ranks write it in a process group of its own. Do not save to the same
+    folder again before it has finished. If only some of the processes share the tables, it is
+    written before this returns.
 
     Args:
         path: a folder on a disk that all ranks share.
         model: as for :func:`save`.
-        optimizer: of its parameters.
+        optimizer: its optimizer.
 
     Returns:
-        A future, whose ``result()`` waits until this rank has written its part, and raises what
-        went wrong. A process that ends waits for it, too.
+        A future. Its ``result()`` waits until this rank has written its part, and raises if saving
+        failed. A process that ends waits for it, too.
 
     Example:
         >>> import tempfile, sparsestep
@@ -361,28 +361,32 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     saving.result()
         ...     load(path, model, optimizer)
     """
-    check_model_and_optimizer("async_save", model, optimizer)
-    folder, state = check_folder("async_save", path), CheckpointState(model, optimizer)
+    return _dcp_async_save(*_collect("async_save", path, model, optimizer, copy=True))
+
+
+def _collect(
+    who: str, path: StrPath, model: nn.Module, optimizer: RuleOptimizer, *, copy: bool = False
+) -> tuple[Content, Path, Peers]:
+    check_model_and_optimizer(who, model, optimizer)
+    folder, state = check_folder(who, path), CheckpointState(model, optimizer)
     peers = state.peers()
     with peers.agreeing():
-        content = Content(state.entries(copy=True), state.layouts().pack())
-    return _dcp_async_save(content, folder, peers)
+        content = Content(state.entries(copy=copy), state.layouts().pack())
+    return content, folder, peers
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
-    """Load what :func:`save` has saved, with any number of ranks; all ranks call it.
+    """Load a checkpoint of :func:`save`, with any number of ranks; all ranks call it.
 
-    Where a vocabulary is loaded by another number of ranks, ids get new owners, and rows of its
-    tables move with them, values and state. Owners that have too few rows give up the ids that they
-    would evict first.
+    If another number of ranks loads a vocabulary, ids get new owners, and the rows and state of
+    its tables move with them. An owner with too few rows drops the ids that it would evict first.
 
     All files are verified first: size and checksum. Loading executes no code from them.
 
     Args:
         path: the folder.
-        model: with the same tables; sharded in whatever way, or not.
-        optimizer: of its parameters, in the same groups. Its options become those of the
-            checkpoint, but for masks.
+        model: a model with the same tables, sharded in any way, or not.
+        optimizer: its optimizer, with the same param groups. All options but masks are loaded.
 
     Raises:
         InputError: on all ranks, if the checkpoint does not fit, a file is missing or damaged, or
@@ -428,21 +432,19 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
                 chosen[key] = each
         targets = read_targets(layouts, chosen, remaps, state.tables)
     with checkpoint.refusing():
-        checkpoint.read({key: each.target for key, each in targets.items()})
-        read = {key: each.finish() for key, each in targets.items()}
-        state.commit(tensors, read, groups, readers)
+        state.commit(tensors, checkpoint.read_shards(targets), groups, readers)
 
 
 def consolidate(path: StrPath) -> dict[str, Any]:
-    """A checkpoint as an ordinary dict, read by one process.
+    """Read a checkpoint as an ordinary dict, in one process.
 
     Args:
         path: the folder that :func:`save` wrote. It is verified as by :func:`load`.
 
     Returns:
-        ``"model"``, which the model loads as it was before ``shard``, with an ordinary
-        ``sparsestep.nn.Vocabulary`` where it had one that ranks share; and ``"optimizer"``, which
-        this library's optimizers load, and torch's of the same name.
+        ``"model"``, the state dict of the model before ``shard``, with ordinary
+        ``sparsestep.nn.Vocabulary`` in place of shared ones; and ``"optimizer"``, a state dict for
+        this library's optimizers, and for torch's of the same name.
     """
     checkpoint = Checkpoint.open(check_folder("consolidate", path), Peers(None))
     with checkpoint.refusing():
@@ -460,10 +462,9 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
         each.reassign({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
         remaps.update(each.remaps)
         readers.append(each)
-    known = {key for each in readers for key in each.entries}
-    others = {key: each for key, each in stored.items() if key not in known}
-    targets = read_targets(layouts, others, remaps, {})
-    checkpoint.read({key: each.target for key, each in targets.items()})
+    of_vocabularies = {key for each in readers for key in each.entries}
+    others = {key: each for key, each in stored.items() if key not in of_vocabularies}
+    read = checkpoint.read_shards(read_targets(layouts, others, remaps, {}))
     groups, indices = [], dict[str, int]()
     for group in layouts.groups:
         for name in group["params"]:
@@ -471,12 +472,12 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
         groups.append({**group, "params": [indices[name] for name in group["params"]]})
     model: dict[str, Any] = {}
     state: dict[int, dict[str, Tensor]] = {}
-    for key, target in targets.items():
+    for key, tensor in read.items():
         kind, name, entry = split_key(key)
         if kind == "model":
-            model[name] = target.finish()
+            model[name] = tensor
         else:
-            state.setdefault(indices[name], {})[entry] = target.finish()
+            state.setdefault(indices[name], {})[entry] = tensor
     for each in readers:
         model.update(each.state_dict())
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}}

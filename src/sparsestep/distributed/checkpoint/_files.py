@@ -1,4 +1,4 @@
-"""How ``torch.distributed.checkpoint`` writes and reads the files of a checkpoint.
+"""Storage of ``torch.distributed.checkpoint`` for the files of a checkpoint.
 
 Imported when a checkpoint is saved or loaded: the import of torch's part takes a while.
 """
@@ -63,7 +63,7 @@ class Writer(FileSystemWriter):
         return unique
 
     def discard(self) -> None:
-        """Remove what this rank has written."""
+        """Remove the files of this rank."""
         for name in self._files.names:
             with suppress(OSError):
                 (self._folder / name).unlink()
@@ -101,7 +101,7 @@ class _Files(FileSystem):
 
 
 class _Summed:
-    """A stream that computes the size and the checksum of what is written.
+    """A stream that computes the size and the checksum of the written data.
 
     It keeps the error of a write, since ``torch.save`` raises another one in its place.
     """

@@ -61,7 +61,7 @@ class ShardManifest(NamedTuple):
     id: str  # unique for each call of save
     files: dict[str, Sum]  # the other files, by name
     entries: dict[str, Entry]  # the tensors, by key
-    about: Mapping[str, Any]  # what the tensors are, as JSON
+    about: Mapping[str, Any]  # TensorLayouts as JSON
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -247,7 +247,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Decode what :func:`pack` has encoded."""
+    """Decode the result of :func:`pack`."""
     if isinstance(value, list):
         return [unpack(each) for each in value]
     if not isinstance(value, dict):

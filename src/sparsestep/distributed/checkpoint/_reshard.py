@@ -44,7 +44,7 @@ AgreeFn: TypeAlias = Callable[[Exception | None, int], list[int]]
 
 
 class StoredTensor(NamedTuple):
-    """What a checkpoint says of a tensor."""
+    """Metadata of a tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class ReadTarget(NamedTuple):
 
 
 def to_stored(table: ShardedTable | None, tensor: Tensor, *, copy: bool = False) -> Any:
-    """What this rank stores of a weight or of its state; ``None`` if another rank stores it."""
+    """This rank's part of a weight or its state; ``None`` if another rank stores it."""
     if table is not None and tensor.dim() and not table.has_rows:
         return None
     stored = tensor.detach().clone() if copy else tensor.detach()
@@ -104,7 +104,7 @@ def _row_ranks(table: ShardedTable | None) -> Collectives:
 
 
 def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget | None:
-    """How a rank reads its shard of a tensor; ``None`` if it has none."""
+    """The target of this rank's shard of a tensor; ``None`` if it has no rows."""
     if table is not None and not table.has_rows:
         return None
     ranks = _row_ranks(table)
@@ -116,11 +116,11 @@ def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget 
     block = block_target(ranks, stored)
     assert table is not None
     rows = table.rows
-    return ReadTarget(block.target, lambda: _redistribute_block(ranks, rows, block))
+    return ReadTarget(block.target, lambda: gather_rows(ranks, block, _local_rows(ranks, rows)))
 
 
 def column_target(ranks: Collectives, stored: StoredTensor) -> ReadTarget:
-    """How a rank reads its column of what equally many ranks have stored."""
+    """The target of this rank's column, if as many ranks have saved."""
     column = torch.empty(stored.shape[0], 1, *stored.shape[2:], dtype=stored.dtype)
     return ReadTarget(_dtensor(ranks, column, 1, ranks.world_size), lambda: column.squeeze(1))
 
@@ -135,7 +135,7 @@ class RowBlock(NamedTuple):
 
 
 def block_target(ranks: Collectives, stored: StoredTensor) -> RowBlock:
-    """How a rank reads its block."""
+    """The block that this rank reads."""
     shape, num_columns = stored.shape, stored.num_columns if stored.has_columns else 1
     per_rank = -(-shape[0] // ranks.world_size)
     count = max(0, min(per_rank, shape[0] - per_rank * ranks.rank))
@@ -160,10 +160,13 @@ def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
     places = (numbers >= 0).nonzero().squeeze(1)
     wanted, shape = numbers[places], block.rows.shape[1:]
     requests = ranks.scatter_rows(wanted, wanted // max(1, block.per_rank))
-    replies = [[block.rows[each - block.first]] for each in requests.pieces]
     row_bytes, counts = shape.numel() * block.rows.dtype.itemsize, requests.counts
-    sizes = [count * row_bytes for count in counts]
-    readers = ranks.all_to_all(replies, sizes, requests.max_count * row_bytes)
+    readers = ranks.all_to_all(
+        lambda: [[block.rows[each - block.first]] for each in requests.pieces],
+        incoming_sizes=[count * row_bytes for count in counts],
+        max_bytes=requests.max_count * row_bytes,
+        outgoing_sizes=[len(each) * row_bytes for each in requests.pieces],
+    )
     found = block.rows.new_zeros(len(numbers), *shape)
     for reader, count, order in zip(readers, counts, requests.order.split(counts), strict=True):
         piece = reader.read(count * shape.numel(), found.dtype)
@@ -172,7 +175,7 @@ def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
 
 
 def flatten_columns(tensor: Tensor, stored: StoredTensor) -> Tensor:
-    """The whole in order, of what was read.
+    """All rows of a table in order.
 
     Example:
         >>> columns = torch.tensor([[0, 1], [2, 0]])
@@ -182,38 +185,19 @@ def flatten_columns(tensor: Tensor, stored: StoredTensor) -> Tensor:
     return tensor.flatten(0, 1)[: stored.rows].clone() if stored.has_columns else tensor
 
 
-def _redistribute_block(ranks: Collectives, rows: int, block: RowBlock) -> Tensor:
-    """Send the rows of all blocks to their owners."""
-    world_size, rank, per_rank = ranks.world_size, ranks.rank, block.per_rank
-    shape, dtype = block.rows.shape[1:], block.rows.dtype
-
-    def rows_of(source: int, owner: int) -> range:
-        begin, end = min(source * per_rank, rows), min((source + 1) * per_rank, rows)
-        return range(begin + (owner - begin) % world_size, end, world_size)
-
-    row_bytes = dtype.itemsize * shape.numel()
-    outgoing = []
-    for owner in range(world_size):
-        mine = rows_of(rank, owner)
-        some = block.rows[mine.start - rank * per_rank :: world_size][: len(mine)]
-        outgoing.append([some.contiguous()])
-    counts = [len(rows_of(source, rank)) for source in range(world_size)]
-    every = range(world_size)
-    max_bytes = max(len(rows_of(a, b)) for a in every for b in every) * row_bytes
-    readers = ranks.all_to_all(outgoing, [count * row_bytes for count in counts], max_bytes)
-    found = block.rows.new_zeros(-(-rows // world_size), *shape)
-    begin = 0
-    for reader, count in zip(readers, counts, strict=True):
-        piece = reader.read(count * shape.numel(), dtype)
-        found[begin : (begin := begin + count)] = piece.view(count, *shape)
-    return found
+def _local_rows(ranks: Collectives, rows: int) -> Tensor:
+    """The numbers of this rank's rows. All ranks have equally many: some end with a padding row."""
+    numbers = torch.full((-(-rows // ranks.world_size),), _PADDING_ROW)
+    mine = torch.arange(ranks.rank, rows, ranks.world_size)
+    numbers[: len(mine)] = mine
+    return numbers
 
 
-# IdTable that get new owners
+# Ids that get new owners
 
 
 class VocabularyLayout(NamedTuple):
-    """How a vocabulary was stored."""
+    """The layout of a stored vocabulary."""
 
     rows: int  # in all
     num_columns: int  # ranks that had them
@@ -223,7 +207,7 @@ class VocabularyLayout(NamedTuple):
 
 
 class VocabularyBlock(NamedTuple):
-    """What a rank has read of a stored vocabulary."""
+    """One rank's block of a stored vocabulary."""
 
     numbers: Tensor  # `numbers` of the state dict, a column for each rank that has saved
     first: int  # number of the first row that was read
@@ -233,7 +217,7 @@ class VocabularyBlock(NamedTuple):
 
 
 class ReassignedIds(NamedTuple):
-    """What a rank knows after ids have got their new owners."""
+    """The ids of this rank after they have got their new owners."""
 
     saved: IdTableSnapshot  # ids and rows of this rank
     now: int
@@ -366,7 +350,7 @@ class RowRemap(NamedTuple):
     def read_target(
         self, table: ShardedTable | None, stored: StoredTensor, initial: float | None
     ) -> ReadTarget | None:
-        """How a rank reads its shard; ``initial`` is that of state, ``None`` for the weight."""
+        """The target of this rank's shard; ``initial`` fills new rows of state."""
         if table is not None and not table.has_rows:
             return None
         ranks = _row_ranks(table)
@@ -374,9 +358,8 @@ class RowRemap(NamedTuple):
         block = block_target(ranks, stored)
 
         def finish() -> Tensor:
-            numbers = torch.arange(ranks.rank, rows, ranks.world_size)
-            source = torch.full((-(-rows // ranks.world_size),), _PADDING_ROW)
-            source[: len(numbers)] = self._source_rows(numbers)
+            numbers = _local_rows(ranks, rows)
+            source = self._source_rows(numbers)
             found = gather_rows(ranks, block, source)
             is_new = (source == NEW_ROW).nonzero().squeeze(1)
             if initial is not None:
@@ -393,8 +376,8 @@ class RowRemap(NamedTuple):
     def _source_rows(self, numbers: Tensor) -> Tensor:
         """The stored row of each row; the same one if the vocabulary does not have it."""
         found, places = numbers.clone(), numbers // self.world_size
-        known = places < len(self.source)
-        found[known] = self.source[places[known]]
+        has_id = (numbers >= 0) & (places < len(self.source))
+        found[has_id] = self.source[places[has_id]]
         if self.padding is not None:
             found[numbers == self.padding] = self.padding
         return found
@@ -432,12 +415,12 @@ class ModelVocabulary:
         return self.local.attached
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
-        """How it is stored, with the names of its tables and the padding row of each."""
+        """Its layout, with the names of its tables and the padding row of each."""
         options, world_size = self.local.options, self.collectives.world_size
         return VocabularyLayout(self.rows, world_size, options.shared, options.admit, tables)
 
     def entries(self) -> dict[str, Any]:
-        """What this rank stores, by key."""
+        """The tensors that this rank stores, by key."""
         local, world_size = self.local, self.collectives.world_size
         max_rows = -(-self.rows // world_size)
         with local.lock:
@@ -496,7 +479,7 @@ class VocabularyReader:
 
     Attributes:
         entries: buffers to load into, before ``reassign`` is called.
-        found: what the vocabulary is to become.
+        found: the vocabulary that was read.
         remaps: for each table how its rows follow; empty if all rows stay on their ranks.
     """
 
@@ -561,7 +544,7 @@ class VocabularyReader:
         self._agree(error, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What an ordinary vocabulary loads."""
+        """The state dict of an ordinary vocabulary."""
         assert self.found is not None
         found = saving.write(*self.found)
         return {join_key(self.name, field): tensor for field, tensor in found.items()}

@@ -34,7 +34,7 @@ from sparsestep.optim.state import initial_value
 
 
 class TensorLayouts(NamedTuple):
-    """What the tensors of a checkpoint are."""
+    """How the tensors of a checkpoint were laid out."""
 
     tables: dict[str, tuple[int, int]]  # rows, and ranks that they were assigned to, or 0
     groups: list[dict[str, Any]]  # param groups, with names for parameters
@@ -73,7 +73,7 @@ class CheckpointState:
     Attributes:
         model: without ``DistributedDataParallel``.
         params: the optimizer's parameters.
-        tables: those of them that are sharded, and other names of these.
+        tables: the sharded ones, by each of their names.
         vocabularies: which map ids to rows of tables.
     """
 
@@ -108,7 +108,7 @@ class CheckpointState:
         self._names = names
 
     def entries(self, *, copy: bool = False) -> dict[str, Any]:
-        """What this rank stores, by key; copied, if training goes on meanwhile."""
+        """The tensors that this rank stores, by key; copied if training continues meanwhile."""
         self._optimizer.catch_up()
         self._optimizer.complete_state()
         state = self._optimizer.state
@@ -177,14 +177,14 @@ class CheckpointState:
             each = VocabularyReader(
                 name, vocabulary.collectives, options, layout, stored, vocabulary.agree
             )
-            known = self._tables_of(vocabulary)
+            names = self._tables_of(vocabulary)
             if each.is_resharded and any(
                 id(a.table.weight) not in self._names for a in vocabulary.attached
             ):
                 requirement = (
                     f"load: the tables of {name!r} must be in the model, since their rows move"
                 )
-                raise InputError(message(requirement, f"only {', '.join(known) or 'none'}"))
+                raise InputError(message(requirement, f"only {', '.join(names) or 'none'}"))
             found.append(each)
         return found
 
@@ -268,7 +268,7 @@ class CheckpointState:
         groups: list[dict[str, Any]],
         readers: list[VocabularyReader],
     ) -> None:
-        """Replace everything by what was read, on all ranks or on none; all ranks call it."""
+        """Replace everything by the tensors read, on all ranks or on none; all ranks call it."""
         peers, optimizer = self.peers(), self._optimizer
         ranks = next((table.collectives for table in self.tables.values()), Collectives(None))
         indices = {name: index for index, name in enumerate(self.params)}
@@ -327,7 +327,7 @@ def read_targets(
     remaps: dict[str, RowRemap],
     tables: dict[str, ShardedTable],
 ) -> dict[str, ReadTarget]:
-    """How this rank reads its shards, by key."""
+    """Targets to read this rank's shards into, by key."""
     found = {}
     for key, each in stored.items():
         kind, name, entry = split_key(key)
