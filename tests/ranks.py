@@ -1,8 +1,8 @@
 """Tests whose body runs on several ranks: ``@ranks(2, 3)``.
 
-The ranks of a module are started once per world size. On Linux they are forked from a process that
-has imported torch and the module; elsewhere each is an interpreter of its own. A rank reads tasks
-from a connection to pytest's process: which function, with which arguments.
+Ranks are started once per world size, and run the tests of all modules. On Linux they are forked
+from a process that has imported torch; elsewhere each is an interpreter of its own. A rank reads
+tasks from a connection to pytest's process: which function, with which arguments.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 _FORKS = sys.platform == "linux"  # elsewhere, what torch uses may not survive a fork
 _START = 120.0  # seconds to import everything, on a busy machine
+_TIMEOUT = 120.0  # seconds, of process groups
 
 
 @dataclass
@@ -70,7 +71,9 @@ class Rank:
             torch.distributed.barrier()
 
 
-def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> Any:
+def ranks(
+    *worlds: int, timeout: float = _TIMEOUT, killed: int | None = None, fresh: bool = False
+) -> Any:
     """Run a test on every rank of process groups of these sizes.
 
     The test takes a :class:`Rank` first, then parameters and fixtures that can be pickled. It fails
@@ -80,7 +83,10 @@ def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> An
         worlds: the numbers of ranks.
         timeout: of the process group, in seconds. A test takes a little longer at most.
         killed: a rank that is expected to end by a signal.
+        fresh: whether the test needs ranks of its own: it leaves them in a state that others
+            cannot use, or needs them as they are after the start.
     """
+    is_shared = killed is None and not fresh and timeout == _TIMEOUT
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
@@ -90,7 +96,12 @@ def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> An
                     test(Rank(0, 1, tmp_path, patch), **arguments)
                 return
             task = _Task(test.__module__, test.__qualname__, tmp_path, arguments)
-            _pool(test.__module__, world, timeout).run(task, killed)
+            pool = _pool(world) if is_shared else _Pool(world, timeout)
+            try:
+                pool.run(task, killed)
+            finally:
+                if not is_shared:
+                    pool.close()
 
         own = [p for name, p in inspect.signature(test).parameters.items() if name != "rank"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -104,11 +115,15 @@ def ranks(*worlds: int, timeout: float = 120.0, killed: int | None = None) -> An
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function of a test module returns on each of several ranks; for fixtures."""
+    """What a function of a test module returns on each of several new ranks; for fixtures."""
     if not HAS_GLOO:
         pytest.skip("needs gloo")
     task = _Task(function.__module__, function.__qualname__, None, arguments)
-    return _pool(function.__module__, world, 120.0).run(task)
+    pool = _Pool(world)
+    try:
+        return pool.run(task)
+    finally:
+        pool.close()
 
 
 @dataclass
@@ -133,12 +148,12 @@ class _Task:
 class _Pool:
     """The ranks of one world size."""
 
-    def __init__(self, module: str, world: int, timeout: float) -> None:
+    def __init__(self, world: int, timeout: float = _TIMEOUT) -> None:
         self.timeout, self.folder = timeout, Path(tempfile.mkdtemp(prefix="ranks-"))
         self.ranks: list[Connection] = []
         self.pids: list[int] = []
         with _listener() as listener:
-            _start(_Start(module, world, self.folder, timeout, listener.address))
+            _start(_Start(world, self.folder, timeout, listener.address))
             found = {}
             while len(found) < world:
                 connection = listener.accept()
@@ -169,8 +184,6 @@ class _Pool:
         failed = {rank: text for rank, (kind, text) in replies.items() if kind == "failed"}
         if failed or len(replies) < len(self.ranks):
             self._fail(failed, [n for n in range(len(self.ranks)) if n not in replies])
-        if killed is not None:
-            self.close()
         for kind, value in replies.values():
             if kind == "skipped":
                 pytest.skip(value)
@@ -193,7 +206,8 @@ class _Pool:
 
     def close(self) -> None:
         """Let ranks that wait for a task end; kill others."""
-        _pools.pop(next((key for key, pool in _pools.items() if pool is self), None), None)
+        if _pools.get(len(self.ranks)) is self:
+            del _pools[len(self.ranks)]
         for connection in self.ranks:
             connection.close()
         deadline = time.monotonic() + 5
@@ -221,25 +235,20 @@ def _is_alive(pid: int) -> bool:
 
 @dataclass
 class _Start:
-    module: str
     world: int
     folder: Path
     timeout: float
     address: Any
 
 
-_pools: dict[Any, _Pool] = {}
+_pools: dict[int, _Pool] = {}
 _processes: list[subprocess.Popen[bytes]] = []
 
 
-def _pool(module: str, world: int, timeout: float) -> _Pool:
-    for (other, _, _), pool in list(_pools.items()):
-        if other != module:
-            pool.close()
-    key = module, world, timeout
-    if key not in _pools:
-        _pools[key] = _Pool(*key)
-    return _pools[key]
+def _pool(world: int) -> _Pool:
+    if world not in _pools:
+        _pools[world] = _Pool(world)
+    return _pools[world]
 
 
 def _start(start: _Start) -> None:
@@ -297,7 +306,6 @@ def _main() -> None:
                 start = connection.recv()
             except (EOFError, OSError, KeyboardInterrupt):
                 return
-            importlib.import_module(start.module)
             for rank in range(start.world):
                 if os.fork() == 0:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -332,6 +340,7 @@ def _serve(start: _Start, rank: int) -> None:
 
 
 def _reply(task: _Task, rank: int, world: int) -> tuple[str, Any]:
+    _destroy_groups()
     errors._warned.clear()
     torch.manual_seed(0)
     try:
@@ -343,6 +352,13 @@ def _reply(task: _Task, rank: int, world: int) -> tuple[str, Any]:
         return "failed", "".join(text.format())
     finally:
         gc.collect()
+
+
+def _destroy_groups() -> None:
+    """Destroy the process groups of the task before, which has ended on all ranks."""
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 if __name__ == "__main__":

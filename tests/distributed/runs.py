@@ -156,6 +156,38 @@ def whole(rank: Rank, local: Tensor, kind: str = "rows", rows: int = 7) -> Tenso
     return next(part for part in parts if len(part))
 
 
+def initial_rows() -> Tensor:
+    """The table of :func:`sharded` before the first step."""
+    torch.manual_seed(0)
+    return nn.Embedding(7, 2).weight.detach()
+
+
+def sharded(kind: str, **options: Any) -> tuple[nn.Embedding, RuleOptimizer]:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 2)
+    sparsestep.distributed.shard(table, plan=kind, reduce="sum", **options)
+    return table, sparsestep.SGD(table.parameters(), lr=1.0)
+
+
+def assert_next_step_works(rank: Rank, table: nn.Embedding, opt: Any, kind: str) -> None:
+    """It subtracts one from the row of each rank's number."""
+    table(torch.tensor([rank.index])).sum().backward()
+    opt.step()
+    after = initial_rows()
+    after[: rank.world] -= 1
+    assert torch.equal(whole(rank, table.weight, kind), after)
+
+
+def snapshot(table: Any, opt: Any) -> list[Tensor]:
+    """The weight and the state of a table."""
+    state = opt.state.get(table.weight, {})
+    return [table.weight.detach().clone(), *(state[name].clone() for name in sorted(state))]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
 def said(work: Callable[[], Any], errors: Any = sparsestep.InputError) -> str:
     """The message of the error that a call raises, if any."""
     try:

@@ -1,167 +1,423 @@
-"""What some ranks save, other numbers of ranks load; a failure on one rank is raised on all."""
+"""What some ranks save, other numbers of ranks load; ids of vocabularies bring their rows along."""
 
 from __future__ import annotations
 
-import errno
 import itertools
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep._torch import group_timeout
-from sparsestep.distributed import checkpoint
-from sparsestep.distributed._handshake import Peers
-from sparsestep.distributed.checkpoint._files import _Files, _Summed
-from sparsestep.distributed.checkpoint._manifest import ShardManifest
-from sparsestep.distributed.checkpoint._state import TensorLayouts
-from tests.distributed.runs import (
-    STEPS,
-    Batch,
-    Case,
-    Results,
-    Tables,
-    batch_of,
-    collected,
-    joined,
-    put_together,
-    said,
-)
-from tests.ranks import Rank, on_ranks, ranks
-from tests.table import EVERYTHING, same_bits
+from sparsestep.distributed import collectives
+from sparsestep.distributed.placement import hash_owner
+from tests.distributed.runs import said
+from tests.ranks import on_ranks
 
-HALF, REST = range(2), range(2, STEPS)
+pytestmark = pytest.mark.xdist_group(__name__)
+
+Found = dict[Any, Any]
+
+ROWS, MORE, DIM = 75, 5, 3  # of a table; rows more of the other one; of a row
+PLAIN = {"item": 13, "tags": 9, "day": 7}  # tables without a vocabulary
+SAVED_PLAN = {"first": "rows", "second": "rows", "item": "rows", "tags": "tables", "day": "copy"}
+WORLDS = (1, 2, 3)
+HALF, REST = range(4), range(4, 8)
 GLOBAL = 3  # batches of each step, whatever the number of ranks
-ALL = {
-    "rows": Case("rows"),
-    "tables": Case("tables", make=sparsestep.SparseAdam),
-    "copy": Case("copy", make=sparsestep.RowwiseAdagrad),
-    "dense": Case("rows", semantics="dense", make=sparsestep.AdamW),
-    "per row": Case("rows", make=sparsestep.RowwiseAdam, options=(("bias_correction", "per_row"),)),
+
+
+class Case(NamedTuple):
+    """Which optimizer, which vocabulary, and the row of the second table that is padding."""
+
+    make: Any
+    options: dict[str, Any]
+    ids: dict[str, Any]
+    padding: int = 0
+
+
+INT8 = {"state_dtype": torch.int8, "rounding_seed": 7}
+CASES = {
+    "per row": Case(sparsestep.Adam, {"bias_correction": "per_row"}, {"admit": 2}),
+    "dense": Case(sparsestep.AdamW, {"semantics": "dense"}, {"shared": 2, "admit": 2}, padding=1),
+    "int8": Case(sparsestep.Adam, INT8, {"evict": "lfu", "admit": 2}),
 }
-CASES = ALL if EVERYTHING else {name: ALL[name] for name in ("rows", "tables")}
-# What a checkpoint of each is loaded into as well.
-OTHER = {"rows": "tables", "tables": "rows", "copy": "rows", "dense": "copy", "per row": "rows"}
+# Too few rows for all ids: a rank that comes to own too many evicts some, or refuses.
+FULL = {"lru": {"evict": "lru"}, "lfu": {"evict": "lfu"}, "none": {}}
+FEW = 16
 
 
-def share_of(step: int, rank: int, world: int) -> Batch:
-    """A rank's part of the step's batches; the whole is the same for all numbers of ranks."""
-    batches = [batch_of(step, number, 4) for number in range(GLOBAL)]
+def batch_of(step: int, rank: int, world: int) -> Tensor:
+    """A rank's part of the step's ids; the whole is the same for all numbers of ranks."""
+    chance = torch.Generator().manual_seed(step)
+    ids = torch.randint(3 * step, 3 * step + 20, (GLOBAL, 9), generator=chance)
+    ids = (ids * 0x9E3779B97F4A7C1) ^ -(ids % 2)
     per = -(-GLOBAL // world)
-    mine = batches[rank * per : (rank + 1) * per]
-    return joined(mine) if mine else batch_of(step, 0, 0)
+    return ids[rank * per : (rank + 1) * per].flatten()
 
 
-def go_on(case: Case, model: Tables, opt: Any, steps: range, rank: int = 0, world: int = 1) -> Any:
-    norms = [case.step(model, opt, share_of(step, rank, world)) for step in steps]
-    return collected(model, opt, norms)
+class Training:
+    """Two tables with a vocabulary and some without, all of whose rows begin alike."""
+
+    def __init__(
+        self, case: Case, kind: str, rank: int, world: int, mesh: Any = None, rows: int = ROWS
+    ) -> None:
+        self.rank, self.world, self.kind = rank, world, kind
+        first = nn.Embedding(rows, DIM)
+        second = nn.EmbeddingBag(rows + MORE, 2, mode="sum", padding_idx=case.padding)
+        plain = {name: nn.Embedding(count, DIM) for name, count in PLAIN.items()}
+        self.model: Any = nn.ModuleDict({"first": first, "second": second, **plain})
+        for table in self.model.values():
+            nn.init.ones_(table.weight)
+        ids: Any = sparsestep.nn.Vocabulary(rows, **case.ids)
+        if kind == "plain":
+            sparsestep.nn.fuse(self.model)
+        else:
+            plan = SAVED_PLAN if kind == "saved" else "rows"
+            sparsestep.distributed.shard(self.model, mesh, plan, reduce="sum", order="global")
+        self.optimizer = case.make(self.model.parameters(), lr=0.1, **case.options)
+        init = nn.init.ones_
+        if kind == "plain":
+            ids.attach(first, self.optimizer, init=init)
+        else:
+            ids = sparsestep.distributed.Vocabulary(first, self.optimizer, init=init, **case.ids)
+        ids.attach(second, self.optimizer, init=init)
+        self.model["ids"] = ids
+        if self.optimizer.semantics == "dense":
+            self.optimizer.track(self.model)
+
+    def save(self, path: Path) -> None:
+        sparsestep.distributed.save(path, self.model, self.optimizer)
+
+    def load(self, path: Path) -> None:
+        sparsestep.distributed.load(path, self.model, self.optimizer)
+
+    def go_on(self, steps: range) -> Found:
+        model = self.model
+        for step in steps:
+            self.optimizer.zero_grad()
+            ids = batch_of(step, self.rank, self.world)
+            rows = model["ids"](ids)
+            # Also one that is not the vocabulary's to give.
+            other = torch.full((int(self.rank == 0),), model["ids"].rows + step % MORE)
+            bags = torch.cat([rows, other]).view(-1, 1)
+            loss = (model["first"](rows) ** 2).sum() + (model["second"](bags) ** 3).sum()
+            loss = loss + sum((model[name](ids % n) ** 2).sum() for name, n in PLAIN.items())
+            (loss * (1 + step)).backward()
+            self.optimizer.step()
+        return self.snapshot()
+
+    def tensors_of(self, name: str) -> list[Tensor]:
+        """The weight of a table, and its state where that has rows."""
+        weight = self.model[name].weight
+        state = sorted(self.optimizer.state[weight].items())
+        return [weight.detach(), *(each for _, each in state if getattr(each, "ndim", 0))]
+
+    def snapshot(self) -> Found:
+        """Values and state by id, or by row; of ids count and age, too."""
+        self.optimizer.catch_up()
+        model, rank, world = self.model, self.rank, self.world
+        vocabulary = model["ids"]
+        local = getattr(vocabulary, "local", vocabulary)
+        saved, rows = local.id_table.save(), local.as_dict()
+        tensors = [*self.tensors_of("first"), *self.tensors_of("second")]
+        ids = {each: [t[row].tolist() for t in tensors] for each, row in rows.items()}
+        for each, row in rows.items():
+            ids[each] += [int(saved.counts[row]), int(local.now - saved.seen[row])]
+        candidates = zip(saved.candidate_ids.tolist(), saved.candidate_counts.tolist(), strict=True)
+        second = model["second"].weight
+        padding = model["second"].padding_idx
+        others = {
+            ("second", n): second[n // world].tolist()
+            for n in range(vocabulary.rows, model["second"].num_embeddings)
+            if n % world == rank
+        }
+        for name in PLAIN:
+            table = [each.tolist() for each in self.tensors_of(name)]
+            others.update({(name, row): values for row, *values in self.rows_of(name, table)})
+        return {
+            "ids": ids,
+            "free": [[t[n].tolist() for t in tensors] for n in range(saved.used, local.rows)],
+            "candidates": dict(list(candidates)[: saved.candidates]),
+            "shared": model["first"].weight[: local.options.shared].tolist(),
+            "padding": second[padding // world].tolist() if padding % world == rank else None,
+            "others": others,
+            "rows": {each: row * world + rank for each, row in rows.items()},
+            "looked up": self.looked_up(),
+        }
+
+    def rows_of(self, name: str, table: list[Any]) -> list[tuple[Any, ...]]:
+        """The rows of a table that this rank has, numbered; of a copy the first rank's."""
+        kind = {"plain": "copy", "rows": "rows"}.get(self.kind) or SAVED_PLAN[name]
+        if kind == "rows":
+            numbers = range(self.rank, PLAIN[name], self.world)
+        else:
+            numbers = range(PLAIN[name] if table[0] and (kind == "tables" or not self.rank) else 0)
+        return [(n, *values) for n, values in zip(numbers, zip(*table, strict=True), strict=False)]
+
+    def looked_up(self) -> Found:
+        """What a lookup finds for ids of all ranks; it changes nothing."""
+        ids = torch.cat([batch_of(step, 0, 1) for step in (*HALF, *REST)]).unique()
+        training = self.model["ids"].training
+        rows = self.model["ids"].eval()(ids)
+        self.model["ids"].train(training)
+        with torch.no_grad():
+            return dict(zip(ids.tolist(), self.model["first"](rows).tolist(), strict=True))
 
 
-def begin(case: Case, kind: str, mesh: Any = None) -> tuple[Tables, Any]:
-    model = Tables(case.dtype)
-    if kind != "plain":
-        sparsestep.distributed.shard(model, mesh, kind, reduce=case.reduce, order=case.order)
-    else:
-        sparsestep.nn.fuse(model)
-    return model, case.optimizer(model)
-
-
-def save_half(folder: Path, rank: int, world: int, mesh: Any = None) -> None:
-    """Train for half of the steps and save."""
+def save_half(folder: Path, kind: str, *where: Any) -> Found:
+    """Train for half of the steps and save; then to the end."""
+    found: Found = {}
+    world = where[1]
     for name, case in CASES.items():
-        model, opt = begin(case, case.kind, mesh)
-        go_on(case, model, opt, HALF, rank, world)
-        if name == "rows":  # training goes on while it is saved, and must not be seen
-            saving = sparsestep.distributed.async_save(folder / f"{name}-{world}", model, opt)
-            go_on(case, model, opt, REST, rank, world)
+        training, path = Training(case, kind, *where), folder / f"{name}-{world}"
+        found[name, "half", world] = training.go_on(HALF)
+        if name == "per row":  # training goes on while it is saved, and must not be seen
+            saving = sparsestep.distributed.async_save(path, training.model, training.optimizer)
+            found[name, "end", world] = training.go_on(REST)
             saving.result()
         else:
-            sparsestep.distributed.save(folder / f"{name}-{world}", model, opt)
-
-
-def load_half(folder: Path, rank: int, world: int, mesh: Any = None) -> dict[Any, Results]:
-    """Load what each number of ranks has saved, in two ways, and train to the end."""
-    found = {}
-    for (name, case), saved_by in itertools.product(CASES.items(), (1, 2, 3)):
-        for kind in (case.kind, OTHER[name]):
-            model, opt = begin(case, kind, mesh)
-            sparsestep.distributed.load(folder / f"{name}-{saved_by}", model, opt)
-            found[name, kind, saved_by, world] = go_on(case, model, opt, REST, rank, world)
+            training.save(path)
+            found[name, "end", world] = training.go_on(REST)
     return found
 
 
-def save_and_load(rank: int, world: int, folder: Path) -> dict[Any, Results]:
+def load_half(folder: Path, *where: Any) -> Found:
+    """Load what each number of ranks has saved, and train to the end."""
+    found: Found = {}
+    world = where[1]
+    for (name, case), saved_by in itertools.product(CASES.items(), WORLDS):
+        kind = "plain" if world == 1 else "saved" if saved_by == world else "rows"
+        training = Training(case, kind, *where)
+        training.load(folder / f"{name}-{saved_by}")
+        found[name, saved_by, world, "half"] = training.snapshot()
+        found[name, saved_by, world, "end"] = training.go_on(REST)
+    return found
+
+
+def load_ordinary(folder: Path, rank: int, world: int) -> Found:
+    """Into a vocabulary of which each rank has a copy, beside sharded tables; in many messages."""
+    case = CASES["per row"]
+    training = Training(case, "saved", rank, world)
+    training.model["ids"] = ids = sparsestep.nn.Vocabulary(ROWS, **case.ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "MAX_MESSAGE_BYTES", 24)
+        training.load(folder / "per row-2")
+    return {"ordinary": (ids.as_dict(), training.looked_up())}
+
+
+def load_refused(folder: Path, rank: int, world: int) -> Found:
+    """The optimizer of the last rank has a mask that does not fit."""
+    training = Training(CASES["per row"], "saved", rank, world)
+    before, groups = training.go_on(range(1)), training.optimizer.param_groups
+    options = [{**group, "params": []} for group in groups]
+    load = partial(training.load, folder / "per row-2")
+    if rank == world - 1:
+        masks = [None] * len(groups[0]["params"])
+        groups[0]["mask"] = [torch.ones(2, dtype=torch.bool), *masks[1:]]
+    found: Found = {"said": said(load)}
+    groups = training.optimizer.param_groups
+    groups[0].pop("mask", None)
+    same = [{**group, "params": []} for group in groups] == options
+    found["unchanged"] = before == training.snapshot() and same
+    found["next"] = said(load)
+    return {"refused": found}
+
+
+def save_full(folder: Path, *where: Any) -> Found:
+    found: Found = {}
+    for name, ids in FULL.items():
+        training = Training(Case(sparsestep.Adagrad, {}, ids), "rows", *where, FEW)
+        found["full", name] = training.go_on(HALF)
+        training.save(folder / f"full-{name}")
+    return found
+
+
+def load_full(folder: Path, rank: int, world: int) -> Found:
+    found: Found = {}
+    for name, ids in FULL.items():
+        training = Training(Case(sparsestep.Adagrad, {}, ids), "rows", rank, world, None, FEW)
+        before = training.go_on(range(1))
+        found["full", name, "said"] = said(partial(training.load, folder / f"full-{name}"))
+        found["full", name, "loaded"] = after = training.snapshot()
+        found["full", name, "unchanged"] = before == after
+        training.go_on(REST)
+    return found
+
+
+def save_and_load(rank: int, world: int, folder: Path) -> Found:
     """The first two of three ranks save, all load and save, the first two load."""
     two = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
+    found: Found = {}
     if rank < 2:
-        save_half(folder, rank, 2, two)
+        found.update(save_half(folder, "saved", rank, 2, two))
+        found.update(save_full(folder, rank, 2, two))
     torch.distributed.barrier()
-    save_half(folder, rank, 3)
-    found = load_half(folder, rank, 3)
+    found.update(save_half(folder, "saved", rank, 3))
+    found.update(load_full(folder, rank, 3))
+    found.update(load_ordinary(folder, rank, 3))
+    found.update(load_refused(folder, rank, 3))
+    found.update(load_half(folder, rank, 3))
     if rank < 2:
         found.update(load_half(folder, rank, 2, two))
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Results]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     """One process saves, two ranks, and three; each loads what the others have saved."""
     folder = tmp_path_factory.mktemp("saved")
-    save_half(folder, 0, 1)
-    results = on_ranks(3, save_and_load, folder)
-    found = load_half(folder, 0, 1)
-    for key in results[0]:
-        found[key] = put_together([each[key] for each in results if key in each], key[1])
-    return folder, found
+    alone = save_half(folder, "plain", 0, 1)
+    ranks = on_ranks(3, save_and_load, folder)
+    ranks[0].update(alone)
+    ranks[0].update(load_half(folder, 0, 1))
+    return folder, ranks
 
 
-def assert_bits(ours: Results, theirs: Results) -> None:
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        if key != "norms":
-            mine, its = torch.as_tensor(ours[key]), torch.as_tensor(value)
-            assert same_bits(mine.float(), its.float()), key
+def of_all(ranks: list[Found], key: Any, what: str = "ids") -> Found:
+    """What ranks know of their ids or rows, together."""
+    parts = [each[key][what] for each in ranks if key in each]
+    whole = {each: value for part in parts for each, value in part.items()}
+    assert len(whole) == sum(map(len, parts))
+    return whole
 
 
-@pytest.mark.xdist_group(__name__)
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_from_a_checkpoint_of_any_number_of_ranks(runs: Any, name: str):
-    """Into the same kind and into another, as if there had been one process all the time."""
-    folder, trained = runs
-    case = CASES[name]
-    model, opt = begin(case, "plain")
-    half = go_on(case, model, opt, HALF)
-    whole = go_on(case, model, opt, REST)
-    keys = itertools.product((name,), (case.kind, OTHER[name]), (1, 2, 3), (1, 2, 3))
-    for key in keys:
-        assert_bits(trained[key], whole)
-    for world in (1, 2, 3):  # a checkpoint becomes an ordinary one
+def test_every_id_finds_its_values_and_its_state(runs: Any, name: str):
+    """For each pair of numbers of ranks: rows of all tables, moments, counts, ages."""
+    _, ranks = runs
+    shared = CASES[name].ids.get("shared", 1)
+    for saved_by, world in itertools.product(WORLDS, repeat=2):
+        before, after = (name, "half", saved_by), (name, saved_by, world, "half")
+        for what in ("ids", "candidates", "others"):
+            assert of_all(ranks, after, what) == of_all(ranks, before, what), (after, what)
+        assert len(of_all(ranks, after, "others")) == MORE + sum(PLAIN.values())
+        expected = {each: values[0] for each, values in of_all(ranks, before).items()}
+        loaded = [each[after] for each in ranks[:world]]
+        for rank, each in enumerate(loaded):
+            assert {i: each["looked up"][i] for i in expected} == expected
+            assert {row % world for row in each["rows"].values()} == {rank}
+            owners = hash_owner(torch.tensor(list(each["rows"])), world)
+            assert set(owners.tolist()) == {rank}
+            # Shared rows are those of a rank that has saved.
+            assert each["shared"] == ranks[rank % saved_by][before]["shared"]
+        there = [each[before]["padding"] for each in ranks[:saved_by]]
+        assert list(filter(None, (each["padding"] for each in loaded))) == list(filter(None, there))
+        # Rows without an id have what they began with.
+        free = [row for each in loaded for row in each["free"]]
+        if name != "dense":  # under which they decay
+            assert all(row == ranks[0][name, "half", 1]["free"][0] for row in free)
+        assert len(free) + len(expected) + world * shared == ROWS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on(runs: Any, name: str):
+    """As many ranks as have saved: to the bit. Others: as one process that did it all."""
+    _, ranks = runs
+    whole = name, "end", 1
+    for saved_by, world in itertools.product(WORLDS, repeat=2):
+        key = name, saved_by, world, "end"
+        if saved_by == world:
+            for each in ranks[:world]:
+                assert each[key] == each[name, "end", world], key
+        else:
+            # An id of another row has other random bits.
+            for what in ("others",) if name == "int8" else ("ids", "others"):
+                assert of_all(ranks, key, what) == of_all(ranks, whole, what), (key, what)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_becomes_an_ordinary_one(runs: Any, name: str):
+    folder, ranks = runs
+    for world in WORLDS:
         found = sparsestep.distributed.consolidate(folder / f"{name}-{world}")
-        plain = Tables()
-        plain.load_state_dict(found["model"])
-        other = case.make(plain.parameters(), lr=1.0, semantics=case.semantics)
-        other.load_state_dict(found["optimizer"])
-        assert other.param_groups[0]["lr"] == 0.1
-        assert_bits(go_on(case, plain, other, range(0)), half)
-    if case.make is sparsestep.SparseAdam:
-        theirs = torch.optim.SparseAdam(list(Tables().parameters()))
-        theirs.load_state_dict(found["optimizer"])
+        training = Training(CASES[name], "plain", 0, 1)
+        training.model.load_state_dict(found["model"])
+        training.optimizer.load_state_dict(found["optimizer"])
+        assert training.optimizer.param_groups[0]["lr"] == 0.1
+        for what in ("ids", "others"):
+            assert training.snapshot()[what] == of_all(ranks, (name, "half", world), what)
 
 
-def test_a_plain_model_saves_what_a_sharded_one_loads(tmp_path: Path):
-    case = CASES["rows"]
-    model, opt = begin(case, "plain")
-    go_on(case, model, opt, HALF)
-    sparsestep.distributed.save(tmp_path / "plain", model, opt)
-    other, again = begin(case, "rows")
-    sparsestep.distributed.load(tmp_path / "plain", other, again)
-    assert_bits(go_on(case, other, again, REST), go_on(case, model, opt, REST))
+def test_rows_follow_an_ordinary_vocabulary_too(runs: Any):
+    """Each rank has a copy of it, and a part of the tables."""
+    _, ranks = runs
+    expected = {each: values[0] for each, values in of_all(ranks, ("per row", "half", 2)).items()}
+    for rows, looked_up in (each["ordinary"] for each in ranks):
+        assert rows == ranks[0]["per row", 2, 1, "half"]["rows"]
+        assert {each: looked_up[each] for each in expected} == expected
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("name", ["lru", "lfu"])
+def test_ids_are_given_up_in_the_order_of_eviction(runs: Any, name: str):
+    _, ranks = runs
+    saved, rows = (of_all(ranks, ("full", name), what) for what in ("ids", "rows"))
+    given_up = 0
+    for rank, each in enumerate(ranks):
+        mine = [i for i in saved if int(hash_owner(torch.tensor([i]), 3)) == rank]
+        mine.sort(key=lambda i: (name == "lfu" and saved[i][-2], -saved[i][-1], rows[i]))
+        room = len(range(rank, FEW, 3)) - 1
+        given_up += max(0, len(mine) - room)
+        assert each["full", name, "said"] == ""
+        loaded = each["full", name, "loaded"]["ids"]
+        assert loaded == {i: saved[i] for i in mine[-room:]}
+    assert given_up > 0
+
+
+def test_without_eviction_all_ranks_refuse_and_nothing_has_changed(runs: Any):
+    _, ranks = runs
+    said = [each["full", "none", "said"] for each in ranks]
+    owner = next(rank for rank, text in enumerate(said) if text.startswith("load: a rank must"))
+    assert (
+        "rows and evict=None. Use evict='lru', or load with 2 ranks and call grow()" in said[owner]
+    )
+    for each in said:
+        assert each.startswith(("load: a rank must", "rank "))
+        assert each.startswith("load:") or "which loads a checkpoint of 'first', rejected" in each
+    assert all(each["full", "none", "unchanged"] for each in ranks)
+
+
+def test_if_the_optimizer_of_one_rank_refuses_no_rank_loads(runs: Any):
+    _, ranks = runs
+    *others, last = (each["refused"] for each in ranks)
+    assert "mask" in last["said"]
+    for each in others:
+        assert each["said"] == f"rank 2: {last['said']}"
+    for each in (*others, last):
+        assert each["unchanged"]
+        assert each["next"] == ""
+
+
+# One process
+
+
+def assert_refused(training: Training, path: Path, message: str) -> None:
+    before = training.snapshot()
+    assert message in said(lambda: training.load(path))
+    assert training.snapshot() == before
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(runs: Any, tmp_path: Path):
+    folder, _ = runs
+    saved = folder / "per row-1"
+    for ids in ({"shared": 2, "admit": 2}, {}):
+        other = Training(CASES["per row"]._replace(ids=ids), "saved", 0, 1)
+        assert_refused(other, saved, "'ids' must be that of the checkpoint")
+    training = Training(CASES["per row"], "plain", 0, 1)
+    training.model["ids"].attach(nn.Embedding(ROWS, DIM))
+    message = "since their rows move. Got only first.weight, second"
+    assert_refused(training, folder / "per row-2", message)
+    training.load(saved)  # rows stay where they were
+    ids = training.model.pop("ids")
+    training.save(tmp_path / "saved")
+    training.model["ids"] = ids
+    message = "all vocabularies of the model. Got none for"
+    assert_refused(training, tmp_path / "saved", message)
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path):
     def refused(model: nn.Module, opt: Any) -> str:
         before = [param.detach().clone() for param in model.parameters()]
         message = said(lambda: sparsestep.distributed.load(tmp_path / "saved", model, opt))
@@ -181,175 +437,3 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path):
     for function in (sparsestep.distributed.save, sparsestep.distributed.async_save):
         with pytest.raises(sparsestep.InputError, match=r"must be an nn\.Module\. Got Adam"):
             function(tmp_path / "swapped", sparsestep.Adam(other.parameters()), other)
-
-
-# Failures on one rank
-
-
-class Training:
-    """A sharded model and its optimizer."""
-
-    def __init__(self, steps: int, rank: Rank) -> None:
-        self.case = Case("rows")
-        self.model = Tables()
-        sparsestep.distributed.shard(self.model, plan="rows")
-        self.optimizer = self.case.optimizer(self.model)
-        for step in range(steps):
-            self.step(step, rank)
-
-    def step(self, step: int, rank: Rank) -> None:
-        self.case.step(self.model, self.optimizer, batch_of(step, rank.index, 4))
-
-    def save(self, path: Path) -> None:
-        sparsestep.distributed.save(path, self.model, self.optimizer)
-
-    def async_save(self, path: Path) -> None:
-        sparsestep.distributed.async_save(path, self.model, self.optimizer).result()
-
-    def load(self, path: Path) -> None:
-        sparsestep.distributed.load(path, self.model, self.optimizer)
-
-    def snapshot(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = {**self.model.state_dict()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            found.update({(index, key): value for key, value in state.items()})
-        return {key: torch.as_tensor(value).tolist() for key, value in found.items()}
-
-
-def assert_all_raise(rank: Rank, where: int, patch: tuple[Any, str], error: Any, work: Any) -> None:
-    """One rank has the error, the others raise one of its kind that names the rank."""
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    if rank.index == where:
-        with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(*patch, fail)
-            with pytest.raises(type(error)) as raised:
-                work()
-        assert raised.type is type(error)
-    else:
-        kind = sparsestep.InputError if isinstance(error, KeyboardInterrupt) else type(error)
-        with pytest.raises(kind, match=f"rank {where}: ") as raised:
-            work()
-        assert raised.type is kind
-    rank.barrier()
-
-
-def names_in(path: Path) -> list[str]:
-    return sorted(each.name for each in path.iterdir())
-
-
-@ranks(2)
-def test_ranks_that_do_not_share_a_disk(rank: Rank):
-    training, own = Training(1, rank), rank.folder / f"disk{rank.index}"
-    for save in (training.save, training.async_save):
-        message = said(lambda save=save: save(own))
-        assert "must be on a disk that all ranks share" in message
-        assert names_in(own) == []
-    training.save(rank.folder / "shared")
-    message = said(lambda: training.load(own if rank.index else rank.folder / "shared"))
-    assert "no file sparsestep.json" in message
-    assert rank.index or message.startswith("rank 1: ")
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
-SAVES: dict[str, tuple[int, tuple[Any, str], BaseException]] = {
-    "disk full on 1": (1, (_Summed, "write"), FULL),
-    "disk full on 0": (0, (_Summed, "write"), FULL),
-    "disk full at the end": (0, (ShardManifest, "encode"), FULL),
-    "interrupted": (1, (_Files, "create_stream"), KeyboardInterrupt()),
-    "out of memory": (1, (_Files, "create_stream"), MemoryError("none")),
-    "out of memory before": (1, (TensorLayouts, "pack"), MemoryError("none")),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("method", ["save", "async_save"])
-def test_a_save_that_fails_on_one_rank_leaves_the_earlier_checkpoint(rank: Rank, method: str):
-    earlier, later, path = Training(1, rank), Training(2, rank), rank.folder / "checkpoint"
-    earlier.save(path)
-    before = names_in(path)
-    for where, patch, error in SAVES.values():
-        assert_all_raise(rank, where, patch, error, lambda: getattr(later, method)(path))
-    assert names_in(path) == before
-    other = Training(0, rank)
-    other.load(path)
-    assert other.snapshot() == earlier.snapshot()
-    # A later checkpoint in the same folder
-    later.async_save(path)
-    other.load(path)
-    assert other.snapshot() == later.snapshot()
-    assert len(names_in(path)) == 4  # two parts and two files that say what they are
-
-
-@ranks(2)
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank: Rank):
-    earlier, later, path = Training(1, rank), Training(2, rank), rank.folder / "checkpoint"
-    earlier.save(path)
-    expected = later.snapshot()
-    load = (torch, "load")
-    state_dict = (sparsestep.Adam, "load_state_dict")
-    for patch, error in (
-        (load, KeyboardInterrupt()),
-        (load, MemoryError("none")),
-        (load, OSError(errno.EIO, "Input/output error")),
-        (state_dict, MemoryError("none")),
-    ):
-        assert_all_raise(rank, 1, patch, error, lambda: later.load(path))
-        assert later.snapshot() == expected
-    damaged = path / "__1_0.distcp"
-    raw = damaged.read_bytes()
-    for content in (raw[:-100] + bytes([raw[-100] ^ 1]) + raw[-99:], None):
-        rank.barrier()
-        if rank.index == 0:
-            damaged.unlink()
-            if content is not None:
-                damaged.write_bytes(content)
-        rank.barrier()
-        assert damaged.name in said(lambda: later.load(path))
-        assert later.snapshot() == expected
-
-
-@ranks(2)
-def test_a_rank_without_memory_for_the_last_agreement_takes_back_its_consent(rank: Rank):
-    earlier, later, path = Training(1, rank), Training(2, rank), rank.folder / "checkpoint"
-    earlier.save(path)
-    expected = later.snapshot()
-    gather, load_state_dict, loaded = Peers.gather, sparsestep.Adam.load_state_dict, []
-
-    def load(self: Any, *args: Any) -> None:
-        load_state_dict(self, *args)
-        loaded.append(self)
-
-    def gather_and_fail(self: Peers, mine: Any) -> Any:
-        found = gather(self, mine)
-        if loaded:
-            raise MemoryError("none")
-        return found
-
-    with pytest.MonkeyPatch.context() as patches:
-        if rank.index == 1:
-            patches.setattr(sparsestep.Adam, "load_state_dict", load)
-            patches.setattr(Peers, "gather", gather_and_fail)
-        kind, text = (MemoryError, "none") if rank.index else (sparsestep.InputError, "rank 1 ran")
-        with pytest.raises(kind, match=text):
-            later.load(path)
-    assert later.snapshot() == expected
-    rank.barrier()
-
-
-@ranks(2)
-def test_the_group_that_saves_in_the_background_has_the_timeout_of_the_user(rank: Rank):
-    training, write, groups = Training(1, rank), checkpoint._dcp_save, []
-
-    def watching(content: Any, folder: Path, peers: Any) -> None:
-        groups.append((peers.group, group_timeout(peers.group)))
-        write(content, folder, peers)
-
-    rank.monkeypatch.setattr(checkpoint, "_dcp_save", watching)
-    training.async_save(rank.folder / "checkpoint")
-    ((group, timeout),) = groups
-    assert group is not torch.distributed.group.WORLD
-    assert timeout == group_timeout(torch.distributed.group.WORLD)
-    training.step(5, rank)  # ranks still agree

@@ -68,16 +68,3 @@ def test_what_does_not_fit_together_is_refused():
         with pytest.raises(ValueError, match="no such bags"):
             ext.split_by_owner(ids, starts, world, rows, None, None, None)
     assert ext.unique(ids, 3, room, room.clone()) == -1
-
-
-@pytest.mark.parametrize("ranks", [2, 32, 256])
-def test_no_owner_is_asked_for_much_more_than_others(ranks: int):
-    """Ids of Zipf's law in order of frequency, each once per rank; counted for all ranks."""
-    rows, asked = 1_000_000, torch.zeros(ranks, dtype=torch.int64)
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(ranks):
-        uniform = torch.rand(2_048, generator=chance, dtype=torch.float64)
-        ids = unique_ids((float(rows) ** uniform - 1).long(), rows)[0]
-        asked += torch.tensor(split_by_owner(ids, None, ranks, torch.int64).ids_per_rank)
-    assert asked.max() < 1.5 * asked.double().mean()
-    assert asked.sum() > 500 * ranks

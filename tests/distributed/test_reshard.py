@@ -18,8 +18,7 @@ from sparsestep.distributed.checkpoint._reshard import (
     reassign_ids,
 )
 from sparsestep.distributed.collectives import Collectives
-from sparsestep.errors import InputError
-from sparsestep.nn.vocabulary.id_table import Evict, Options
+from sparsestep.nn.vocabulary.id_table import Options
 
 # Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
 ROWS, COLUMNS = 7, 2
@@ -37,10 +36,10 @@ def alone(error: Exception | None, number: int) -> list[int]:
     return [number]
 
 
-def loaded(rows: int = ROWS, admit: int = 2, evict: Evict = None, **changes: Any) -> ReassignedIds:
+def loaded(**changes: Any) -> ReassignedIds:
     layout = VocabularyLayout(ROWS, COLUMNS, shared=1, admit=2, tables={})
     block = VocabularyBlock(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
-    return reassign_ids(Collectives(None), layout, block, Options(rows, 1, admit, evict), alone)
+    return reassign_ids(Collectives(None), layout, block, Options(ROWS, 1, 2, None), alone)
 
 
 def test_ids_keep_their_counts_their_ages_and_their_order():
@@ -75,17 +74,6 @@ def test_candidates_take_turns(room: int, monkeypatch: pytest.MonkeyPatch):
     )
     assert ids == [20, 21, 30, 22, 31][-room:]
     assert counts == [dict(CANDIDATES.tolist())[each] for each in ids]
-
-
-@pytest.mark.parametrize(("evict", "kept"), [("lru", [12, 13]), ("lfu", [10, 13])])
-def test_of_too_many_ids_those_are_kept_that_would_be_evicted_last(evict: Evict, kept: list[int]):
-    found = loaded(rows=3, evict=evict)
-    assert found.saved.ids[1:].tolist() == kept
-
-
-def test_without_eviction_too_many_ids_are_refused():
-    with pytest.raises(InputError, match=r"a row for each of the 4 ids that it owns\. Got 2 rows"):
-        loaded(rows=3)
 
 
 def test_rows_of_a_table_follow():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import sparsestep
+from sparsestep.distributed.placement import ByRow
 from tests.distributed.runs import (
     LOW_PRECISION,
     PLAN,
@@ -19,12 +24,20 @@ from tests.distributed.runs import (
     Case,
     Net,
     Results,
+    each_kind,
     in_one_process,
+    initial_rows,
+    net_batch,
     put_together,
+    said,
+    sharded,
     trained,
+    whole,
 )
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
+
+shard = sparsestep.distributed.shard
 
 SOAK = int(os.environ.get("SPARSESTEP_SOAK", "2000"))  # steps
 
@@ -51,7 +64,7 @@ def assert_trains_alike(rank: Rank, case: Case) -> None:
         assert_alike(case, put_together(parts, case.kind), in_one_process(case, rank.world))
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("name", list(QUICK))
 def test_ranks_train_as_one_process_does(rank: Rank, name: str):
     assert_trains_alike(rank, QUICK[name])
@@ -65,23 +78,161 @@ def test_ranks_round_as_one_process_does(rank: Rank, name: str):
 
 
 @pytest.mark.slow
-@ranks(1, 2, 3, 4, timeout=120.0)
+@ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", list(SWEEP))
 def test_every_rule_trains_as_in_one_process(rank: Rank, name: str):
     assert_trains_alike(rank, SWEEP[name])
 
 
+@ranks(3)
+def test_a_model_trains_in_ddp_as_in_one_process(rank: Rank):
+    model, plain = Net(), Net()
+    shard(model, plan=PLAN)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    opt = sparsestep.AdamW(model.parameters(), lr=0.1)
+    reference = sparsestep.AdamW(plain.parameters(), lr=0.1)
+    for step in range(4):
+        opt.zero_grad()
+        ddp(net_batch(step, rank.index)).square().mean().backward()
+        norm = float(sparsestep.clip_grad_norm_(model.parameters(), 0.5))
+        opt.step()
+        reference.zero_grad()
+        ids = torch.cat([net_batch(step, index) for index in range(rank.world)])
+        plain(ids).square().mean().backward()
+        expected = float(sparsestep.clip_grad_norm_(plain.parameters(), 0.5))
+        reference.step()
+        assert norm == pytest.approx(expected, rel=1e-4)
+        assert set(rank.gather(norm)) == {norm}
+    kinds = {type(table.weight.grad).__name__ for table in model.tables.tables.values()}
+    assert kinds <= {"CompactGrad", "NoneType"}
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        found = whole(rank, ours, PLAN.get(name.split(".")[-2], "copy"), len(theirs))
+        torch.testing.assert_close(found, theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+@ranks(3)
+@each_kind
+def test_a_loss_may_leave_a_table_out(rank: Rank, kind: str):
+    """Only the first rank's loss has the table; then no rank's has."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(7, 2, mode="sum")
+    shard(table, plan=kind, reduce="sum")
+    opt = sparsestep.Adam(table.parameters(), lr=0.5)
+    before = table.weight.detach().clone()
+    rows = table(torch.tensor([[0, 3], [4, 0]]))
+    if rank.index == 0:
+        rows.sum().backward()
+    opt.step()
+    opt.zero_grad()
+    once = table.weight.detach().clone()
+    table(torch.tensor([[1, 2]]))
+    opt.step()
+    assert torch.equal(once, table.weight)
+    changed = whole(rank, (once != before).any(1), kind)
+    assert changed.nonzero().flatten().tolist() == [0, 3, 4]
+    steps = [int(state["step"]) for state in opt.state.values()]
+    assert steps == [1] or (kind == "tables" and steps == [])  # without rows, nothing is counted
+
+
+@ranks(3)
+@pytest.mark.parametrize("kind", ["tables", "rows", "copy", "rows in chunks"])
+def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
+    """Several lookups, several backward calls, a discarded gradient, a graph before the step."""
+    if kind == "rows in chunks":
+        kind = "rows"
+        rank.monkeypatch.setattr("sparsestep.distributed.collectives.MAX_MESSAGE_BYTES", 24)
+    table, opt = sharded(kind, order="global")
+    ones = torch.ones(2, 2)
+    table(torch.tensor([5, 6])).backward(ones)
+    opt.zero_grad()
+    first, second = table(torch.tensor([0, rank.index])), table(torch.tensor([1, 0]))
+    (first + second).backward(ones, retain_graph=True)
+    table(torch.tensor([2, 2])).backward(ones)
+    sparsestep.clip_grad_norm_(table.parameters(), 1e9)
+    opt.step()
+    opt.zero_grad()
+    second.backward(ones)
+    opt.step()
+    del first, second
+    with torch.no_grad():
+        table(torch.tensor([0]))
+    assert not table.sharding.served, "no lookup is kept for ever"
+    after = initial_rows()
+    for index in range(rank.world):
+        for row in (0, index, 1, 0, 2, 2, 1, 0):  # the last two from the graph before the step
+            after[row] -= 1
+    torch.testing.assert_close(whole(rank, table.weight, kind), after)
+
+
+@ranks(3)
+def test_gradients_that_are_still_to_be_exchanged(rank: Rank):
+    table, opt = sharded("rows")
+    table(torch.tensor([rank.index, 1])).sum().backward()
+    weight = table.weight
+    assert "still to be exchanged" in repr(weight.grad)
+    copied = said(lambda: weight.grad.clone().coalesce())
+    assert "must be exchanged before you read it" in copied
+    # Reading a gradient on all ranks exchanges it.
+    read = rank.gather(float(weight.grad.coalesce().values().sum()))
+    assert sum(read) == 2 * 2 * rank.world
+    assert "Leave it to step()" in said(lambda: opt.step_in_backward([weight]))
+    norm = said(lambda: sparsestep.clip_grad_norm_([weight], 1.0, norm_type=-1.0))
+    assert "norm_type must be greater than 0" in norm
+    torchs = said(lambda: nn.utils.clip_grad_norm_([weight], 1.0))
+    assert "Use sparsestep.clip_grad_norm_" in torchs
+    opt.step_in_backward().remove()
+    opt.step()
+
+
+@ranks(3)
+@each_kind
+def test_a_mask_keeps_its_rows(rank: Rank, kind: str):
+    table = nn.Embedding(7, 2)
+    plan = shard(table, plan=kind, reduce="sum")
+    keep = [True, False] * 3 + [True]
+    mask = plan.local("", torch.tensor(keep))
+    opt = sparsestep.SGD([{"params": [table.weight], "mask": mask}], lr=1.0)
+    before = table.weight.detach().clone()
+    table(torch.arange(7)).sum().backward()
+    opt.step()
+    assert whole(rank, (before != table.weight).any(1), kind).tolist() == keep
+
+
+@ranks(3)
+@each_kind
+def test_all_ranks_skip_a_step_with_an_infinite_gradient(rank: Rank, kind: str):
+    """The last rank's gradient is infinite in the second step."""
+    table, opt = sharded(kind)
+    other, _ = sharded("tables")
+    opt.add_param_group({"params": [other.weight]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    has_row = {"rows": rank.index == 2 % rank.world, "tables": rank.index == 0, "copy": True}[kind]
+    for step, scale in enumerate((4.0, 2.0, 2.0)):
+        opt.zero_grad()
+        factor = float("inf") if step == 1 and rank.is_last else 1.0
+        rows, unused = table(torch.tensor([2])), other(torch.tensor([1]))
+        loss = (rows * factor).sum() if rank.index else rows.sum() * factor + unused.sum()
+        scaler.scale(loss).backward()
+        before = table.weight.detach().clone()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(before, table.weight) != (has_row and step != 1)
+        assert scaler.get_scale() == scale
+    after = initial_rows()
+    after[2] -= 2 * rank.world
+    torch.testing.assert_close(whole(rank, table.weight, kind), after)
+
+
 @ranks(2, timeout=20.0, killed=1)
 def test_the_others_raise_when_a_rank_is_killed(rank: Rank):
-    table = nn.Embedding(7, 2)
-    sparsestep.distributed.shard(table, plan="rows")
-    optimizer = sparsestep.SGD(table.parameters(), lr=1.0)
+    table, opt = sharded("rows")
     before = table.weight.detach().clone()
     table(torch.tensor([rank.index])).sum().backward()
     if rank.is_last:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
-        optimizer.step()
+        opt.step()
     assert torch.equal(before, table.weight)
 
 
@@ -90,7 +241,7 @@ def test_the_others_raise_when_a_rank_is_killed(rank: Rank):
 def test_many_steps_neither_hang_nor_grow(rank: Rank):
     """Uneven batches, tables left out, rows that one rank alone has."""
     model = Net()
-    sparsestep.distributed.shard(model, plan=PLAN)
+    shard(model, plan=PLAN)
     optimizer = sparsestep.Adam(model.parameters(), lr=0.01)
     draw = torch.Generator().manual_seed(rank.index)
     for step in range(SOAK):
@@ -108,3 +259,178 @@ def test_many_steps_neither_hang_nor_grow(rank: Rank):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - early < 20_000, "kilobytes"
     steps = rank.gather([int(s["step"]) for s in optimizer.state.values() if "step" in s])
     assert set(steps[rank.index]) <= set(steps[0])
+
+
+# One process
+
+
+def test_without_a_process_group_there_is_one_rank():
+    model = Net()
+    plain = copy.deepcopy(model)
+    plan = shard(model, plan=PLAN)
+    assert "rank 0" in str(plan)
+    assert "sharded='rows'" in repr(model)
+    for each in (model, plain):
+        opt = sparsestep.Adam(each.parameters(), lr=0.1)
+        for step in range(3):
+            opt.zero_grad()
+            each(net_batch(step, 0)).square().mean().backward()
+            opt.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": "row"}, "or a dict of these by table. Got 'row'. Use 'rows'."),
+        ({"plan": {"user": "row"}}, "Got 'row' for 'user'. Use 'rows'."),
+        ({"plan": None}, "Got a NoneType."),
+        ({"plan": {"user": ["rows"]}}, "Got ['rows'] for 'user'."),
+        ({"plan": {"other": "rows"}}, "a table's name must be one of 'tables.tables.user'"),
+        ({"plan": {3: "rows"}}, "'tables.tables.day'. Got 3."),
+        ({"reduce": "max"}, "reduce must be mean or sum"),
+        ({"reduce": {"user": "max"}}, "reduce must be mean or sum"),
+        ({"reduce": {"x": "sum"}}, "Got a table 'x'. The tables are 'tables.tables.user'"),
+        ({"order": ["fast"]}, "order must be one of fast, global"),
+        ({"mesh": 2}, "mesh must be a torch.distributed.device_mesh.DeviceMesh. Got a int."),
+    ],
+    ids=str,
+)
+def test_invalid_arguments_are_refused(change: dict[str, Any], message: str):
+    model = Net()
+    before = list(model.parameters())
+    with pytest.raises(sparsestep.InputError) as raised:
+        shard(model, **change)
+    assert message in str(raised.value)
+    assert all(ours is theirs for ours, theirs in zip(before, model.parameters(), strict=True))
+
+
+def tied_to_a_layer() -> nn.Module:
+    model = nn.ModuleDict({"table": nn.Embedding(5, 2), "out": nn.Linear(2, 5, bias=False)})
+    model["out"].weight = model["table"].weight
+    return model
+
+
+def sharded_before() -> nn.Module:
+    table = nn.Embedding(5, 2)
+    shard(table)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tied_to_a_layer, "only tables may use the weight of 'table'"),
+        (lambda: nn.Linear(2, 2), "must contain an nn.Embedding"),
+        (lambda: [nn.Embedding(5, 2)], "must be a model, an nn.Module. Got a list."),
+        (lambda: nn.EmbeddingBag(5, 2, mode="max"), "Choose 'tables' or 'copy'"),
+        (sharded_before, "sharded"),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused(make: Any, message: str):
+    with pytest.raises(sparsestep.InputError) as raised:
+        shard(make(), plan="rows")
+    assert message in str(raised.value)
+
+
+def test_a_sharded_table_is_not_copied():
+    with pytest.raises(sparsestep.InputError, match="sharded"):
+        copy.deepcopy(sharded_before())
+
+
+def test_a_table_in_a_file_is_not_sharded(tmp_path: Path):
+    weight = nn.Parameter(sparsestep.storage.mapped(tmp_path / "items", (100, 2)))
+    model = sparsestep.nn.EmbeddingBagCollection({"user": (100, 2), "item": (5, 2)})
+    model.tables["user"].weight = weight
+    part = nn.EmbeddingBag(90, 2, _weight=nn.Parameter(weight.detach()[10:]))
+    kinds = [type(each) for each in model.modules()]
+    for each in (model, part):
+        with pytest.raises(sparsestep.InputError, match="must be in memory") as raised:
+            shard(each)
+        assert "weight.detach().clone()" in str(raised.value)
+    assert [type(each) for each in model.modules()] == kinds
+    assert model.tables["user"].weight is weight
+
+
+def test_tables_on_meta_get_the_rows_of_their_rank():
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"one": nn.Embedding(50, 4, padding_idx=3), "two": nn.Embedding(50, 4)}
+        )
+    model["two"].weight = model["one"].weight
+    torch.manual_seed(0)
+    shard(model, plan="rows")
+    weight = model["one"].weight
+    assert weight is model["two"].weight
+    assert weight.is_leaf
+    assert 0.5 < float(weight.detach().std()) < 1.5
+    assert not weight[3].any()
+    opt = sparsestep.SGD(model.parameters(), lr=1.0)
+    before = weight.detach().clone()
+    (model["one"](torch.tensor([1, 3])) + model["two"](torch.tensor([2, 3]))).sum().backward()
+    opt.step()
+    changed = (weight != before).any(1).nonzero().flatten().tolist()
+    assert changed == [1, 2, 3]  # 3 is padding of the one alone
+
+
+def test_a_frozen_table_has_no_gradient():
+    table = nn.Embedding(5, 2)
+    table.weight.requires_grad_(False)
+    shard(table, plan="rows")
+    assert not table(torch.tensor([1, 4])).requires_grad
+
+
+def test_torchs_optimizers_exchange_gradients():
+    tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    shard(tables[0], plan="rows")
+    sparsestep.nn.fuse(tables[1])
+    for table in tables:
+        opt = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        table(torch.tensor([1, 4, 1])).sum().backward()
+        opt.step()
+    assert torch.equal(tables[0].weight, tables[1].weight)
+
+
+def test_a_weight_that_is_used_outside_of_lookups_is_refused():
+    table = nn.Embedding(5, 2)
+    shard(table, plan="rows")
+    loss = table(torch.tensor([1])).sum() + table.weight.square().sum()
+    with pytest.raises(sparsestep.InputError, match="must only be used in lookups"):
+        loss.backward()
+
+
+# Plans
+
+
+def test_a_plan_for_bags_of_one_length():
+    tables = [ByRow(name, 1000, 16, 4) for name in "ab"]
+    plan = sparsestep.distributed.Plan(tables, world_size=2)
+    by_name = plan.for_batch(512, {"a": 20, "b": 20})
+    assert str(plan.for_batch(512, 20)) == str(by_name)
+    assert by_name.bytes_sent_by(0) > plan.for_batch(512).bytes_sent_by(0)
+
+
+HALF = 2.5
+WRONG = [None, -1, HALF, float("nan"), "x", [], {3: 4}, torch.ones(2), 10**30, True]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_invalid_arguments_of_a_plan_are_refused(wrong: Any):
+    plan = shard(nn.Embedding(5, 2), plan="rows")
+    placement = plan.placements[0]
+    calls: list[Callable[[], Any]] = [
+        lambda: plan.for_batch(wrong),
+        lambda: plan.for_batch(512, {"": wrong} if wrong is not HALF else -HALF),
+        lambda: plan.bytes_on(wrong),
+        lambda: plan.bytes_sent_by(wrong),
+        lambda: placement.rows_on(0, wrong),
+        lambda: sparsestep.distributed.Plan([placement], wrong),
+        lambda: ByRow("a", wrong, 4, 4),
+        lambda: plan.local("", wrong),
+        lambda: plan[wrong],
+    ]
+    for call in calls:
+        with pytest.raises(sparsestep.InputError):
+            call()

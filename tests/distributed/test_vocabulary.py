@@ -21,8 +21,10 @@ from tests.ranks import Rank, ranks
 from tests.table import same_bits
 
 shard, Vocabulary = sparsestep.distributed.shard, sparsestep.distributed.Vocabulary
+local_of = sparsestep.nn.Vocabulary
 
 ROWS, DIM, STEPS = 41, 3, 12
+MERGED = 200  # rows, so that there is room for the ids of another vocabulary
 OPTIONS: dict[str, Any] = {
     "plain": {},
     "lru": {"evict": "lru"},
@@ -86,7 +88,7 @@ def assert_ids_alike(rank: Rank, vocabulary: Any, reference: OneProcess) -> None
     assert set(hash_owner(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
     """Rows, ids and weights to the bit; also from a vocabulary that was loaded half-way."""
@@ -94,10 +96,8 @@ def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
     shard(table, plan="rows", reduce="sum", order="global")
     optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
     vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
-    reference, reference_ids = (
-        sparsestep.Adam(plain.parameters(), lr=0.1),
-        OneProcess(rank.world, options),
-    )
+    reference = sparsestep.Adam(plain.parameters(), lr=0.1)
+    reference_ids = OneProcess(rank.world, options)
     before, evicted = reference_ids.taken_over(), 0
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -146,12 +146,6 @@ def snapshot(table: Any, optimizer: Any, vocabulary: Any) -> list[Tensor]:
     return [*known, torch.tensor([vocabulary.rows, table.num_embeddings])]
 
 
-def assert_unchanged(before: list[Tensor], *things: Any) -> None:
-    for ours, theirs in zip(before, snapshot(*things), strict=True):
-        assert ours.shape == theirs.shape
-        assert torch.equal(ours, theirs)
-
-
 def assert_named(rank: Rank, call: Callable[[], Any], doing: str, *messages: str) -> None:
     """The last rank has an error of its own, the others name that rank."""
     message = said(call)
@@ -162,36 +156,69 @@ def assert_named(rank: Rank, call: Callable[[], Any], doing: str, *messages: str
 
 
 @ranks(3)
-def test_a_rank_that_refuses_is_named_and_nothing_was_changed(rank: Rank):
-    table, optimizer, vocabulary = things = made(evict="lru")
+def test_if_a_rank_refuses_nothing_changes(rank: Rank):
+    """Lookups, growth, merging and export."""
+    table, optimizer, vocabulary = things = made(MERGED, evict="lru")
+    other, plain, different = made(MERGED // 2)[2], local_of(60), local_of(60)
+    plain(torch.arange(9))
+    different(torch.arange(9) + rank.index)
     vocabulary(torch.arange(3) + rank.index)
     before = snapshot(*things)
+
     doing = "looks up ids of the table"
     ids = torch.arange(20.0) if rank.is_last else torch.arange(20)
     wanted = "Vocabulary: ids must be integers, in a tensor. Got"
     assert_named(rank, lambda: vocabulary(ids), doing, wanted)
-    record = optimizer.state[table.weight]
-    right = record["exp_avg"]
+    param_state = optimizer.state[table.weight]
+    right = param_state["exp_avg"]
     if rank.is_last:
-        record["exp_avg"] = right[:1]
+        param_state["exp_avg"] = right[:1]
     wanted = "the state 'exp_avg' must have shape"
-    assert_named(rank, lambda: vocabulary(torch.arange(100)), doing, wanted)
-    record["exp_avg"] = right
+    assert_named(rank, lambda: vocabulary(torch.arange(10 * MERGED)), doing, wanted)
+    param_state["exp_avg"] = right
     call = table if rank.is_last else vocabulary
     message = said(lambda: call(torch.zeros(1, dtype=torch.int64)))
     assert "must call sharded tables in the same order" in message
-    assert_unchanged(before, *things)
     assert "cannot be copied or pickled" in said(lambda: copy.deepcopy(vocabulary))
-    once = OneProcess(rank.world, {"evict": "lru"})
-    expected = once([torch.arange(3) + index for index in range(rank.world)])
-    assert torch.equal(vocabulary(torch.arange(3) + rank.index), expected[rank.index])
+
+    doing = "grows the table"
+    if rank.is_last:
+        table.weight.grad = torch.zeros_like(table.weight)
+    wanted = "grow: a table that grows must have no gradient"
+    assert_named(rank, lambda: vocabulary.grow(MERGED + 9), doing, wanted)
+    table.weight.grad = None
+    message = said(lambda: vocabulary.grow(MERGED + rank.index))
+    assert "all ranks must name the same number of rows. Got [200, 201" in message
+    fewer = 30 if rank.is_last else MERGED
+    wanted = "rows must be a whole number, at least 200. Got 30."
+    assert_named(rank, lambda: vocabulary.grow(fewer), doing, wanted)
+
+    doing = "merges ids of the table with others"
+    for wrong in (different, other if rank.is_last else plain):
+        message = said(lambda wrong=wrong: vocabulary.merge(wrong))
+        assert message.startswith("Vocabulary.merge: all ranks must pass the same")
+    ids, many = torch.arange(10 * MERGED), local_of(MERGED)
+    many(ids[hash_owner(ids, rank.world) == rank.world - 1][: MERGED // rank.world])
+    wanted = "there must be", "free rows. Got"
+    assert_named(rank, lambda: vocabulary.merge(many), doing, *wanted)
+    none: Any = {} if rank.is_last else plain
+    wanted = "it must be another Vocabulary with as many shared rows. Got {}"
+    assert_named(rank, lambda: vocabulary.merge(none), doing, wanted)
+
+    unsharded = nn.Embedding(MERGED, DIM) if rank.is_last else table
+    wanted = "its table must be sharded by rows. Got a Embedding."
+    assert_named(rank, lambda: vocabulary.export(unsharded), "exports the table", wanted)
+    for ours, theirs in zip(before, snapshot(*things), strict=True):
+        assert torch.equal(ours, theirs)
+    vocabulary.grow(MERGED + 10)
+    new_rows = rank.gather(table.weight.detach()[-2:])
+    assert not torch.equal(new_rows[0][0], new_rows[-1][0])
 
 
 # Growth, merging and exporting
 
 # Neither divides among two ranks or three; some growth only fills what is left of a rank's rows.
 SIZES = (17, 18, 23, 41)
-MERGED = 200  # rows, so that there is room for the ids of another vocabulary
 GROWING: dict[str, Any] = {
     "per row": (sparsestep.Adam, {"bias_correction": "per_row"}),
     "dense": (sparsestep.AdamW, {"semantics": "dense"}),
@@ -223,7 +250,7 @@ def tensors_of(tables: Any, optimizer: Any) -> list[Tensor]:
     return [*weights, *(v for v in state if isinstance(v, Tensor) and v.dim())]
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("name", list(GROWING))
 def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
     """Rows, ids, weights and state to the bit, also where growth fills what was spare of a rank."""
@@ -235,11 +262,8 @@ def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
     reference_ids = OneProcess(rank.world, {}, SIZES[0])
     weights = list(tables.parameters())
     for turn, size in enumerate(SIZES):
-        for each in (
-            optimizer,
-            reference,
-        ):  # on all ranks alike: in two parts, a row is rounded twice
-            each.catch_up()
+        optimizer.catch_up()  # on all ranks alike: in two parts, a row is rounded twice
+        reference.catch_up()
         vocabulary.grow(size)
         for index, part in enumerate(reference_ids.parts):
             part.grow(len(range(index, size, rank.world)))
@@ -263,34 +287,12 @@ def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
         assert same_bits(whole(rank, mine, rows=SIZES[-1]), its.detach())
 
 
-@ranks(3)
-def test_growth_that_a_rank_refuses(rank: Rank):
-    """A rank has a gradient, or another number of rows, or fewer than there are."""
-    table, _, vocabulary = things = made()
-    vocabulary(torch.arange(5))
-    before = snapshot(*things)
-    if rank.is_last:
-        table.weight.grad = torch.zeros_like(table.weight)
-    wanted = "grow: a table that grows must have no gradient"
-    assert_named(rank, lambda: vocabulary.grow(50), "grows the table", wanted)
-    table.weight.grad = None
-    message = said(lambda: vocabulary.grow(50 + rank.index))
-    assert "all ranks must name the same number of rows. Got [50, 51" in message
-    fewer = 30 if rank.is_last else 50
-    wanted = "rows must be a whole number, at least 41. Got 30."
-    assert_named(rank, lambda: vocabulary.grow(fewer), "grows the table", wanted)
-    assert_unchanged(before, *things)
-    vocabulary.grow(50)
-    new_rows = rank.gather(table.weight.detach()[-2:])
-    assert not torch.equal(new_rows[0][0], new_rows[-1][0])
-
-
 def counts_of(local: Any) -> dict[int, int]:
     counts = local.id_table.save().counts.tolist()
     return {each: counts[row] for each, row in local.as_dict().items()}
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_merging_is_that_of_each_rank(rank: Rank):
     """With a vocabulary that ranks share, then with an ordinary one."""
     world, index = rank.world, rank.index
@@ -308,39 +310,16 @@ def test_merging_is_that_of_each_rank(rank: Rank):
     there = other.as_dict()
     known = vocabulary.as_dict()
     assert shared.tolist() == [index, *(known[i] for i in sorted(there, key=there.__getitem__))]
-    plain, ids = sparsestep.nn.Vocabulary(60), torch.arange(9)
+    plain, ids = local_of(60), torch.arange(9)
     plain(ids)
     merged = vocabulary.merge(plain)
-    owned, is_mine = sparsestep.nn.Vocabulary(60), hash_owner(ids, world) == index
+    owned, is_mine = local_of(60), hash_owner(ids, world) == index
     owned(ids[is_mine])
     assert torch.equal(merged[1:][is_mine], local.merge(owned)[1:] * world + index)
     assert rank.gather(merged.tolist()) == [merged.tolist()] * world
     assert merged[0] == 0
     assert vocabulary.as_dict() == mine.ids_of(index)
     assert counts_of(vocabulary.local) == counts_of(local)
-
-
-@ranks(3)
-def test_merging_that_a_rank_refuses(rank: Rank):
-    _, _, vocabulary = things = made(MERGED)
-    _, _, other = made(MERGED // 2)
-    plain, different = sparsestep.nn.Vocabulary(60), sparsestep.nn.Vocabulary(60)
-    plain(torch.arange(9))
-    vocabulary(batch_of(0, rank.index))
-    before = snapshot(*things)
-    different(torch.arange(9) + rank.index)
-    for wrong in (different, other if rank.is_last else plain):
-        message = said(lambda wrong=wrong: vocabulary.merge(wrong))
-        assert message.startswith("Vocabulary.merge: all ranks must pass the same")
-    ids, many = torch.arange(10 * MERGED), sparsestep.nn.Vocabulary(MERGED)
-    many(ids[hash_owner(ids, rank.world) == rank.world - 1][: MERGED // rank.world])
-    doing = "merges ids of the table with others"
-    wanted = "there must be", "free rows. Got"
-    assert_named(rank, lambda: vocabulary.merge(many), doing, *wanted)
-    none: Any = {} if rank.is_last else plain
-    missing = "it must be another Vocabulary with as many shared rows. Got {}"
-    assert_named(rank, lambda: vocabulary.merge(none), doing, missing)
-    assert_unchanged(before, *things)
 
 
 @ranks(3)
@@ -362,9 +341,6 @@ def test_what_is_exported(rank: Rank):
         assert torch.equal(ours[:shared], weight[:shared])
         assert all(torch.equal(ours[row_of[i]], weight[row]) for i, row in known.items())
         assert sorted(row_of.values()) == list(range(shared, len(ours)))
-    wrong = nn.Embedding(41, 3) if rank.is_last else table
-    wanted = "its table must be sharded by rows. Got a Embedding."
-    assert_named(rank, lambda: vocabulary.export(wrong), "exports the table", wanted)
 
 
 # One process

@@ -1,0 +1,204 @@
+"""Ranks that run out of data at different times, and ids that are sent in advance."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.distributed import lookup
+from tests.distributed.runs import (
+    PLAN,
+    Net,
+    each_kind,
+    initial_rows,
+    net_batch,
+    said,
+    sharded,
+    whole,
+)
+from tests.ranks import Rank, ranks
+from tests.table import same_bits
+
+lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard
+
+STEPS = 6
+
+
+@ranks(3)
+def test_ranks_may_run_out_of_data_at_different_times(rank: Rank):
+    """The first rank has no data at all, the others as many batches as their number."""
+    table, opt = sharded("rows")
+    sizes = []
+    for ids in lockstep([torch.tensor([0, rank.index])] * rank.index):
+        opt.zero_grad()
+        table(ids).sum().backward()
+        opt.step()
+        sizes.append(len(ids))
+    assert sizes == [2] * rank.index + [0] * (rank.world - 1 - rank.index)
+    after = initial_rows()
+    for index in range(rank.world):
+        after[0] -= index
+        after[index] -= index
+    torch.testing.assert_close(whole(rank, table.weight), after)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many lookups send ids when they are done."""
+    calls: list[int] = []
+    real = lookup.exchange_ids
+
+    def exchange_ids(*arguments: Any) -> Any:
+        calls.append(1)
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "exchange_ids", exchange_ids)
+        yield calls
+
+
+@ranks(3)
+@each_kind
+def test_prefetched_ids_give_the_same_bits(rank: Rank, kind: str):
+    """Ranks end at different times; one of them is given other tensors for a while."""
+    found = []
+    for prefetch in (0, 1):
+        table, opt = sharded(kind, order="global")
+        batches = [
+            {"ids": net_batch(step, rank.index)[:, 0, 0]} for step in range(STEPS - rank.index)
+        ]
+        with counted() as sent:
+            for step, batch in enumerate(lockstep(batches, prefetch)):
+                opt.zero_grad()
+                ids = batch["ids"]
+                if step == 3 and rank.index == 0:
+                    ids = ids.clone()  # no tensor of the batch: all ranks send theirs now
+                table(ids).square().sum().backward()
+                opt.step()
+        found.append(table.weight.detach())
+        # Prefetched: all but the first two, and the one where a rank had other tensors.
+        assert len(sent) == (3 if prefetch else STEPS)
+    assert same_bits(*found)
+
+
+@ranks(3)
+def test_all_lookups_of_a_model_are_prefetched(rank: Rank):
+    """Several tables of all kinds, looked up at once, and one of them once more."""
+    found = []
+    for prefetch in (0, 1):
+        model = Net()
+        shard(model, plan=PLAN, reduce="sum", order="global")
+        opt = sparsestep.SGD(model.tables.parameters(), lr=0.01)
+        batches = [
+            list(net_batch(step, rank.index).movedim(1, 0).contiguous()) for step in range(STEPS)
+        ]
+        user: Any = model.tables.tables["user"]
+        with counted() as sent:
+            for ids in lockstep(batches, prefetch):
+                opt.zero_grad()
+                rows = sum(model.tables(ids).values()) + user(ids[0])
+                rows.square().sum().backward()
+                opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.tables.parameters()]))
+        assert len(sent) == (4 if prefetch else 2 * STEPS)
+    assert same_bits(*found)
+
+
+@ranks(3)
+def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
+    """The last rank's fourth batch has an id out of range, as every loop goes on."""
+    table, opt = sharded("rows")
+    ids = [torch.tensor([1, rank.index]) for _ in range(STEPS)]
+    if rank.is_last:
+        ids[3] = torch.tensor([1, 99])
+    for step, batch in enumerate(lockstep(ids, prefetch=1)):
+        opt.zero_grad()
+        message = said(lambda batch=batch: table(batch).sum().backward())
+        if step != 3:
+            assert message == ""
+            opt.step()
+        elif rank.is_last:
+            assert message.startswith("Embedding (7 x 2): ids must be in [0, 7)")
+        else:
+            assert message.startswith(f"rank {rank.world - 1}, which looks up")
+    after = initial_rows()
+    after[1] -= (STEPS - 1) * rank.world
+    after[: rank.world] -= STEPS - 1
+    torch.testing.assert_close(whole(rank, table.weight), after)
+
+
+@ranks(3)
+def test_memory_runs_out_while_ids_are_prefetched(rank: Rank):
+    """The lookup says so on every rank."""
+    table, opt = sharded("rows")
+    real, failed = lookup._unpack_ids, []
+
+    def read(*arguments: Any) -> Any:
+        if threading.current_thread().name == "sparsestep-ids" and not failed:
+            failed.append(1)
+            raise MemoryError("no memory, says the test")
+        return real(*arguments)
+
+    if rank.is_last:
+        rank.monkeypatch.setattr(lookup, "_unpack_ids", read)
+    messages = []
+    for batch in lockstep([torch.tensor([0, 1]) for _ in range(5)], prefetch=1):
+        opt.zero_grad()
+        messages.append(said(lambda batch=batch: table(batch).sum().backward(), Exception))
+        opt.step()
+    assert sum(map(bool, messages)) == 1
+    if not rank.is_last:
+        assert "rank 2, which looks up the table, ran out of memory" in "".join(messages)
+    assert len({tuple(map(bool, each)) for each in rank.gather(messages)}) == 1
+
+
+@ranks(3)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_if_a_loader_raises_all_ranks_do(rank: Rank, prefetch: int):
+    """The loader of the last rank raises in place of its third batch."""
+
+    def loader() -> Iterator[Tensor]:
+        yield torch.tensor([0])
+        yield torch.tensor([1])
+        if rank.is_last:
+            raise ValueError("the disk is gone")
+        yield torch.tensor([2])
+
+    seen: list[int] = []
+    message = said(lambda: seen.extend(map(int, lockstep(loader(), prefetch))), Exception)
+    failed = f"rank {rank.world - 1} has no next batch"
+    assert ("the disk is gone" if rank.is_last else failed) in message
+    assert seen == ([0] if prefetch else [0, 1])
+
+
+@ranks(3)
+def test_a_loader_that_writes_to_a_yielded_batch_is_refused(rank: Rank):
+    buffer = torch.zeros(2, dtype=torch.int64)
+    batches = (buffer.fill_(step) for step in range(3))
+    message = said(lambda: list(lockstep(batches, prefetch=1)))
+    assert "must not modify a batch after yielding it" in message
+
+
+def test_one_process_prefetches_nothing():
+    table = nn.Embedding(5, 2)
+    shard(table, plan="rows")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ids in lockstep([torch.tensor([1])] * 3, prefetch=1):
+            table(ids[:1])
+
+
+def test_invalid_arguments_are_refused():
+    with pytest.raises(sparsestep.InputError, match="the loader must be iterable"):
+        lockstep(None)  # type: ignore[arg-type]
+    for wrong in (2, torch.ones(2)):
+        with pytest.raises(sparsestep.InputError, match="prefetch must be 0 or 1"):
+            lockstep([], wrong)  # type: ignore[arg-type]
