@@ -10,23 +10,23 @@
 namespace sparsestep {
 namespace {
 
-// Spreads neighboring slots, and slots at regular distances, over all 64 bits. Buckets take the
-// upper bits and the hash tables the lower half, so that the one does not spoil the other.
+// Hashes neighboring and regularly spaced slots to all 64 bits. Buckets use the upper bits, hash
+// tables the lower half, so that the two are independent.
 uint64_t mix(uint64_t slot) {
     const uint64_t product = (slot ^ (slot >> 32)) * 0x9e3779b97f4a7c15u;
     return product ^ (product >> 29);
 }
 
-// How often a lookup may meet another slot, on average, before the table is given up. Slots that
-// are chosen to collide would otherwise take time in the square of their number.
+// Average collisions per lookup before the hash table is abandoned for sorting. Otherwise slots
+// chosen to collide would take quadratic time.
 constexpr int64_t most_collisions = 16;
 
-// What a key becomes once its slot has a number: that in the upper half, the entry in the lower.
+// A key whose slot is numbered: the number in the upper half, the entry in the lower.
 constexpr int number_shift = 32;
 constexpr uint64_t entry_mask = (uint64_t(1) << number_shift) - 1;
 
-// Of the numbers bit_of(begin) to bit_of(end - 1), marks which have been seen, and which again.
-// Returns how often one came again. No branch depends on the numbers: it would be a guess.
+// Marks which of the bits bit_of(begin) to bit_of(end - 1) occur, and which occur twice. Returns
+// the number of repetitions. No branch depends on the data: it would be mispredicted.
 template <class BitOf>
 int64_t mark_repeated(uint64_t* seen, uint64_t* repeated, int64_t begin, int64_t end,
                       const BitOf& bit_of) {
@@ -45,9 +45,8 @@ inline int64_t is_marked(const uint64_t* bits, uint64_t at) {
     return int64_t(bits[at >> 6] >> (at & 63) & 1);
 }
 
-// Leaves out keys whose slot comes once, as far as 16 bits of a hash can tell, unless the first few
-// keys say that these are not most: then it would cost more than it saves. Returns how many are
-// left.
+// Drops keys whose slot is unique, judged by 16 bits of its hash. Skipped if a sample of the first
+// keys has too few of them to pay off. Returns the number of keys left.
 int64_t drop_singletons(uint64_t* keys, int64_t count, int entry_bits) {
     constexpr int64_t sample = 256, most_repeated = sample / 8;
     if (count < 2 * sample) return count;
@@ -64,22 +63,22 @@ int64_t drop_singletons(uint64_t* keys, int64_t count, int entry_bits) {
     return left;
 }
 
-// Keys, and what is found out about their slots, which are numbered from 1. Number is as short as
-// it can be, so that all of it stays in the cache.
+// Keys and their slots, which are numbered from 1. Number is the shortest type that fits, so that
+// everything stays in the cache.
 template <class Number>
 struct BucketTable {
     uint64_t* keys;
     int64_t count;
     int entry_bits;
-    Number* table;  // for a hash of the slot its number
+    Number* table;  // slot number by hash
     int64_t capacity;
     int64_t* num_slots;
-    Number *counts, *ends;  // of each slot: how many keys, and where they end
+    Number *counts, *ends;  // of each slot: its keys, and where they end
     int64_t last = 0;       // number
 };
 
-// Puts the number of its slot into each key. Returns false where the slots collide too often; then
-// the keys are as they were. No branch depends on whether a slot is new: it would be a guess.
+// Puts the number of its slot into each key. Returns false, with the keys unchanged, if slots
+// collide too often. No branch depends on whether a slot is new: it would be mispredicted.
 template <class Number>
 bool assign_by_hash(BucketTable<Number>& work) {
     std::fill(work.table, work.table + work.capacity, Number(0));
@@ -92,7 +91,7 @@ bool assign_by_hash(BucketTable<Number>& work) {
     uint64_t last = 0;
     for (int64_t i = 0; i < work.count; ++i) {
         const int64_t slot = int64_t(keys[i] >> entry_bits);
-        num_slots[0] = slot;  // so that an empty place passes for the right one
+        num_slots[0] = slot;  // an empty place compares equal
         uint64_t place = (mix(uint64_t(slot)) & 0xffffffffu) * capacity >> 32;
         while (num_slots[table[place]] != slot) {
             if (++place == capacity) place = 0;
@@ -116,7 +115,7 @@ bool assign_by_hash(BucketTable<Number>& work) {
     return true;
 }
 
-// The same by sorting: slower, for any slots.
+// Numbers slots by sorting: slower, for any slots.
 template <class Number>
 void number_by_sorting(BucketTable<Number>& work) {
     const uint64_t mask = (uint64_t(1) << work.entry_bits) - 1;
@@ -134,9 +133,8 @@ void number_by_sorting(BucketTable<Number>& work) {
     work.last = last;
 }
 
-// Writes the groups, and their entries side by side: from members[begin] on, and behind them the
-// entries that are alone. Returns how many entries are in groups; changes last to the groups'
-// number.
+// Writes the groups and their entries from members[begin] on, followed by the unique entries.
+// Returns the number of entries in groups, and sets `last` to the number of groups.
 template <class Number>
 int64_t write_groups(BucketTable<Number>& work, DuplicateSlot* groups, Entry* duplicate_entries,
                      int64_t begin) {
@@ -195,7 +193,7 @@ void Dedup::scan(int64_t chunk) {
     const int64_t begin = chunk_begin(chunk), end = chunk_end(chunk);
     const int64_t* indices = indices_;
     const uint64_t last = uint64_t(num_slots_) - 1;
-    // The sign bit is set where a index is negative or beyond the last slot.
+    // The sign bit is set if an index is negative or beyond the last slot.
     uint64_t sign = 0;
     for (int64_t i = begin; i < end; ++i) {
         const uint64_t index = uint64_t(indices[i]);
@@ -235,7 +233,7 @@ void Dedup::set_scratch(uint64_t* scratch) {
     duplicate_entries_ = reinterpret_cast<Entry*>(groups_ + entries_ / 2 + buckets());
     unique_entries_ = duplicate_entries_ + entries_;
     counts_ = keys_ + 6 * entries_ + 4 * buckets();
-    bits_ = counts_;  // there are no buckets to count, then
+    bits_ = counts_;  // unused without buckets
     repeated_ = reinterpret_cast<bool*>(has_buckets() ? counts_ + chunks_ * buckets()
                                                       : bits_ + 2 * words_of_bits());
     ranges_.resize(size_t(buckets()));
@@ -282,8 +280,8 @@ int64_t Dedup::bucket_begin(int64_t bucket) const {
     return bucket == 0 ? 0 : entries_;
 }
 
-// Lists the unique entries and makes keys of the others. Returns their number. No
-// branch depends on the slots: it would be a guess.
+// Lists the unique entries and makes keys of the others; returns their number. No branch depends on
+// the slots: it would be mispredicted.
 int64_t Dedup::collect_repeated() {
     const int64_t words = words_of_bits();
     uint64_t *const seen = bits_, *const repeated = bits_ + words, *const keys = keys_;
@@ -326,7 +324,7 @@ void Dedup::group_keys(int64_t bucket, int64_t begin, int64_t count) {
     };
     if (count <= most_in_cache) {
         if (has_buckets()) count = drop_singletons(keys_ + begin, count, entry_bits_);
-        // Sparsely filled, most lookups succeed at once: a wrong guess costs more than the memory.
+        // A low load factor: a misprediction costs more than the memory.
         uint16_t table[8 * most_in_cache], counts[most_in_cache + 1], ends[most_in_cache + 1];
         int64_t num_slots[most_in_cache + 1];
         run(BucketTable<uint16_t>{keys_ + begin, count, entry_bits_, table, 8 * count, num_slots,
@@ -348,7 +346,7 @@ bool Dedup::repeats() const {
 }
 
 int64_t Dedup::list_unique(int64_t begin, int64_t end) {
-    if (marks_slots_) return end;  // they have been listed
+    if (marks_slots_) return end;  // listed by collect_repeated
     Entry* const list = unique_entries_;
     const bool* const repeated = repeated_;
     int64_t at = begin;

@@ -10,10 +10,10 @@
 namespace sparsestep {
 namespace {
 
-// Below this many elements, waking a second thread costs more than it brings.
+// Below this many elements, a second thread does not pay off.
 constexpr int64_t serial_elements = 1 << 15;
 
-// How much a task holds: enough that waiting for its first rows does not show.
+// Elements per task: enough to hide the latency of its first rows.
 constexpr int64_t task_elements = 1 << 17;
 
 struct Task {

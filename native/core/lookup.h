@@ -1,5 +1,5 @@
-// Lookups of embeddings, in any number of tables at once: all bags of all of them are shared out
-// to the threads. The loop is kernels/lookup.cpp, compiled once per instruction set.
+// Embedding lookups in any number of tables at once; threads share the bags of all tables. The loop
+// is kernels/lookup.cpp, compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace sparsestep {
 
-// What becomes of the rows that are looked up: each is copied, or those of a bag become one.
+// Copy each row, or reduce the rows of a bag.
 enum class Pooling : int32_t { none = 0, sum = 1, mean = 2, max = 3 };
 
 // Integers of four or eight bytes.
@@ -17,8 +17,8 @@ struct Integers {
     bool is_short;
 };
 
-// A lookup in a table of [rows, columns], each row contiguous. Nothing of it has been checked but
-// that the memory is there. Without pooling each id is a bag of its own.
+// A lookup in a table of [rows, columns], each row contiguous. Memory is checked, ids and starts
+// are not. Without pooling, each id is a bag.
 struct LookupWork {
     const void* table;
     Dtype dtype;
@@ -26,31 +26,31 @@ struct LookupWork {
     int64_t row_stride;  // in elements
     Integers ids;
     int64_t id_count;
-    Integers starts;      // where each bag begins; no data: all bags are of one length
-    int64_t start_count;  // as many as there are bags; or one more, where the last bag ends
+    Integers starts;      // start of each bag; no data: bags of equal length
+    int64_t start_count;  // one per bag, or one more: the end of the last bag
     int64_t bags, length;
     Pooling pooling;
-    const void* factors;   // one for each id, of the table's dtype; null: none
-    int64_t padding;       // the id that does not count; -1: none
+    const void* factors;   // one per id, of the table's dtype; null: none
+    int64_t padding;       // the id to skip; -1: none
     void* output;          // [bags, columns]
-    int64_t* indices;      // the ids, copied before they are checked, so that they cannot change
-    int64_t* value_index;  // the bag of each id; null: not asked for
-    int64_t* winners;      // [bags, columns], for the maximum: whose element it is; null: not asked
-    int64_t* counted;      // for each bag, how many ids are no padding; null: not asked for
+    int64_t* indices;      // a copy of the ids, without padding
+    int64_t* value_index;  // the bag of each id; null: not needed
+    int64_t* winners;      // [bags, columns]: the row of each maximum; null: not needed
+    int64_t* counted;      // ids of each bag without padding; null: not needed
 };
 
-// Where the ids of some bags begin, and how many of them are no padding: these come first among the
-// indices of those bags. Less than zero: an id is no row, or the starts do not cut ids into bags.
+// First id of a range of bags, and the number of its ids without padding, which come first in
+// `indices`. Negative: an id is out of range, or the starts are invalid.
 struct LookedUp {
     int64_t begin, counted;
 };
 
-// Does the bags [first, last).
+// Looks up the bags [first, last).
 using Lookup = LookedUp (*)(const LookupWork& work, int64_t first, int64_t last);
 
-// Does all of them and fills in, for each, how many ids are no padding: these come first among its
-// indices, and in its source. False, and what was written means nothing, where an id is no row of
-// its table or the starts of bags are not valid.
+// Looks up all tables and fills in, for each, the number of ids without padding, which come first
+// in `indices` and `value_index`. False, with undefined outputs, if an id is out of range or the
+// starts are invalid.
 bool look_up(const LookupWork* works, int64_t count, Lookup run, int threads, int64_t* counted);
 
 }  // namespace sparsestep

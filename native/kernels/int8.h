@@ -1,5 +1,5 @@
-// State stored as int8: a code for each element, a scale for each row. What a code stands for, and
-// why, is in src/sparsestep/rules/int8.py; this is its twin, with the same codes.
+// State stored as int8: a code for each element, a scale for each row. src/sparsestep/rules/int8.py
+// explains the codes and has the same implementation in torch operations.
 //
 // Internal linkage throughout: see types.h.
 #pragma once
@@ -13,19 +13,19 @@
 namespace sparsestep {
 namespace {
 
-// A code is a float32 number between 2 and the largest value of the row, shortened: the last bits
-// of its exponent and the first three of its mantissa. 2 is where all bits below the exponent's
-// first are zero, so that the code is what is left after a shift.
+// A code is a truncated float32 between 2 and the largest value of the row: the last bits of its
+// exponent and the first three of its mantissa. Below the first exponent bit, 2.0 is all zeros, so
+// a shift yields the code.
 constexpr int lost_bits = 20;
 constexpr int32_t bits_of_two = 0x40000000;
 constexpr int exponent_shift = 23;
 constexpr int32_t sign_bit = INT32_MIN;
 
-// Random bits for codes. Half precision has some of its own for every element; a code is done with
-// so soon that making them would take most of the time. Here a row, or a tile of a longer one, has
-// 32 of its own: where in a table it begins, and by which bits the table's are turned.
+// Random bits for codes. Bits per element, as for half precision, would take longer than encoding.
+// Instead each row, or tile of a longer one, has 32 bits: an offset into a table of random numbers,
+// and a mask to XOR them with.
 struct Int8RandomBits {
-    static constexpr int starts = 64, apart = 16;  // a cache line: no vector lies in two
+    static constexpr int starts = 64, apart = 16;  // a cache line, so that no vector spans two
     alignas(cache_line) int32_t bits[starts * apart + tile_size];
 
     constexpr Int8RandomBits() : bits() {
@@ -37,14 +37,14 @@ struct Int8RandomBits {
 };
 constexpr Int8RandomBits int8_random_bits;
 
-// `fixed`: the number of columns where it is known to the compiler, else 0, as for StoredRows.
+// `fixed`: the number of columns if known at compile time, else 0, as for StoredRows.
 template <class T, int64_t fixed>
 struct Int8Rows {
-    // A slot is encoded when all of it is known.
+    // The scale needs the whole slot.
     static constexpr int64_t kept_columns = fixed ? tile_size : max_int8_slot_size;
     static constexpr bool is_kept() { return !fixed; }
-    // A row takes so many instructions that prefetching another at its beginning would keep them
-    // waiting: the next row is asked for bit by bit.
+    // Rows take many instructions. Prefetching the next one all at once would stall them, so it is
+    // prefetched piece by piece.
     static constexpr bool is_spread() { return true; }
 
     Int8View codes;
@@ -84,7 +84,7 @@ struct Int8Rows {
         for (int64_t byte = 0; byte < bytes; byte += cache_line) {
             __builtin_prefetch(at + byte, 0, 2);
         }
-        // The row need not begin with a cache line, so its end may be in one more.
+        // An unaligned row may end in one more cache line.
         if (fixed % cache_line || !fixed) __builtin_prefetch(at + bytes - 1, 0, 2);
         __builtin_prefetch(&scale_of(row), 0, 2);
     }
@@ -94,7 +94,7 @@ private:
         return codes.scale[row * codes.scale_stride];
     }
 
-    // Not inlined, here and below: the same for every rule.
+    // Not inlined, here and below: shared by all rules.
     template <bool is_signed>
     __attribute__((noinline)) static void decode(const int8_t* __restrict from, float scale,
                                                  int64_t count, T* __restrict tile) {
@@ -103,7 +103,7 @@ private:
             const int32_t code = is_signed ? int32_t(from[j]) : int32_t(uint8_t(from[j]));
             const int32_t size = is_signed ? code & 0x7f : code;
             const float value = (bits_as<float>(bits_of_two | (size << lost_bits)) - 2.0f) * scale;
-            // A code below zero has the first of its 32 bits set, as a float below zero has.
+            // Negative codes have the sign bit set, like negative floats.
             tile[j] =
                 T(bits_as<float>(bits_as<int32_t>(value) | (is_signed ? code & sign_bit : 0)));
         }
@@ -114,15 +114,15 @@ private:
         int8_t* const to = codes.data + row * codes.stride;
         const int32_t largest = largest_size(values, fixed ? fixed : columns);
         if (largest >= bits_as<int32_t>(std::numeric_limits<float>::infinity())) {
-            // One number that is none makes the whole row so.
+            // A NaN or inf poisons the row.
             scale_of(row) = std::numeric_limits<float>::quiet_NaN();
             std::memset(to, 0, size_t(columns));
             return;
         }
-        // The exponent of the last code: so that the largest value, rounded up, has at most this.
+        // The exponent of the last code, which the largest value, rounded up, does not exceed.
         constexpr int32_t last = is_signed ? 16 : 32;
         int32_t exponent = (largest + (1 << (exponent_shift - 2))) >> exponent_shift;
-        exponent = exponent > last ? exponent : last + 1;  // else the scale is no normal number
+        exponent = exponent > last ? exponent : last + 1;  // else the scale is subnormal
         scale_of(row) = bits_as<float>((exponent - last) << exponent_shift);
         const float inverse = bits_as<float>((254 + last - exponent) << exponent_shift);
 
@@ -138,8 +138,7 @@ private:
         }
     }
 
-    // The bits of numbers above zero are in their order, those of infinity and of what is not a
-    // number above all others; and a largest integer is found in any order, many at a time.
+    // Positive floats order like their bits, inf and NaN last, and an integer maximum vectorizes.
     SPARSESTEP_INLINE static int32_t largest_size(const T* values, int64_t n) {
         int32_t largest = 0;
         for (int64_t j = 0; j < n; ++j) {
@@ -154,7 +153,7 @@ private:
     SPARSESTEP_INLINE static void encode(const T* __restrict values, float inverse,
                                          const int32_t* __restrict chance, int32_t turn, int64_t n,
                                          int8_t* __restrict to) {
-        // In two loops: the compiler would narrow a code and its sign one by one.
+        // Two loops: in one, the compiler would narrow codes and signs element by element.
         alignas(cache_line) int32_t words[tile_size];
         for (int64_t j = 0; j < n; ++j) {
             const int32_t size = size_bits(values[j]);
@@ -163,7 +162,7 @@ private:
             if constexpr (is_signed) {
                 words[j] = code | (bits_as<int32_t>(float(values[j])) >> 24 & 0x80);
             } else {
-                // What is above zero has at least the code 1.
+                // Positive values have at least the code 1.
                 const int32_t least = (size < 1 ? size : 1) + (bits_of_two >> lost_bits);
                 words[j] = code > least ? code : least;
             }

@@ -1,8 +1,8 @@
 // The lookup of embeddings: rows of a table, copied or pooled by bags.
 //
-// Ids are copied first and checked in the copy, the only one used from then on: changing
-// them meanwhile has no effect here. A bag is summed from its first id to its last, in at least
-// float32, so its bits do not depend on anything else.
+// Ids are copied first, and only the copy is checked and used, so that concurrent writes have no
+// effect. A bag is summed from its first id to its last, in at least float32, so its bits do not
+// depend on threads or instruction sets.
 //
 // Compiled once per instruction set: CMake sets SPARSESTEP_ISA and the flags. Everything has
 // internal linkage (see types.h for the reason).
@@ -14,8 +14,8 @@
 namespace sparsestep {
 namespace {
 
-// How many rows ahead are asked for, into the second-level cache: the first has room for far fewer
-// requests under way. With FBGEMM's way, 16 rows ahead into the first, it takes half as long again.
+// Prefetch distance in rows, into the L2 cache: L1 has room for far fewer outstanding requests.
+// FBGEMM's choice, 16 rows ahead into L1, takes 1.5 times as long.
 constexpr int64_t rows_ahead = 32;
 
 template <class Body>
@@ -24,19 +24,19 @@ SPARSESTEP_INLINE auto with_integers(const Integers& integers, Body body) {
                              : body(static_cast<const int64_t*>(integers.data));
 }
 
-// Where a bag begins; for the number of bags, where the last ends.
+// Start of a bag; for `bag` equal to the number of bags, the end of the last.
 SPARSESTEP_INLINE int64_t start_of(const LookupWork& work, int64_t bag) {
     if (!work.starts.data) return bag * work.length;
     if (bag >= work.start_count) return work.id_count;
     return with_integers(work.starts, [&](auto* starts) { return int64_t(starts[bag]); });
 }
 
-// False if one of them is no row.
+// False if an id is out of range.
 inline bool copy_ids(const LookupWork& work, int64_t begin, int64_t end) {
     return with_integers(work.ids, [&](auto* ids) {
         const uint64_t last = uint64_t(work.rows) - 1;
         int64_t* const to = work.indices;
-        uint64_t bad = 0;  // its highest bit: that of an id below zero, or of last - id
+        uint64_t bad = 0;  // sign bit: of a negative id, or of last - id
         for (int64_t i = begin; i < end; ++i) {
             const uint64_t id = uint64_t(int64_t(ids[i]));
             bad |= id | (last - id);
@@ -46,11 +46,10 @@ inline bool copy_ids(const LookupWork& work, int64_t begin, int64_t end) {
     });
 }
 
-// What the rows of a bag become: their sum, also with a factor for each, or their maximum. Where a
-// sum is fused, each product is added before it is rounded.
+// Reductions of a bag: sum, weighted sum or maximum. A fused sum adds products before rounding.
 enum class Reduction { sum, weighted, fused, max };
 
-// So many numbers of a row are summed in registers.
+// Elements of a row that are summed in registers.
 constexpr size_t vector_bytes = 32;
 template <class T>
 constexpr int64_t lanes = int64_t(vector_bytes / sizeof(T));
@@ -77,7 +76,7 @@ public:
           stride_(work.row_stride),
           padding_(work.padding) {}
 
-    // The ids [begin, end) of one bag. Rows up to `known` may be asked for in advance.
+    // The ids [begin, end) of one bag. Rows of ids up to `known` may be prefetched.
     SPARSESTEP_INLINE void run(int64_t bag, int64_t begin, int64_t end, int64_t known) {
         bag_ = bag;
         begin_ = begin;
@@ -107,7 +106,7 @@ private:
     static constexpr bool is_in_registers =
         std::is_same_v<Stored, T> && reduction != Reduction::max;
 
-    // Calls add(row, id, entry) for the ids of the bag that count.
+    // Calls add(row, id, entry) for the ids of the bag without padding.
     template <class Add>
     SPARSESTEP_INLINE void for_each_row(int64_t column, Add add) const {
         const int64_t* const indices = job_.indices;
@@ -118,8 +117,7 @@ private:
         }
     }
 
-    // As many columns from `column` on as fill that many vectors, as often as there are that many;
-    // returns the first column that is left.
+    // Reduces columns from `column` on, that many vectors at a time; returns the first column left.
     template <int count>
     SPARSESTEP_INLINE int64_t run_vectors(int64_t column) {
         using V = typename Vector<T>::Type;
@@ -223,7 +221,7 @@ private:
     const LookupWork& job_;
     const Stored* const table_;
     const int64_t columns_, stride_, padding_;
-    int64_t bag_, begin_, end_, known_, counted_;  // of the bag at hand
+    int64_t bag_, begin_, end_, known_, counted_;  // of the current bag
 };
 
 // Rows of any dtype, copied as bytes.
@@ -249,7 +247,7 @@ private:
     const int64_t bytes_, stride_;
 };
 
-// Moves what is no padding to the front, with the bag of each; how many these are.
+// Moves ids that are not padding to the front, with their bags; returns their number.
 inline int64_t keep_counted(const LookupWork& work, int64_t begin, int64_t end) {
     int64_t at = begin;
     for (int64_t i = begin; i < end; ++i) {
@@ -300,7 +298,7 @@ LookedUp look_up_bags(const LookupWork& work, int64_t first, int64_t last) {
         with_dtype(TensorView{const_cast<void*>(work.table), work.dtype, 0, 0}, [&](auto* table) {
             using Stored = std::remove_pointer_t<decltype(table)>;
             using T = std::conditional_t<sizeof(Stored) == 8, double, float>;
-            // FBGEMM, to which torch goes for sums without padding, fuses those in float32.
+            // FBGEMM, which torch uses for sums without padding, fuses float32 sums.
             constexpr bool is_float = std::is_same_v<Stored, float>;
             constexpr auto fused = is_float ? Reduction::fused : Reduction::weighted;
             const auto run = work.pooling == Pooling::max ? &pool<Stored, T, Reduction::max>

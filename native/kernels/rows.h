@@ -1,8 +1,8 @@
-// How a rule sees the rows of a tensor: as tiles of float or double.
+// Rows of a tensor as tiles of float or double.
 //
-// Where a row is stored just so, the tile is the row itself. Where it is stored otherwise (half
-// precision, strided), the tile is a copy in the first-level cache that is converted on the way in
-// and rounded on the way out. So a rule is compiled for two types only.
+// If a row is stored in that form, the tile is the row itself. Otherwise (half precision, strided)
+// the tile is a copy in the L1 cache, converted when loaded and rounded when stored. So a rule is
+// compiled for two types only.
 //
 // Internal linkage throughout: see types.h.
 #pragma once
@@ -37,8 +37,8 @@ struct Bfloat16 {
         const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
         return {uint16_t(value != value ? 0x7fc0u : rounded)};
     }
-    // Up with the probability that is the distance to the lower neighbor: 16 of the random bits
-    // decide about the 16 bits that are lost.
+    // Rounds up with a probability equal to the distance to the lower neighbor: adds 16 random bits
+    // to the 16 bits that are cut off.
     static Bfloat16 random(float value, uint32_t bits) {
         const uint32_t rounded = (bits_as<uint32_t>(value) + (bits & 0xffffu)) >> 16;
         return {uint16_t(value != value ? 0x7fc0u : rounded)};
@@ -51,7 +51,7 @@ struct Float16 {
         const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
         const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
         // Scaling by 2^112 moves the exponent from half's bias to float's and renormalizes
-        // subnormals; what was infinite or NaN gets the exponent of 255 instead.
+        // subnormals; inf and NaN get the exponent 255 instead.
         const float scaled = bits_as<float>(magnitude) * bits_as<float>(uint32_t(239) << 23);
         const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
         return bits_as<float>(bits_as<uint32_t>(scaled) | special | sign);
@@ -77,7 +77,7 @@ struct Float16 {
         const uint32_t magnitude = word & 0x7fffffffu;
         const uint32_t chance = bits & 0x1fffu;
         const uint32_t normal = (magnitude - (uint32_t(112) << 23) + chance) >> 13;
-        // Subnormal results are multiples of 2^-24; what is larger is cut off before converting.
+        // Subnormal results are multiples of 2^-24; larger values are clamped before converting.
         const float few = magnitude < (uint32_t(113) << 23) ? bits_as<float>(magnitude) : 0.0f;
         const float places = few * 16777216.0f + float(int32_t(chance)) * (1.0f / 8192.0f);
         uint32_t half = magnitude < (uint32_t(113) << 23) ? uint32_t(int32_t(places)) : normal;
@@ -88,7 +88,7 @@ struct Float16 {
 };
 
 // Random bits for every element of a tensor, a function of key and element alone: the same
-// for any order, threads and instruction set. The Python twin is in rounding.py.
+// for any order, threads and instruction set. rounding.py has the same in Python.
 struct Randomness {
     uint32_t first, second;
 
@@ -132,7 +132,7 @@ struct Convert<double, T> {
 template <class T>
 constexpr Dtype dtype_of = sizeof(T) == 4 ? Dtype::float32 : Dtype::float64;
 
-// Runs body(typed pointer) for the dtype that the view has.
+// Calls body with a pointer of the view's dtype.
 template <class Body>
 inline void with_dtype(const TensorView& view, Body body) {
     switch (view.dtype) {
@@ -156,7 +156,7 @@ inline int64_t element_offset(const TensorView& view, int64_t slot, int64_t colu
     return slot * view.slot_stride + column * view.element_stride;
 }
 
-// Not inlined, here and below: there are many loops, and this is no small code.
+// Not inlined, here and below: long code, used by many loops.
 template <class T>
 __attribute__((noinline)) void load_tile(const TensorView& view, int64_t slot, int64_t column,
                                          int64_t n, T* tile) {
@@ -187,7 +187,7 @@ __attribute__((noinline)) void store_tile(const TensorView& view, int64_t slot, 
     });
 }
 
-// Rounds a tile to what the dtype can hold.
+// Rounds a tile to the view's dtype.
 template <class T>
 __attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
     with_dtype(TensorView{nullptr, dtype, 0, 0}, [&](auto* none) {
@@ -196,7 +196,7 @@ __attribute__((noinline)) void round_tile(Dtype dtype, int64_t n, T* tile) {
     });
 }
 
-// The same, rounding at random; `element` is the number of the first within the tensor.
+// The same with stochastic rounding; `element` is the index of the first element in the tensor.
 template <class T>
 __attribute__((noinline)) void store_tile(const TensorView& view, int64_t slot, int64_t column,
                                           int64_t n, const T* tile, const Randomness& random,
@@ -216,7 +216,7 @@ SPARSESTEP_INLINE void multiply_tile(T* tile, T factor, int64_t n) {
     for (int64_t j = 0; j < n; ++j) tile[j] *= factor;
 }
 
-// Where only some elements of a slot are updated, the others get back what they had.
+// Restores the elements of a slot that element_mask excludes.
 template <class T>
 __attribute__((noinline)) void keep_tiles(T* const* tiles, int count, int64_t n, T* kept) {
     for (int t = 0; t < count; ++t) {
@@ -231,8 +231,8 @@ __attribute__((noinline)) void restore_tiles(T* const* tiles, int count, int64_t
     }
 }
 
-// The number that a slot has. Where there is nothing to convert it is read and written at once: a
-// call for each would take as long as the rest.
+// A state per slot. Without a conversion it is read and written directly: a call for each would
+// take as long as the rest.
 template <class T>
 inline T load_number(const TensorView& view, int64_t slot) {
     if (view.dtype == dtype_of<T>) return static_cast<const T*>(view.data)[slot * view.slot_stride];
@@ -255,13 +255,12 @@ inline void store_number(const TensorView& view, int64_t slot, T number, const J
 
 constexpr int64_t cache_line = 64;
 
-// The hardware itself goes on with a row that is longer than this.
+// The hardware prefetches the rest of longer rows.
 constexpr int64_t prefetch_bytes = 1024;
 
-// The rows of one tensor, columns [first_column, last_column), as tiles of T. Which of the two
-// kinds it is decides once per slice, not once per row, whether there is anything to convert.
-// Where the number of columns is a common one, it is known to the compiler (`fixed`, else 0): at
-// such row lengths the bookkeeping of a loop shows.
+// The rows of one tensor, columns [first_column, last_column), as tiles of T. One kind converts,
+// the other does not; which one is chosen per slice, not per row. For common numbers of columns,
+// `fixed` makes it a compile-time constant (else 0): in short rows, loop overhead counts.
 template <class T, int64_t fixed>
 struct DirectRows {
     static constexpr bool is_direct = true;
@@ -286,8 +285,8 @@ struct DirectRows {
     void store(int64_t, int64_t, int64_t, const T*) const {}
     void finish(int64_t, int64_t, const T*) const {}
 
-    // Rows are fetched into the second-level cache. The first has room for far fewer requests under
-    // way, and asking for ownership at once (a prefetch for writing) would go there too.
+    // Prefetches into the L2 cache. L1 has room for far fewer outstanding requests, and prefetching
+    // for writing would go there, too.
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
         const char* at = data + row * row_bytes;
         constexpr int64_t fixed_lines = (fixed * int64_t(sizeof(T)) + cache_line - 1) / cache_line;

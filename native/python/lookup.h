@@ -1,4 +1,4 @@
-// Lookups of embeddings, as src/sparsestep/nn asks for them. Included by bindings.cpp alone.
+// Embedding lookups for src/sparsestep/nn. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -40,8 +40,8 @@ struct MakeTensors {
     }
 };
 
-// One table that is to be looked up, and what was found. Anything off the fast path is left to
-// Python's side, which has all cases and all messages.
+// A lookup in one table, and its result. Off the fast path, Python handles all cases and raises all
+// messages.
 struct LookupCall {
     LookupWork work{};
     nb::object output = nb::none(), indices = nb::none(), value_index = nb::none();
@@ -73,8 +73,8 @@ struct LookupCall {
         return work.bags > 0 && make(dtype, get(ids, names().shape), nb::cast<bool>(asked[7]));
     }
 
-    // What Python gets: the output, and where there is to be a gradient, for each id that counts
-    // its row and its bag; then whose element is the largest, and how many ids of each bag count.
+    // The fields of LookupResult: the output; for a gradient, row and bag of each id without
+    // padding; the row of each maximum; the number of ids of each bag.
     nb::tuple result(int64_t entries) {
         if (!indices.is_none() && entries < work.id_count) {
             indices = indices.attr("narrow")(0, 0, entries);
@@ -119,8 +119,7 @@ private:
         return true;
     }
 
-    // Makes what is to be filled in. False if torch makes something else, as it does under fake
-    // tensors.
+    // Allocates the outputs. False if torch returns other tensors, as under a fake mode.
     bool make(nb::handle dtype, nb::object shape, bool has_gradient) {
         const bool is_max = work.pooling == Pooling::max;
         nb::object of_ids = nb::make_tuple(work.id_count);
