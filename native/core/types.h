@@ -145,7 +145,7 @@ struct CatchUpJob {
     // For each state, those per slot after those per element, what k steps leave of it, by k;
     // null: all.
     const double* powers[max_states + max_slot_states];
-    int buffer, square;                 // numbers of the states that a motion uses, or -1
+    int buffer, square;                 // numbers of the states that an idle update uses, or -1
     double buffer_decay, square_decay;  // by which they decay in a step
     double eps;
     double largest_ratio;   // of eps to the root of a square, where the series is exact enough
@@ -156,7 +156,7 @@ struct CatchUpJob {
     // the root of a square is divided by.
     const double *inverse_decay, *sizes, *roots;
     const double* sums[series_terms];  // over all later steps; or in the first, the total of sizes
-    double options[max_options];       // of the rule, for a motion that recomputes
+    double options[max_options];       // of the rule, for an idle update that recomputes
 };
 
 // Of the rows [begin, end), those that one of several parts owns.
@@ -167,7 +167,7 @@ struct CatchUpSlice {
 
 // How many rows were caught up, and of how many the parameter had been stale.
 struct CatchUpResult {
-    int64_t behind, stale;
+    int64_t deferred, stale;
 };
 using CatchUpKernel = CatchUpResult (*)(const CatchUpJob& work, const CatchUpSlice& share);
 

@@ -1,5 +1,5 @@
 // Dense semantics: what idle rows missed, applied at once. How a parameter moves without a gradient
-// is a class for each motion, the twins of those of src/sparsestep/rules/idle.py; the list of
+// is a class for each idle update, the twins of those of src/sparsestep/rules/idle.py; the list of
 // them is at the end.
 //
 // Internal linkage throughout: see types.h.
@@ -30,7 +30,7 @@ struct Missed {
 template <class T>
 using Counter = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
-// What motions have in common. Each has a `name`, that of its twin, and besides what is here:
+// What idle updates have in common. Each has a `name`, that of its twin, and besides what is here:
 //
 //   enter_row(missed)         looks up what the row needs
 //   move(param, state, m)     moves a tile; returns whether the parameter is seen to have moved
@@ -374,11 +374,11 @@ private:
         for (int64_t offset = 0; offset < job_.slot_size; offset += tile_size) {
             moved |= catch_up_tile(row, offset, count);
         }
-        ++done_.behind;
+        ++done_.deferred;
         done_.stale += update_.is_stale(moved);
     }
 
-    // Returns the square that the motion divides by, as it was, if it is one of them.
+    // Returns the square that the idle update divides by, as it was, if it is one of them.
     double decay_slot_states(int64_t row, int64_t count) const {
         double square = 0;
         for (int s = 0; s < job_.slot_states; ++s) {

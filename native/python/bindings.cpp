@@ -115,7 +115,12 @@ NB_MODULE(_C, module) {
              nb::arg("stochastic_rounding"));
     module.def("replay_step", &replay_step, nb::arg("instruction_set"), nb::arg("groups"),
                nb::arg("cached_plan"), nb::arg("state"), nb::arg("addresses"), nb::arg("threads"),
+               nb::arg("grads") = nb::none(), nb::arg("first") = 0,
                "Replay a step whose groups are unchanged; false, and nothing done, otherwise.");
+    module.def("apply_standard", &apply_standard, nb::arg("instruction_set"), nb::arg("group"),
+               nb::arg("param").none(), nb::arg("grad").none(), nb::arg("state"),
+               nb::arg("step").none(), nb::arg("threads"),
+               "Update one parameter; false, and nothing done, unless everything is standard.");
     nb::class_<NativeStep>(module, "NativeStep")
         .def(nb::init<int>(), nb::arg("instruction_set"))
         .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("grad"),
@@ -125,10 +130,15 @@ NB_MODULE(_C, module) {
         .def("try_claim", &NativeStep::try_claim, nb::arg("group"), nb::arg("owner"),
              nb::arg("params"), nb::arg("state"), nb::arg("addresses"), nb::arg("seen"),
              nb::arg("selections").none(), nb::arg("grads").none(), nb::arg("first"),
+             nb::arg("claimed").none(),
              "Add jobs for the parameters on the fast path; the numbers of the others.")
         .def("prepare", &NativeStep::prepare, nb::arg("threads"),
              "Do all that may fail and write nothing. Where a position is no slot, return (owner, "
              "number in the group, slots, position).")
+        .def("prepare_dense_replay", &prepare_dense_replay, nb::arg("groups"),
+             nb::arg("cached_plan"), nb::arg("state"), nb::arg("addresses"), nb::arg("threads"),
+             nb::arg("deferred"),
+             "Prepare to replay a step with dense semantics; false, and nothing done, otherwise.")
         .def("commit", &NativeStep::commit,
              "Apply what was prepared and count the steps of what was taken. Nothing can fail, and "
              "no signal handler of Python's comes between.");

@@ -1,5 +1,5 @@
-// Rows to catch up, as Python says it: the attributes of sparsestep._C.CatchUp.
-// It lives for one call, so that what it holds need not be visible to Python's garbage collector.
+// Rows to catch up: the attributes of sparsestep._C.CatchUp. An object lives for one call, so it need
+// not be visible to Python's garbage collector.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,9 +14,9 @@
 namespace sparsestep {
 namespace {
 
-// The names and what they mean are those of CatchUpWork.
+// Named like the fields of CatchUpJob.
 struct CatchUpCall {
-    int motion = -1;  // its number in motions()
+    int idle_update = -1;  // its index in idle_updates()
     nb::object param;
     nb::tuple state;         // those per row after those per element
     int states_per_row = 0;  // how many of them there are
@@ -32,12 +32,11 @@ struct CatchUpCall {
     nb::object inverse_decay, sizes, roots, sums;  // tables, float64
     nb::tuple options;
 
-    // See CaughtUp for what it returns; None, and nothing done, where the tensors do not lie so
-    // that the core can reach them.
+    // Returns a CatchUpResult as a tuple; None, and nothing done, if the core cannot read a tensor.
     nb::object run(int threads, int instruction_set) const {
         const InstructionSet& set = instruction_set_of(instruction_set);
-        if (motion < 0 || motion >= set.in_float.idle_update_count)
-            throw nb::value_error("no such motion");
+        if (idle_update < 0 || idle_update >= set.in_float.idle_update_count)
+            throw nb::value_error("no such idle update");
         const int64_t num_slots = numel(last), count = rows.is_none() ? num_slots : numel(rows);
         if (!count || !numel(param)) return nb::make_tuple(0, 0);
         CatchUpJob work{};
@@ -47,12 +46,12 @@ struct CatchUpCall {
         read_history(work);
         const Kernels& kernels = *in_double ? set.in_double : set.in_float;
         const CatchUpResult done =
-            run_shares(work, count, threads, kernels.idle_updates[motion].catch_up);
-        return nb::make_tuple(done.behind, done.stale);
+            run_shares(work, count, threads, kernels.idle_updates[idle_update].catch_up);
+        return nb::make_tuple(done.deferred, done.stale);
     }
 
 private:
-    // Whether the arithmetic is in double; nothing if the core cannot reach them.
+    // Whether the arithmetic is in double; nothing if the core cannot read a tensor.
     std::optional<bool> read_tensors(CatchUpJob& work, int64_t num_slots) const {
         const int count = int(nb::len(state));
         work.slot_states = states_per_row;
@@ -109,33 +108,21 @@ private:
         return static_cast<const double*>(own_address(tensor));
     }
 
-    // Before a step, those that a lookup has read are current. To see that takes a part of the time
-    // that it takes to assign rows to threads.
-    static bool any_behind(const CatchUpJob& work, int64_t count, int threads) {
-        constexpr int64_t piece = 8192;
-        std::atomic<bool> found{false};
-        parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
-            const int64_t end = count < (p + 1) * piece ? count : (p + 1) * piece;
-            for (int64_t i = p * piece; i < end && !found.load(std::memory_order_relaxed); ++i) {
-                const int32_t last = work.last[work.rows[i]];
-                if ((last < 0 ? ~last : last) < work.now) found = true;
-            }
-        });
-        return found;
-    }
-
     static CatchUpResult run_shares(const CatchUpJob& work, int64_t count, int threads,
                                     CatchUpKernel run) {
-        std::atomic<int64_t> behind{0}, stale{0};
+        std::atomic<int64_t> deferred{0}, stale{0};
         const auto run_share = [&](const CatchUpSlice& share) {
             const CatchUpResult done = run(work, share);
-            behind += done.behind;
+            deferred += done.deferred;
             stale += done.stale;
         };
         nb::gil_scoped_release release;
         if (count * work.slot_size < (1 << 14)) threads = 1;
         if (work.rows) {
-            if (!any_behind(work, count, threads)) return {0, 0};
+            // Before a step, the rows of a lookup are current. Checking takes less time than
+            // assigning rows to threads.
+            if (LastSteps{work.last, work.now}.are_current(work.rows, count, threads))
+                return {0, 0};
             parallel(threads, threads, [&](int64_t t) { run_share({0, count, t, threads}); });
         } else {
             constexpr int64_t piece = 4096;
@@ -144,14 +131,14 @@ private:
                 run_share({p * piece, end, 0, 1});
             });
         }
-        return {behind.load(), stale.load()};
+        return {deferred.load(), stale.load()};
     }
 };
 
 void bind_catch_up(nb::module_& module) {
-    nb::class_<CatchUpCall>(module, "CatchUp", "Rows to be brought up to date.")
+    nb::class_<CatchUpCall>(module, "CatchUp", "Rows to catch up.")
         .def(nb::init<>())
-        .def_rw("motion", &CatchUpCall::motion)
+        .def_rw("idle_update", &CatchUpCall::idle_update)
         .def_rw("param", &CatchUpCall::param)
         .def_rw("state", &CatchUpCall::state)
         .def_rw("states_per_row", &CatchUpCall::states_per_row)
@@ -175,8 +162,8 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("sums", &CatchUpCall::sums)
         .def_rw("options", &CatchUpCall::options)
         .def("run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
-             "Do it; how many rows were behind, and of how many the parameter was not where it "
-             "should have been; or None, and nothing done, where the core cannot.");
+             "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "
+             "None, and nothing done, if the core cannot read a tensor.");
 }
 
 }  // namespace

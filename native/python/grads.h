@@ -153,24 +153,46 @@ bool is_strided(nb::handle tensor) {
     return is_plain_tensor(tensor) && get(tensor, names().layout).ptr() == names().strided;
 }
 
+// Whether an IndexedGrad field that defaults to None has a value.
+bool is_default_or(nb::handle field, int64_t value) {
+    return field.is_none() || (PyLong_CheckExact(field.ptr()) && nb::int_(value).equal(field));
+}
+
+// Indices and values of a gradient whose slots are the rows of the parameter. False for an
+// IndexedGrad of any other form.
+bool read_row_slots(nb::handle grad, const Job& job, nb::object& indices, nb::object& values) {
+    if (nb::len(grad) != 7 || !grad[4].is_none() || !grad[5].is_none() || !grad[6].is_none() ||
+        grad[2].is_none() != grad[3].is_none() || !is_default_or(grad[2], job.num_slots) ||
+        !is_default_or(grad[3], job.slot_size)) {
+        return false;
+    }
+    indices = grad[0];
+    values = grad[1];
+    return true;
+}
+
 // Everything about the gradient of a job, for a parameter of one or more dims that is not empty.
-// False for any other form. `alive` and `joined` get what the job points to.
+// False for any other form. `alive` and `joined` get what the job points to; `indices` the tensor
+// of indices, or the parts of a compact gradient.
 bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle selection, Job& job,
-                        std::vector<nb::object>& alive,
+                        nb::object& indices, std::vector<nb::object>& alive,
                         std::vector<std::unique_ptr<JoinedParts>>& joined) {
     job.num_slots = param.dl.shape[0];
     job.slot_size = param.numel() / job.num_slots;
     if (selection.is_none() && is_compact(grad)) {
         nb::tuple parts = nb::cast<nb::tuple>(get(grad, names().parts));
         if (!read_parts(parts, job.num_slots, job.slot_size, job, joined)) return false;
-        alive.push_back(std::move(parts));
+        alive.push_back(parts);
+        indices = std::move(parts);
         return true;
     }
-    nb::object indices, values;
+    nb::object values;
     if (!selection.is_none()) {
         if (!is_strided(grad) || !has_shape(selection[2], param)) return false;
         indices = selection[0];
         values = nb::borrow(grad);
+    } else if (PyTuple_Check(grad.ptr())) {
+        if (!read_row_slots(grad, job, indices, values)) return false;
     } else {
         if (!is_plain_tensor(grad) || get(grad, names().layout).ptr() != names().sparse_coo ||
             !has_shape(get(grad, names().shape), param)) {
@@ -188,7 +210,7 @@ bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle se
         job.slot_size = param.numel() / job.num_slots;
         job.value_index = job.indices;
         if (!what.has_shape_of(param, param.dl.dims)) return false;
-    } else if (where.dl.dims != 2 || where.dl.shape[0] != 1) {
+    } else if (!PyTuple_Check(grad.ptr()) && (where.dl.dims != 2 || where.dl.shape[0] != 1)) {
         return false;
     }
     const auto view = what.view(job.slot_size);
@@ -196,7 +218,7 @@ bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle se
         return false;
     }
     job.values = *view;
-    alive.push_back(std::move(indices));
+    alive.push_back(indices);
     alive.push_back(std::move(values));
     return true;
 }

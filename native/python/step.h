@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -13,6 +15,7 @@
 #include "core/instruction_sets.h"
 #include "core/program.h"
 #include "core/step.h"
+#include "core/threads.h"
 #include "core/types.h"
 #include "python/grads.h"
 #include "python/tensors.h"
@@ -225,24 +228,34 @@ struct StepCount {
     void* data = nullptr;
     Dtype dtype = Dtype::float32;
 
-    // False if it is anything else.
+    // Reads the count of a parameter's state. False if it is anything else.
     bool read(nb::handle from) {
         state = nb::borrow(from);
         PyObject* found = find(from, names().step);
-        if (!found) return false;
-        if (PyLong_CheckExact(found)) {
-            value = nb::cast<int64_t>(nb::handle(found));
-            next = nb::int_(value + 1);
-            return true;
+        if (!found || !read_count(found)) return false;
+        if (!data) next = nb::int_(value + 1);
+        return true;
+    }
+    bool read_count(nb::handle count) {
+        if (PyLong_CheckExact(count.ptr())) {
+            int overflow = 0;
+            value = PyLong_AsLongLongAndOverflow(count.ptr(), &overflow);
+            return !overflow;
         }
-        tensor = nb::borrow(found);
+        tensor = nb::borrow(count);
         PlainTensor read;
-        if (!read.read(found) || read.dl.dims != 0 || !read.dtype()) return false;
+        if (!read.read(count) || read.dl.dims != 0 || !read.dtype()) return false;
         data = read.data();
         dtype = *read.dtype();
         if (dtype == Dtype::float32) value = int64_t(*static_cast<float*>(data));
         if (dtype == Dtype::float64) value = int64_t(*static_cast<double*>(data));
         return dtype == Dtype::float32 || dtype == Dtype::float64;
+    }
+    // Whether a count in a tensor has no fraction.
+    bool is_whole() const {
+        if (!data) return true;
+        return dtype == Dtype::float32 ? *static_cast<float*>(data) == float(value)
+                                       : *static_cast<double*>(data) == double(value);
     }
     void advance() const {
         if (!data) {
@@ -313,6 +326,34 @@ void read_row_stride(const nb::tuple& from, RowStride& to) {
     if (to.length < 1 || to.step < 1) throw nb::value_error("no such rows");
 }
 
+// The step after which each row of a parameter is current, under semantics="dense"; see
+// deferred/rows.py.
+struct LastSteps {
+    int32_t* data;                      // for each row; ~step if it never had a gradient
+    int32_t now;                        // the latest step
+    const bool* initialized = nullptr;  // for each page of rows, if some are not
+    int64_t page_rows = 1;
+
+    bool are_current(const int64_t* rows, int64_t count, int threads) const {
+        constexpr int64_t piece = 8192;
+        std::atomic<bool> found{false};  // a deferred row
+        parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
+            const int64_t end = std::min(count, (p + 1) * piece);
+            for (int64_t i = p * piece; i < end && !found.load(std::memory_order_relaxed); ++i) {
+                const int32_t last = data[rows[i]];
+                if ((last < 0 ? ~last : last) < now ||
+                    (initialized && !initialized[rows[i] / page_rows])) {
+                    found = true;
+                }
+            }
+        });
+        return !found;
+    }
+    void set_next(const int64_t* rows, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i) data[rows[i]] = now + 1;
+    }
+};
+
 // The jobs of one step. Keeps the tensors alive that its jobs point to.
 class NativeStep {
 public:
@@ -367,10 +408,11 @@ public:
     // contiguous. Returns the numbers of all others that have a gradient; Python handles them and
     // raises every message. Gradients are those of the parameters unless `grads` are given; `first`
     // is the first parameter's number in its group. `known` has the addresses of a parameter and
-    // its state that passed Python's checks.
+    // its state that passed Python's checks. `claimed`, a list or None, gets the number of each
+    // claimed parameter and its indices (see read_standard_grad).
     nb::list try_claim(const NativeGroup& group, nb::object owner, nb::sequence given,
                        nb::dict state, nb::dict known, nb::set seen, nb::handle selections,
-                       nb::handle grads, int64_t first) {
+                       nb::handle grads, int64_t first, nb::handle claimed) {
         nb::list declined;
         const nb::tuple params(given);  // a copy: the list may change meanwhile
         const size_t count = nb::len(params);
@@ -386,25 +428,70 @@ public:
             nb::object selection = nb::none();
             if (!selections.is_none()) selection = selections[i];
             const int64_t index = first + int64_t(i);
-            if (!claim(group, {owner, index}, param, grad, state, known, seen, selection)) {
+            nb::object indices;
+            if (!claim(group, {owner, index}, param, grad, state, known, seen, selection,
+                       indices)) {
                 declined.append(index);
+            } else if (!claimed.is_none()) {
+                nb::borrow<nb::list>(claimed).append(nb::make_tuple(index, indices));
             }
         }
         return declined;
     }
 
     // Claims all gradients of a group, or tells that it cannot. There are as many selections as
-    // parameters, or none at all.
+    // parameters, or none at all. `grads`, if not None, are those of the parameters from `first`
+    // on.
     bool claim_all(const NativeGroup& group, nb::handle given, nb::dict state, nb::dict known,
-                   nb::set seen, const std::vector<nb::object>& selections) {
+                   nb::set seen, const std::vector<nb::object>& selections, nb::handle grads,
+                   size_t first) {
         const nb::tuple params = nb::tuple(given);
-        for (size_t i = 0; i < nb::len(params); ++i) {
-            const nb::object param = params[i], grad = get(param, names().grad);
+        const size_t end = grads.is_none() ? nb::len(params) : first + nb::len(grads);
+        if (end > nb::len(params)) return false;
+        for (size_t i = first; i < end; ++i) {
+            const nb::object param = params[i];
+            const nb::object grad =
+                grads.is_none() ? get(param, names().grad) : nb::object(grads[i - first]);
             const nb::object selection = selections.empty() ? nb::none() : selections[i];
-            if (!grad.is_none() && !claim(group, {}, param, grad, state, known, seen, selection)) {
+            nb::object indices;
+            if (!grad.is_none() &&
+                !claim(group, {}, param, grad, state, known, seen, selection, indices)) {
                 return false;
             }
         }
+        return true;
+    }
+
+    // Claims a parameter whose state tensors and step number are given, and makes the checks that
+    // the addresses of `claim` stand for.
+    bool claim_one(const NativeGroup& group, nb::handle param, nb::handle grad, nb::list states,
+                   int64_t step) {
+        const RuleKernel rule = group.kernel(set_, false);
+        PlainTensor own;
+        if (!names().exchange || !own.read_rows(param) || own.dl.dims == 0 || own.numel() == 0 ||
+            nb::len(states) != nb::len(group.names) || !group.signs.empty() ||
+            !is_writable(param, own)) {
+            return false;
+        }
+        Job job{};
+        nb::object indices;
+        if (!read_standard_grad(own, grad, nb::none(), job, indices, alive_, joined_)) return false;
+        if (rule.slot_states > 0 && job.num_slots != own.dl.shape[0]) return false;
+        const auto view = own.view(job.slot_size);
+        if (!view) return false;
+        job.param = *view;
+        written_.append(param);
+        for (size_t s = 0; s < nb::len(states); ++s) {
+            PlainTensor read;
+            const nb::object tensor = states[s];
+            if (!read_state_tensor(tensor, own, rule, int(s), job, read) ||
+                !is_writable(tensor, read)) {
+                return false;
+            }
+            written_.append(tensor);
+        }
+        group.write_to(job, step);
+        finish(job, group, {});
         return true;
     }
 
@@ -415,6 +502,31 @@ public:
         const std::optional<OutOfRange> bad = step_->prepare();
         if (bad) step_.reset();
         return bad;
+    }
+
+    // Has the commit advance the last steps of all rows that get a gradient. `deferred` has for
+    // each job its parameter, the last steps, the latest step, the pages that are initialized, or
+    // None, and the rows of a page. False if another parameter was claimed, or a row is deferred.
+    bool set_last_steps(nb::list deferred, int threads) {
+        if (nb::len(deferred) != jobs_.size()) return false;
+        for (size_t i = 0; i < jobs_.size(); ++i) {
+            const nb::tuple one = nb::cast<nb::tuple>(deferred[i]);
+            if (one[0].ptr() != written_[i].ptr() || numel(one[1]) != jobs_[i].num_slots) {
+                return false;
+            }
+            LastSteps last{static_cast<int32_t*>(own_address(one[1])), nb::cast<int32_t>(one[2])};
+            if (!one[3].is_none()) last.initialized = static_cast<bool*>(own_address(one[3]));
+            last.page_rows = nb::cast<int64_t>(one[4]);
+            alive_.push_back(one);
+            last_steps_.push_back(last);
+        }
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < jobs_.size(); ++i) {
+            if (!last_steps_[i].are_current(jobs_[i].indices, jobs_[i].entries, threads)) {
+                return false;
+            }
+        }
+        return true;
     }
 
     nb::object prepare(int threads) {
@@ -430,6 +542,9 @@ public:
         {
             nb::gil_scoped_release release;
             step_->apply();
+            for (size_t i = 0; i < last_steps_.size(); ++i) {
+                last_steps_[i].set_next(jobs_[i].indices, jobs_[i].entries);
+            }
         }
         step_.reset();  // once is enough
         for (const StepCount& taken : counts_) taken.advance();
@@ -447,7 +562,8 @@ private:
     };
 
     bool claim(const NativeGroup& group, Owner owner, nb::handle param, nb::handle grad,
-               nb::dict state, nb::dict known, nb::set seen, nb::handle selection) {
+               nb::dict state, nb::dict known, nb::set seen, nb::handle selection,
+               nb::object& indices) {
         const nb::object id = nb::steal(PyLong_FromVoidPtr(param.ptr()));
         PyObject* const memory = find(known, id);
         PlainTensor own;
@@ -459,7 +575,7 @@ private:
             return false;
         }
         Job job{};
-        if (!read_standard_grad(own, grad, selection, job, alive_, joined_)) return false;
+        if (!read_standard_grad(own, grad, selection, job, indices, alive_, joined_)) return false;
         const auto view = own.view(job.slot_size);
         if (!view) return false;
         job.param = *view;
@@ -486,16 +602,25 @@ private:
         if (group.counts && !count.read(record)) return false;
         if (rule.slot_states > 0 && job.num_slots != own.dl.shape[0]) return false;
         for (int s = 0; s < states; ++s) {
-            const bool per_row = s >= rule.states;
             PyObject* tensor = find(record, group.names[size_t(s)]);
             PlainTensor read;
-            if (!tensor || !read.read_rows(tensor)) return false;
-            if (!is_address(memory[size_t(2 + s)], read.data())) return false;
-            const auto view = read.view(per_row ? 1 : job.slot_size);
-            if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
-            (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
-            alive_.push_back(nb::borrow(tensor));
+            if (!tensor || !read_state_tensor(tensor, own, rule, s, job, read) ||
+                !is_address(memory[size_t(2 + s)], read.data())) {
+                return false;
+            }
         }
+        return true;
+    }
+
+    // Reads the s-th state tensor of a parameter.
+    bool read_state_tensor(nb::handle tensor, const PlainTensor& own, const RuleKernel& rule, int s,
+                           Job& job, PlainTensor& read) {
+        const bool per_row = s >= rule.states;
+        if (!read.read_rows(tensor)) return false;
+        const auto view = read.view(per_row ? 1 : job.slot_size);
+        if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
+        (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
+        alive_.push_back(nb::borrow(tensor));
         return true;
     }
 
@@ -523,8 +648,9 @@ private:
     std::vector<Job> jobs_;
     std::vector<Owner> owners_;
     std::vector<StepCount> counts_;
-    std::unique_ptr<Step> step_;  // once it is prepared
-    nb::list written_;            // parameters
+    std::vector<LastSteps> last_steps_;  // of each job, or none
+    std::unique_ptr<Step> step_;         // once it is prepared
+    nb::list written_;                   // parameters
     std::vector<nb::object> alive_;
     std::vector<std::unique_ptr<JoinedParts>> joined_;
 };
@@ -550,15 +676,15 @@ bool read_selections(nb::handle group, nb::handle params, nb::handle masked,
     return true;
 }
 
-// Replays a step whose groups, masks and tensor addresses are unchanged. Returns false, with
-// nothing written, otherwise, or if an index is out of range: Python then runs the step or raises.
-// `before` has for each group its values, their NativeGroup, and what its masks select, if it has
-// any (see read_selections).
-bool replay_step(int instruction_set, nb::list groups, nb::list before, nb::dict state,
-                 nb::dict known, int threads) {
+// Claims and prepares a step whose groups, masks and tensor addresses are unchanged. Returns false
+// otherwise, or if an index is out of range: Python then runs the step or raises. `before` has for
+// each group its values, their NativeGroup, and what its masks select, if it has any (see
+// read_selections). `grads`, if not None, are those of the first group's parameters from `first`
+// on.
+bool prepare_replay(NativeStep& jobs, nb::list groups, nb::list before, nb::dict state,
+                    nb::dict known, int threads, nb::handle grads, size_t first) {
     const size_t count = nb::len(before);
     if (nb::len(groups) != count) return false;
-    NativeStep jobs(instruction_set);
     nb::set seen;
     for (size_t i = 0; i < count; ++i) {
         const nb::object group = groups[i];
@@ -569,9 +695,40 @@ bool replay_step(int instruction_set, nb::list groups, nb::list before, nb::dict
         const NativeGroup& says = nb::cast<const NativeGroup&>(was[1]);
         std::vector<nb::object> selections;
         if (!was[2].is_none() && !read_selections(group, params, was[2], selections)) return false;
-        if (!jobs.claim_all(says, params, state, known, seen, selections)) return false;
+        if (!jobs.claim_all(says, params, state, known, seen, selections, grads, first)) {
+            return false;
+        }
     }
-    if (jobs.try_prepare(threads)) return false;
+    return !jobs.try_prepare(threads);
+}
+
+// Replays a step. Returns false, with nothing written, if prepare_replay does.
+bool replay_step(int instruction_set, nb::list groups, nb::list before, nb::dict state,
+                 nb::dict known, int threads, nb::handle grads, size_t first) {
+    NativeStep jobs(instruction_set);
+    if (!prepare_replay(jobs, groups, before, state, known, threads, grads, first)) return false;
+    jobs.commit();
+    return true;
+}
+
+// Prepares to replay a step with dense semantics, in which no row is deferred that gets a gradient.
+// `deferred` has for each parameter with a gradient itself and its LastSteps.
+bool prepare_dense_replay(NativeStep& jobs, nb::list groups, nb::list before, nb::dict state,
+                          nb::dict known, int threads, nb::list deferred) {
+    return prepare_replay(jobs, groups, before, state, known, threads, nb::none(), 0) &&
+           jobs.set_last_steps(deferred, threads);
+}
+
+// Updates one parameter with a gradient, state and step number that the caller passes. Returns
+// false, with nothing written, unless all have their standard form and are valid.
+bool apply_standard(int instruction_set, const NativeGroup& group, nb::handle param,
+                    nb::handle grad, nb::list state, nb::handle step, int threads) {
+    StepCount count;
+    if (!count.read_count(step) || !count.is_whole() || count.value < 1) return false;
+    NativeStep jobs(instruction_set);
+    if (!jobs.claim_one(group, param, grad, state, count.value) || jobs.try_prepare(threads)) {
+        return false;
+    }
     jobs.commit();
     return true;
 }

@@ -47,6 +47,7 @@ struct PythonNames {
     PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
     PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
     PyObject* grad = PyUnicode_InternFromString("grad");
+    PyObject* is_inference = PyUnicode_InternFromString("is_inference");
     PyObject* is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* layout = PyUnicode_InternFromString("layout");
     PyObject* mask = PyUnicode_InternFromString("mask");
@@ -252,6 +253,16 @@ struct PlainTensor {
         return TensorView{data(), *type, slot_size == row_size() ? row_stride() : slot_size, 1};
     }
 };
+
+// Whether a step may write a tensor that was read: it is no negative view, autograd allows writes,
+// and it has memory for all of its rows.
+bool is_writable(nb::handle tensor, const PlainTensor& read) {
+    const PythonNames& name = names();
+    if (is_true(tensor, name.is_neg) || is_true(tensor, name.is_inference)) return false;
+    const int64_t last_row = read.dl.dims ? (read.dl.shape[0] - 1) * read.row_stride() : 0;
+    const int64_t end = integer(tensor, name.storage_offset) + last_row + read.row_size();
+    return end * (read.dl.bits / 8) <= integer(call(tensor, name.untyped_storage), name.nbytes);
+}
 
 // The address of an int64 tensor, or null for None.
 const int64_t* integers(nb::handle tensor) {

@@ -17,12 +17,12 @@ constexpr int64_t rows = 70, base = 3, steps = 40;
 
 // The steps since base, as src/sparsestep/deferred keeps them.
 struct History {
-    std::string motion;
+    std::string idle_update;
     double first, second, eps;
     std::vector<double> inverse_decay, sizes, roots, firsts, seconds, sums[series_terms];
 
-    History(const std::string& motion, double first, double second, double eps)
-        : motion(motion), first(first), second(second), eps(eps) {
+    History(const std::string& idle_update, double first, double second, double eps)
+        : idle_update(idle_update), first(first), second(second), eps(eps) {
         inverse_decay = {1};
         sizes = roots = {0};
         for (int64_t s = 1; s <= steps; ++s) {
@@ -37,7 +37,7 @@ struct History {
         for (int i = 0; i < series_terms; ++i) {
             sums[i].assign(size_t(steps + 1), 0.0);
             for (int64_t since = 0; since <= steps; ++since) {
-                sums[i][size_t(since)] = motion == "sign_drift" ? drift(since) : sum(i, since);
+                sums[i][size_t(since)] = idle_update == "sign_drift" ? drift(since) : sum(i, since);
             }
         }
     }
@@ -58,7 +58,7 @@ struct History {
             const double faded = std::pow(root_decay(), double(s - since)) / roots[size_t(s)];
             const double weight =
                 sizes[size_t(s)] * inverse_decay[size_t(s)] * firsts[size_t(s - since)];
-            total += motion == "quotient" ? weight / std::pow(faded, term + 1) : weight;
+            total += idle_update == "quotient" ? weight / std::pow(faded, term + 1) : weight;
         }
         return total;
     }
@@ -68,11 +68,11 @@ struct History {
         for (int64_t s = since + 1; s <= steps; ++s) {
             const double size = sizes[size_t(s)];
             double move = 0;
-            if (motion == "sign_drift") move = size * double((buffer > 0) - (buffer < 0));
+            if (idle_update == "sign_drift") move = size * double((buffer > 0) - (buffer < 0));
             buffer *= first;
             square *= second;
-            if (motion == "geometric") move = size * buffer;
-            if (motion == "quotient") {
+            if (idle_update == "geometric") move = size * buffer;
+            if (idle_update == "quotient") {
                 move = size * buffer / (std::sqrt(square) / roots[size_t(s)] + eps);
             }
             param = param * shrink(s) - move;
@@ -125,7 +125,7 @@ CatchUpJob work_on(Table<T>& table, const History& history, bool converges) {
     work.powers[0] = history.firsts.data();
     work.powers[1] = history.seconds.data();
     work.buffer = 0;
-    work.square = history.motion == "quotient" ? 1 : -1;
+    work.square = history.idle_update == "quotient" ? 1 : -1;
     work.buffer_decay = history.first;
     work.square_decay = history.second;
     work.eps = history.eps;
@@ -140,10 +140,10 @@ CatchUpJob work_on(Table<T>& table, const History& history, bool converges) {
 }
 
 template <class T>
-CatchUpKernel catch_up_of(const std::string& motion, const InstructionSet& set) {
+CatchUpKernel catch_up_of(const std::string& idle_update, const InstructionSet& set) {
     const Kernels& kernels = sizeof(T) == 4 ? set.in_float : set.in_double;
     int i = 0;
-    while (kernels.idle_updates[i].name != motion) ++i;
+    while (kernels.idle_updates[i].name != idle_update) ++i;
     return kernels.idle_updates[i].catch_up;
 }
 
@@ -157,9 +157,9 @@ CatchUpResult catch_up(Table<T>& table, const History& history, bool converges,
     CatchUpResult total{};
     for (int64_t part = 0; part < parts; ++part) {
         const CatchUpSlice share{0, which.empty() ? rows : int64_t(which.size()), part, parts};
-        const CatchUpKernel run = catch_up_of<T>(history.motion, set);
+        const CatchUpKernel run = catch_up_of<T>(history.idle_update, set);
         const CatchUpResult done = run(work, share);
-        total.behind += done.behind;
+        total.deferred += done.deferred;
         total.stale += done.stale;
     }
     return total;
@@ -176,13 +176,13 @@ void expect_caught_up(const History& history, bool converges, const std::string&
             Table<T> first = before;
             const auto& plainest = instruction_sets()[0];
             const CatchUpResult done = catch_up(first, history, converges, plainest, 1, which);
-            int64_t behind = 0;
+            int64_t deferred = 0;
             for (int64_t r = 0; r < rows; ++r) {
                 const bool asked_for =
                     all || std::find(which.begin(), which.end(), r) != which.end();
                 const int32_t last = before.last[size_t(r)];
                 const int64_t since = (last < 0 ? ~last : last) - base;
-                behind += asked_for && since < steps;
+                deferred += asked_for && since < steps;
                 const auto now = int32_t(base + steps);
                 const int32_t stamp = last >= 0 ? now : ~now;
                 check(first.last[size_t(r)] == (asked_for ? stamp : last), what + ": stamp");
@@ -198,7 +198,7 @@ void expect_caught_up(const History& history, bool converges, const std::string&
                     check(near(first.square[at], v, 1), what + ": square");
                 }
             }
-            check(done.behind == behind, what + ": how many were behind");
+            check(done.deferred == deferred, what + ": how many were deferred");
             for_each_set([&](const InstructionSet& set) {
                 for (int64_t parts : {1, 2, 5}) {
                     Table<T> ours = before;

@@ -70,12 +70,22 @@ class _NativeStep:
         selections: list[tuple[Tensor, int, torch.Size] | None] | None,
         grads: Sequence[Tensor | IndexedGrad | None] | None,
         first: int,
+        claimed: list[tuple[int, Tensor | tuple[IndexedGrad, ...]]] | None,
     ) -> list[int]: ...
+    def prepare_dense_replay(
+        self,
+        groups: list[dict[str, Any]],
+        cached_plan: list[tuple[tuple[Any, ...], _NativeGroup | None, list[Any] | None]],
+        state: dict[Tensor, Any],
+        addresses: dict[int, tuple[Any, ...]],
+        threads: int,
+        deferred: list[tuple[Tensor, Tensor, int, Tensor | None, int]],
+    ) -> bool: ...
     def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
     def commit(self) -> None: ...
 
 class CatchUp:
-    motion: int
+    idle_update: int
     param: Tensor
     state: tuple[Tensor, ...]
     states_per_row: int
@@ -149,6 +159,18 @@ class Core(Protocol):
         cached_plan: list[tuple[tuple[Any, ...], _NativeGroup | None, list[Any] | None]],
         state: dict[Tensor, Any],
         addresses: dict[int, tuple[Any, ...]],
+        threads: int,
+        grads: Sequence[Tensor | IndexedGrad | None] | None = None,
+        first: int = 0,
+    ) -> bool: ...
+    def apply_standard(
+        self,
+        instruction_set: int,
+        group: _NativeGroup,
+        param: Tensor,
+        grad: Tensor | IndexedGrad,
+        state: list[Tensor | None],
+        step: int | Tensor,
         threads: int,
     ) -> bool: ...
     def set_compact_class(self, type: type) -> None: ...

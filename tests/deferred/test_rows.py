@@ -89,7 +89,7 @@ def pending(
 
 def miss(rows: DeferredRows, variant: Variant, lrs: list[float]) -> None:
     for lr in lrs:
-        rows.commit_step(settings_of(variant, lr))
+        rows.prepare_commit(settings_of(variant, lr), None)()
 
 
 def one_by_one(
@@ -99,7 +99,7 @@ def one_by_one(
     decay = variant.options.get("weight_decay", 0.0)
     old = [t.double().reshape(len(param), -1) for t in (param, *state)]
     zero = torch.zeros_like(old[0])
-    hyper = {name: value for name, value in rows.history.hyper.items() if name != "lr"}
+    hyper = {name: value for name, value in rows.history.hyperparams.items() if name != "lr"}
     for number, lr in enumerate(lrs):
         if "weight_decay" in variant.options or variant.cls is sparsestep.AdamW:
             old[0] = old[0] * (1 - lr * (decay or 0.01))
@@ -227,7 +227,7 @@ def test_last_steps(engine: str):
         def catch_up(ids: list[int], *, update: bool) -> list[int]:
             rows.catch_up(param, [buffer], torch.tensor(ids), engine=name)
             if update:
-                rows.set_last_step(torch.tensor(ids))
+                rows.prepare_last_step(torch.tensor(ids))()
             return rows.last_step.tolist()
 
         assert catch_up([1], update=True) == [~7, 8, ~7, ~7, ~7]
@@ -357,7 +357,7 @@ def append(history: StepHistory, variant: Variant, lrs: list[float]) -> list[tup
     steps = []
     decay = variant.options.get("weight_decay", 0.0)
     for lr in lrs:
-        size, root = history.motion.size(history.now + 1, {**history.hyper, "lr": lr})
+        size, root = history.idle_update.size(history.now + 1, {**history.hyperparams, "lr": lr})
         steps.append((size, root, 1 - lr * decay))
         history.append(*steps[-1])
     return steps
@@ -365,15 +365,15 @@ def append(history: StepHistory, variant: Variant, lrs: list[float]) -> list[tup
 
 def directly(history: StepHistory, steps: list[tuple[float, ...]], since: int, term: int) -> float:
     """The sum over all steps after ``since``, added up one by one."""
-    motion = history.motion
-    ratio = history.decays[motion.buffer]
-    if isinstance(motion, AdamDrift):
-        ratio /= motion.root_decay(history.decays) ** (term + 1)
+    idle = history.idle_update
+    ratio = history.decays[idle.buffer]
+    if isinstance(idle, AdamDrift):
+        ratio /= idle.root_decay(history.decays) ** (term + 1)
     total, left = 0.0, 1.0
     for step in range(len(steps), since, -1):
         size, root, shrink = steps[step - 1]
         weight = size * left * root ** (term + 1)
-        total += weight if motion.has_total else weight * ratio ** (step - since)
+        total += weight if idle.has_total else weight * ratio ** (step - since)
         left *= shrink
     return total
 
@@ -395,15 +395,15 @@ def test_a_history_has_the_sums_of_a_direct_summation(variant: Variant):
         assert (history.steps, history.now) == (n, 503)
         assert [float(size) for size in history.sizes[1 : n + 1]] == [size for size, *_ in steps]
         for since in (0, 1, 7, n // 2, n - 100, n - 20, n - 2, n - 1):
-            for term in range(len(history.motion.ratios(history.decays))):
+            for term in range(len(history.idle_update.ratios(history.decays))):
                 ours = history.sums[term, since] / now
-                if history.motion.has_total:  # of Lion: a difference of sums
+                if history.idle_update.has_total:  # of Lion: a difference of sums
                     ours = history.sums[term, n] / now - ours
                 wanted = directly(history, steps, since, term)
                 assert float(ours) == pytest.approx(wanted, rel=1e-11, abs=1e-300)
             left = math.prod(shrink for _, _, shrink in steps[since:])
             assert float(history.inverse_decay[since] / now) == pytest.approx(left, rel=1e-13)
-        assert history.motion.has_total or not history.sums[:, n].any()
+        assert history.idle_update.has_total or not history.sums[:, n].any()
         assert not history.sums[:, n + 1 :].any()
         assert history.latest_inverse_decay == float(now)
         for name, powers in history.powers.items():

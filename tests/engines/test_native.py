@@ -70,9 +70,9 @@ def test_every_rule_and_idle_update_has_its_native_kernel():
 def test_a_catch_up_that_makes_no_sense_is_refused():
     assert _native.ext is not None
     work = _native.ext.CatchUp()
-    with pytest.raises(ValueError, match="no such motion"):
+    with pytest.raises(ValueError, match="no such idle update"):
         work.run(threads=1, instruction_set=0)
-    work.motion = _native.ext.idle_updates().index("geometric")
+    work.idle_update = _native.ext.idle_updates().index("geometric")
     work.param, work.last = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
     work.state, work.powers, work.buffer = (torch.zeros(2, 3),), (None,), 1
     with pytest.raises(ValueError, match="no such rule"):

@@ -137,6 +137,42 @@ class FunctionalStep(Step):
         }
 
 
+class ReplayedFunctionalStep(FunctionalStep):
+    has_layers = False
+
+    def setup(self) -> None:
+        super().setup()
+        for _ in range(2):
+            self.run()
+
+
+class FunctionalCall(Operation):
+    """A call with options that the core has seen."""
+
+    def setup(self) -> None:
+        self.tensors = [torch.randn(ROWS, DIM).abs() for _ in range(3)]
+        ids = ids_of(0)
+        self.grad = sparsestep.IndexedGrad(ids, torch.randn(len(ids), DIM))
+        self.run()
+
+    def run(self) -> None:
+        param, *state = self.tensors
+        sparsestep.functional.adam_(param, self.grad, *state, step=2)
+
+    def values(self) -> dict[str, Any]:
+        return {"tensors": self.tensors}
+
+
+class CurrentStep(Step):
+    """No row of the gradient has to catch up."""
+
+    def setup(self) -> None:
+        super().setup()
+        for param in self.params:
+            assert param.grad is not None
+            self.optimizer.catch_up(param, param.grad._indices()[0])
+
+
 class DenseStep(Step):
     """A step in torch's kernels.
 
@@ -208,11 +244,14 @@ STEPS: dict[str, type[Operation]] = {
     ),
     "deferred step": Deferred,
     "deferred reference step": of(Deferred, lambda params: deferred(params, engine="reference")),
+    "replayed deferred step": of(CurrentStep, deferred, dtype=torch.float64, steps_before=3),
     "int8 step": of(Step, lambda params: sparsestep.Adam(params, state_dtype=torch.int8)),
     "rounded step": of(Step, rounded, dtype=torch.bfloat16),
     "rule step": of(Mixed, averaged),
     "untraced rule step": of(Mixed, sorted_average),
     "functional step": FunctionalStep,
+    "replayed functional step": ReplayedFunctionalStep,
+    "functional call": FunctionalCall,
     "masked step": of(Mixed, masked_adamw),
     **dense_steps(),
 }

@@ -377,3 +377,94 @@ def test_checkpoints_of_torchs_classes(name: str):
     train(other, steps[:1])
     train(theirs, steps[:1])
     torch.testing.assert_close(everything(other), everything(theirs))
+
+
+# Repeated calls, which the core runs by itself
+
+
+def _released(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+def _inference_tensor(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+ROWS = torch.tensor([2, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"param": None},
+        {"param": torch.zeros(3)},
+        {"param": torch.zeros(2, 3, dtype=torch.int64)},
+        {"param": _released(torch.zeros(3, 2))},
+        {"param": _inference_tensor(torch.zeros(3, 2))},
+        {"param": torch.complex(torch.ones(3, 2), torch.ones(3, 2)).conj().imag},
+        {"param": torch.zeros(2).expand(3, 2)},
+        {"exp_avg": torch.zeros(3)},
+        {"exp_avg": torch.zeros(3, 2, dtype=torch.int32)},
+        {"exp_avg": _released(torch.zeros(3, 2))},
+        {"exp_avg": _inference_tensor(torch.zeros(3, 2))},
+        {"exp_avg": None},
+        {"grad": sparsestep.IndexedGrad(torch.tensor([0, 3, 0]), torch.ones(3, 2))},
+        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(2, 2))},
+        {"grad": sparsestep.IndexedGrad(ROWS.float(), torch.ones(3, 2))},
+        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2, dtype=torch.int64))},
+        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 3)},
+        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 2, 2)},
+        {"grad": torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2))},
+        {"grad": None},
+        {"step": None},
+        {"step": 0},
+        {"step": torch.tensor(1.5)},
+        {"step": 1 << 63},
+        {"lr": -1.0},
+        {"betas": [0.9, 1.0]},
+        {"maximize": "yes"},
+        {"decoupled_weight_decay": 0},
+        {"engine": "fast"},
+    ],
+)
+def test_a_repeated_call_makes_all_checks(change: dict[str, Any]):
+    def call(given: dict[str, Any]) -> None:
+        rest = {key: value for key, value in given.items() if key not in positional}
+        sparsestep.functional.adam_(*(given[key] for key in positional), **rest)
+
+    positional = ("param", "grad", "exp_avg", "exp_avg_sq")
+    given = {
+        "param": torch.zeros(3, 2),
+        "grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2)),
+        "exp_avg": torch.zeros(3, 2),
+        "exp_avg_sq": torch.zeros(3, 2),
+        "step": 1,
+        "decoupled_weight_decay": False,
+    }
+    for _ in range(2):
+        call(given)
+    before = copy.deepcopy({key: given[key] for key in positional if key != "grad"})
+    with pytest.raises(InputError):
+        call({**given, **change})
+    for key, value in before.items():
+        assert same_bits(given[key], value)
+
+
+@pytest.mark.parametrize("step", [3, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
+@pytest.mark.parametrize("is_coo", [True, False])
+def test_a_repeated_call_has_the_bits_of_the_first(step: int | Tensor, is_coo: bool):
+    values = torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.1, 0.2]])
+    grad: Any = sparsestep.IndexedGrad(ROWS, values)
+    if is_coo:
+        grad = torch.sparse_coo_tensor(ROWS[None], values, (3, 2))
+    results = []
+    for _ in range(3):
+        tensors = [torch.ones(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)]
+        versions = [tensor._version for tensor in tensors]
+        sparsestep.functional.adam_(tensors[0], grad, *tensors[1:], step=step, lr=0.25)
+        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
+        results.append(tensors)
+    for repeated in results[1:]:
+        assert all(map(same_bits, repeated, results[0]))

@@ -17,7 +17,7 @@ from sparsestep.deferred.history import StepHistory
 from sparsestep.engines.finishing import finish, reserve
 from sparsestep.rules.rule import Rule
 
-_MOTIONS = ext.idle_updates() if ext else []
+_IDLE_UPDATES = ext.idle_updates() if ext else []
 
 
 def catch_up_native(
@@ -32,11 +32,11 @@ def catch_up_native(
 
     Args:
         history: the steps since.
-        rule: whose steps they are.
-        last: the step that each row has reached.
+        rule: the rule of these steps.
+        last: the last step of each row.
         param: the parameter, real.
         state: its state tensors, real.
-        rows: which ones; ``None`` for all.
+        rows: the rows; ``None`` for all.
 
     Returns:
         Number of rows whose parameter was not current. ``None`` if the core declines; then nothing
@@ -45,8 +45,8 @@ def catch_up_native(
     if torch.compiler.is_compiling():  # the core stays outside graphs
         found: int | None = _uncompiled(history, rule, last, param, state, rows)
         return found
-    motion = history.motion
-    if ext is None or not param.is_cpu or motion.native not in _MOTIONS:
+    idle = history.idle_update
+    if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
     work = _work(history, rule, param)
     work.state = tuple(state)
@@ -57,28 +57,28 @@ def catch_up_native(
     )
     if done is None:
         return None
-    behind, stale = done
-    # The state of a row may be deferred while its parameter is right.
-    if stale or (behind and motion.recomputes):
+    deferred, stale = done
+    # A row's state may be deferred while its parameter is current.
+    if stale or (deferred and idle.recomputes):
         increment_version([param])
     return stale
 
 
 def _work(history: StepHistory, rule: Rule, param: Tensor) -> Any:
-    """The arguments that are the same for all rows."""
+    """Return a call of the core with the arguments that do not depend on rows."""
     assert ext is not None
-    motion, names = history.motion, [spec.name for spec in rule.state]
+    idle, names = history.idle_update, [spec.name for spec in rule.state]
     work = ext.CatchUp()
-    work.motion = _MOTIONS.index(motion.native)
+    work.idle_update = _IDLE_UPDATES.index(idle.native)
     work.param = param
     work.states_per_row = sum(spec.per_row for spec in rule.state)
     work.powers = tuple(map(history.powers.get, names))
-    if motion.buffer:
-        work.buffer = names.index(motion.buffer)
-        work.buffer_decay = history.decays.get(motion.buffer, 1.0)
-    if motion.square:
-        work.square = names.index(motion.square)
-        work.square_decay = history.decays.get(motion.square, 1.0)
+    if idle.buffer:
+        work.buffer = names.index(idle.buffer)
+        work.buffer_decay = history.decays.get(idle.buffer, 1.0)
+    if idle.square:
+        work.square = names.index(idle.square)
+        work.square_decay = history.decays.get(idle.square, 1.0)
     work.eps = history.eps
     work.largest_ratio = history.max_series_ratio(param.dtype)
     work.converges = history.converges
@@ -86,8 +86,8 @@ def _work(history: StepHistory, rule: Rule, param: Tensor) -> Any:
     work.most_replayed = history.replay_limit
     work.inverse_decay = history.inverse_decay
     work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
-    if motion.recomputes:
-        work.options = rule.pack_hyperparams(history.hyper)
+    if idle.recomputes:
+        work.options = rule.pack_hyperparams(history.hyperparams)
     return work
 
 
@@ -105,30 +105,30 @@ def catch_up_reference(
 ) -> int:
     """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``.
 
-    A row's part of the history is looked up on the CPU, then moved to the parameter's device.
+    A row's steps are looked up on the CPU, then moved to the parameter's device.
     """
     rows = torch.arange(len(last), device="cpu") if rows is None else rows.cpu().unique()
     old = last[rows].long()
-    fresh = old < 0
-    since = torch.where(fresh, ~old, old) - history.base
-    behind = since < history.steps
-    stamps = rows, torch.where(fresh, ~history.now, history.now).to(torch.int32)
-    rows, since, fresh = rows[behind], since[behind], fresh[behind]
-    stamp = partial(last.index_put_, (stamps[0],), stamps[1])
+    had_gradient = old >= 0
+    since = torch.where(had_gradient, old, ~old) - history.base
+    now = torch.where(had_gradient, history.now, ~history.now).to(torch.int32)
+    set_last_step = partial(last.index_put_, (rows,), now)
+    deferred = since < history.steps
+    rows, since, had_gradient = rows[deferred], since[deferred], had_gradient[deferred]
     if not rows.numel() or not param.numel():
-        stamp()
+        set_last_step()
         return 0
     there = rows.to(param.device)
     before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
     named = dict(zip((spec.name for spec in rule.state), states, strict=True))
-    motion, missed = history.motion, MissedSteps(history, since, ~fresh, param)
-    after = motion.move(before, named, missed)
+    idle, missed = history.idle_update, MissedSteps(history, since, had_gradient, param)
+    after = idle.move(before, named, missed)
     written = [
-        (tensor, motion.decay(name, named[name], missed, tensor.dtype))
+        (tensor, idle.decay(name, named[name], missed, tensor.dtype))
         for tensor, name in zip(state, named, strict=True)
     ]
-    stale = int(motion.is_stale(missed, before, after).sum())
-    if stale or motion.recomputes:  # else autograd is told of a change in vain
+    stale = int(idle.is_stale(missed, before, after).sum())
+    if stale or idle.recomputes:  # else leave the parameter's version as it is
         written.append((param, after))
     calls: list[Callable[[], object]] = [
         partial(
@@ -139,7 +139,7 @@ def catch_up_reference(
         for tensor, new in written
     ]
     reserve()
-    uninterrupted(partial(finish, [*calls, stamp]))
+    uninterrupted(partial(finish, [*calls, set_last_step]))
     return stale
 
 
@@ -148,9 +148,9 @@ class MissedSteps:
 
     Args:
         history: all steps.
-        since: how many steps after its base each row has seen, on the CPU.
-        had_gradient: which rows ever had one, on the CPU.
-        param: where and of which dtype the entries are.
+        since: the last step of each row, counted from the history's base, on the CPU.
+        had_gradient: which rows ever had a gradient, on the CPU.
+        param: has the device and dtype of the entries.
     """
 
     def __init__(
@@ -160,19 +160,19 @@ class MissedSteps:
         self._since = since
         self._had_gradient = had_gradient
         self._device = param.device
-        self.hyperparams: Mapping[str, Any] = history.hyper
+        self.hyperparams: Mapping[str, Any] = history.hyperparams
         self.decays: Mapping[str, float] = history.decays
         self.eps: float = history.eps
         self.converges: bool = history.converges
         self.largest_ratio: float = history.max_series_ratio(param.dtype)
 
     def _column(self, of_rows: Tensor) -> Tensor:
-        """Numbers of rows beside their entries."""
+        """Values per row as a column, on the parameter's device."""
         return of_rows.to(self._device)[..., None]
 
     @cached_property
     def shrink(self) -> Tensor:
-        """What weight decay has left of the parameter."""
+        """The product of the weight decay factors."""
         history = self._history
         return self._column(history.inverse_decay[self._since] / history.latest_inverse_decay)
 
@@ -183,29 +183,29 @@ class MissedSteps:
 
     @cached_property
     def sums(self) -> Tensor:
-        """The sum over the steps missed, of each term of the motion's series."""
+        """The sum over the missed steps of each term of the idle update's series."""
         history = self._history
         return self._column(history.sums[:, self._since] / history.latest_inverse_decay)
 
     @property
     def relevant_steps(self) -> Tensor:
-        """How many steps were missed, of those that matter to the sums."""
+        """The number of missed steps within the horizon of the sums."""
         missed = self._history.steps - self._since
         return self._column(missed.clamp(max=self._history.horizon).double())
 
     def total_size(self, first: int | None = None) -> Tensor:
-        """The sum of the sizes of the steps missed; of the ``first`` few alone, if so many."""
+        """The sum of the sizes of the missed steps, or of the ``first`` few of them."""
         history, since = self._history, self._since
         end = history.steps if first is None else since + first
         totals = history.sums[0]
         return self._column((totals[end] - totals[since]) / history.latest_inverse_decay)
 
     def what_is_left(self, name: str) -> Tensor:
-        """The factor by which a state has decayed in all of them."""
+        """The product of a state's decay factors."""
         return self._column(self._history.powers[name][self._history.steps - self._since])
 
     def replay(self, buffer: str, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The steps of some rows, one by one; as far as they matter."""
+        """Yield the steps of some rows one by one, within the replay limit."""
         history, since = self._history, self._since[rows.cpu()]
         if not since.numel():
             return

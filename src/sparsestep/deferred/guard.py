@@ -1,9 +1,9 @@
 """``optimizer.track(model, guard=True)``: deferred rows catch up before torch reads them.
 
-A guarded parameter is the same object in the same memory, but torch asks it before each operation
-(``__torch_function__``). What reads rows brings these rows up to date first, what reads anything
-else brings all of them. A view reads nothing, but is guarded as well. The price is a call into
-Python with every operation on the parameter, and that an optimizer takes the longer way with it.
+A guarded parameter is the same object in the same memory, but torch calls its
+``__torch_function__`` before each operation. Operations that read rows catch up these rows first,
+others catch up all rows. A view reads nothing, but is guarded as well. The price is a call into
+Python for every operation on the parameter, and no fast path in the optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _METADATA = (
     | {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like}
     | {torch.randn_like, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 )
-# Views, always. Others may copy, and are taken for a read.
+# Always views. Others may copy, and count as reads.
 _VIEWS = (
     _getters("data", "T", "mT", "H", "mH")
     | _methods("detach", "view", "view_as", "t", "transpose", "permute", "unsqueeze", "squeeze")
@@ -145,7 +145,7 @@ class ReadGuard:
 
 
 class _GuardedMixin:
-    """How torch asks a tensor before it does something with it."""
+    """``__torch_function__`` that calls the guards of its arguments."""
 
     @classmethod
     def __torch_function__(
@@ -202,14 +202,10 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
 
 
 def readable(table: Tensor, ids: Any) -> Tensor:
-    """A table for code that reads some of its rows without torch's functions.
+    """Return a table for code that reads the rows ``ids`` without torch's functions.
 
-    A guarded table's rows are brought up to date first; then its memory is returned as an ordinary
-    tensor, since the type of a parameter must not decide how fast it is looked up.
-
-    Args:
-        table: a parameter, guarded or not.
-        ids: the rows to be read.
+    Deferred rows of a guarded table catch up first. The result is a plain tensor, so that a guard
+    does not rule out the fast path.
     """
     if type(table) is not GuardedParameter:
         return table

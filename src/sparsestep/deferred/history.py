@@ -26,9 +26,9 @@ from sparsestep._torch import stack
 from sparsestep.engines.finishing import finish
 from sparsestep.rules.idle import AdamDrift, IdleUpdate
 
-# What a term may be smaller than, relative to the first, to be left out.
+# Terms below this, relative to the first, are left out.
 _NEGLIGIBLE = 1e-18
-# How many past steps are kept at most, and how much decay.
+# Limits on the past steps, and on their decay.
 _MAX_STEPS = 1 << 16
 _MAX_INVERSE_DECAY = 1e150
 _SWEEP_INVERSE_DECAY = 1e50
@@ -38,61 +38,46 @@ _TERMS = AdamDrift.terms
 
 
 class StepHistory:
-    """The steps since ``base``, as sums that serve an idle row whatever its last step.
+    """The steps since ``base``, as sums for idle rows with any last step.
 
-    All of it lies in the CPU's memory, wherever the parameter is: Python writes a few numbers per
-    step, and what is read is a few numbers per row.
+    It is on the CPU for parameters on any device: a few numbers are written per step, and a few
+    read per row.
 
     Attributes:
-        motion: the rule's idle update.
-        hyper: its options; of the learning rates, the latest that was not zero.
+        idle_update: the rule's.
+        hyperparams: its options; of the learning rates, the latest that was not zero.
         base: the step that every row has reached.
-        steps: how many steps were taken since.
+        steps: the number of steps since.
         decays: the factor by which each state decays in a step, by name.
         powers: the powers of these factors, by name.
-        inverse_decay: 1 / (what decay has left of the parameter since base), for each step.
-        latest_inverse_decay: the latest of these.
-        sizes: the size of each step's move.
-        roots: what the square root is divided by in each step.
+        inverse_decay: for each step, 1 / (product of the weight decay factors since base).
+        latest_inverse_decay: that of the latest step.
+        sizes: the step size of each step.
+        roots: the divisor of the square root in each step.
         sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
-            the total of all sizes so far, where the motion ``has_total``.
-        horizon: how many steps back a move still matters to the sums.
-        replay_limit: how many steps matter to an entry that is replayed.
-        converges: whether there are sums.
+            the total of all sizes so far, if the idle update ``has_total``.
+        horizon: number of steps after which a step is negligible in the sums.
+        replay_limit: number of steps that an entry is replayed for.
+        converges: whether the sums converge.
     """
 
-    base: int
-    steps: int
-    capacity: int
-    decays: Mapping[str, float]
-    powers: dict[str, Tensor]
-    inverse_decay: Tensor
-    latest_inverse_decay: float
-    sizes: Tensor
-    roots: Tensor
-    sums: Tensor
-    horizon: int
-    replay_limit: int
-    converges: bool
-    eps: float
-
-    def __init__(self, motion: IdleUpdate, hyper: Mapping[str, Any], base: int) -> None:
-        self.motion = motion
-        self.hyper = hyper
+    def __init__(self, idle_update: IdleUpdate, hyperparams: Mapping[str, Any], base: int) -> None:
+        self.idle_update = idle_update
+        self.hyperparams = hyperparams
         self.base = base
         self.steps = 0
         self.latest_inverse_decay = 1.0
-        self.decays = motion.decays(hyper)
-        self.eps = motion.eps(hyper)
-        self._prepare_series(motion.ratios(self.decays))
+        self.decays = idle_update.decays(hyperparams)
+        self.eps = idle_update.eps(hyperparams)
+        self._prepare_series(idle_update.ratios(self.decays))
         self._tables: Tensor = _as_tensor(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
         self._reserve(256)
 
     def _prepare_series(self, ratios: list[float]) -> None:
-        """Find how many steps back a move still matters, and whether there can be sums at all."""
+        """Compute the horizon, and the weights of the steps within it."""
         self.horizon = max(map(_horizon, ratios), default=1)
         self.converges = self.horizon < _MAX_STEPS
-        # An entry that is replayed is done when its first term's ratio has died out.
+        # A replay ends when the first term is negligible.
         self.replay_limit = _horizon(ratios[0]) if ratios else 1
         horizon = self.horizon if self.converges else 1
         powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
@@ -103,12 +88,12 @@ class StepHistory:
             self._weights = _as_tensor(self._weight).unsqueeze(1)
 
     def reserve(self) -> None:
-        """Make room for one more step, so that ``append`` allocates nothing of that size."""
+        """Allocate for one more step, so that ``append`` does not."""
         if self.steps + 1 >= self.capacity:
             self._reserve(2 * self.capacity)
 
     def _reserve(self, capacity: int) -> None:
-        # Written as an array, which is much cheaper than one number at a time into a tensor.
+        # An array: writing single numbers to a tensor is slow.
         numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
         tables = _as_tensor(numbers).view(-1, capacity)
         tables[:, : self._tables.shape[1]] = self._tables
@@ -116,7 +101,7 @@ class StepHistory:
         powers = {name: by_factor[factor] for name, factor in self.decays.items()}
         (inverse_decay, sizes, roots), sums = tables[:3].unbind(), tables[3:]
         summed = sums[: self._terms]
-        # Nothing of this fails: memory that runs out has done so above.
+        # Nothing below can fail.
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
         self.inverse_decay, self.sizes, self.roots = inverse_decay, sizes, roots
         self.sums, self._summed, self.powers = sums, summed, powers
@@ -133,7 +118,7 @@ class StepHistory:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether to catch up a few rows with each step, so that old steps can be dropped."""
+        """Whether to catch up a few rows in each step, so that old steps can be dropped."""
         return self.steps >= _MAX_STEPS // 2 or self.latest_inverse_decay > _SWEEP_INVERSE_DECAY
 
     @property
@@ -150,7 +135,7 @@ class StepHistory:
         """Drop the oldest steps; every row has reached the last of them."""
         left, tables = self.steps - steps, self._tables
         rest = tables[:, steps : self.steps + 1].clone()
-        if self.motion.has_total:  # of which differences count
+        if self.idle_update.has_total:  # only differences of totals matter
             rest[3:] -= rest[3:, :1].clone()
         first = float(rest[0, 0])
         rest[0] /= first
@@ -164,9 +149,9 @@ class StepHistory:
         """Append a step. Atomic: on error, nothing has changed.
 
         Args:
-            size: that of its move.
-            root: what ``AdamDrift`` divides the square root by; 1.0 for other motions.
-            shrink: what weight decay leaves of the parameter.
+            size: its step size.
+            root: the divisor of the square root in ``AdamDrift``; 1.0 for other idle updates.
+            shrink: its weight decay factor.
         """
         self.reserve()
         n = self.steps + 1
@@ -175,14 +160,14 @@ class StepHistory:
         numbers[n] = inverse_decay
         numbers[capacity + n], numbers[2 * capacity + n] = size, root
         move = size * inverse_decay
-        if self.motion.has_total:
+        if self.idle_update.has_total:
             numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
         elif self._terms and self.converges:
             self._accumulate(n, move, root)
         self.steps, self.latest_inverse_decay = n, inverse_decay
 
     def _accumulate(self, n: int, move: float, root: float) -> None:
-        """Add the n-th step's move to the sums of those before it, as far as it matters."""
+        """Add the n-th step to the sums of the steps before it, within the horizon."""
         ratios, horizon = self._ratios, self.horizon
         for term in range(self._terms):
             move *= root
@@ -193,7 +178,7 @@ class StepHistory:
 
 
 def _as_tensor(numbers: array[float]) -> Tensor:
-    """A tensor in the memory of an array."""
+    """A tensor that shares the memory of an array."""
     return torch.frombuffer(numbers, dtype=torch.float64)
 
 
@@ -203,7 +188,7 @@ def _powers(factor: float, count: int) -> Tensor:
 
 
 def _horizon(ratio: float) -> int:
-    """After how many steps a term that shrinks by a ratio is negligible."""
+    """Number of steps after which a term that decays by a ratio is negligible."""
     if ratio <= 0.0:
         return 1
     if ratio >= 1.0:

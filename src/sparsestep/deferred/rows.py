@@ -1,27 +1,29 @@
 """Dense semantics at sparse cost: a row catches up with missed steps when it is next needed.
 
-Under ``semantics="dense"`` a missing entry counts as a gradient of zero: its momentum keeps moving
-it, its averages decay, its weight decays. None of that is done right away. Each row has the step
-after which it is current, and catches up with all later steps at once before it is read or updated.
-``history.py`` has the sums that make this possible, and the rule's idle update (``rules/idle.py``)
-applies them to a row, in torch operations and in the core.
+Under ``semantics="dense"`` a missing entry is a gradient of zero: momentum, averages and weight
+decay go on. That update is deferred. Each row has the step after which it is current, and catches
+up with all later steps at once before it is read or updated. ``history.py`` has the sums for it,
+and the rule's idle update (``rules/idle.py``) applies them, in torch operations and in the core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext, isa
+from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.deferred import history as histories
 from sparsestep.deferred.catch_up import catch_up_native, catch_up_reference
 from sparsestep.deferred.history import StepHistory
 from sparsestep.engines.base import GroupSettings, ParamUpdate
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.finishing import finish, reserve
+from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import check_indices
@@ -30,6 +32,9 @@ from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files,
 from sparsestep.memory.tensors import memory_of
 from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from sparsestep._C import _NativeStep as NativeStep
 
 
 class DeferredOptimizer(Protocol):
@@ -69,10 +74,8 @@ def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
     return rows
 
 
-# The first step on a table writes one page of last steps for each row that it updates, as with all
-# memory that the operating system provides on first touch.
-_PER_PAGE = 1024
-_FEW = 1 << 18  # below this, writing all of them at once is cheaper than finding the pages
+_PER_PAGE = 1024  # rows that are initialized together
+_FEW = 1 << 18  # below this, initializing all rows at once is cheaper
 
 
 class _LazySteps:
@@ -80,6 +83,7 @@ class _LazySteps:
 
     Attributes:
         values: int32, in the CPU's memory; right for rows that are initialized.
+        initialized: which pages are; ``None`` if all are.
         pages_left: number of pages that are not initialized.
 
     Example:
@@ -91,7 +95,7 @@ class _LazySteps:
 
     def __init__(self, num_rows: int, initial: int) -> None:
         self._initial = initial
-        self._initialized: Tensor | None = None
+        self.initialized: Tensor | None = None
         self.pages_left: int = 0
         self.values: Tensor
         if num_rows < _FEW:
@@ -102,12 +106,12 @@ class _LazySteps:
         self._pages = lazy.zeros(torch.Size([count, _PER_PAGE]), torch.int32, cpu)
         self.values = self._pages.view(-1)[:num_rows]
         if initial:
-            self._initialized = torch.zeros(count, dtype=torch.bool, device=cpu)
+            self.initialized = torch.zeros(count, dtype=torch.bool, device=cpu)
             self.pages_left = count
 
     def initialize(self, rows: Tensor | None) -> None:
         """Write the initial value of rows that do not have one yet; ``None`` for all."""
-        initialized = self._initialized
+        initialized = self.initialized
         if initialized is None:
             return
         if rows is None:
@@ -121,7 +125,7 @@ class _LazySteps:
                 initialized[new] = True
                 self.pages_left -= new.numel()
         if not self.pages_left:
-            self._initialized = None
+            self.initialized = None
 
 
 _MAX_COUNT = 2**31 - 1  # last steps are int32
@@ -145,12 +149,12 @@ class DeferredRows:
     def __init__(self, settings: GroupSettings, num_rows: int, done: int, *, new: bool) -> None:
         check_count(done)
         rule = settings.rule
-        motion = rule.idle_update or derive_idle_update(rule, done + 1, settings.hyperparams)
+        idle = rule.idle_update or derive_idle_update(rule, done + 1, settings.hyperparams)
         self.rule: Rule = rule
         self.num_rows: int = num_rows
         self.fixed_hyperparams: tuple[Any, ...] = fixed_hyperparams(settings)
         self._settings: GroupSettings | None = settings
-        self.history: StepHistory = StepHistory(motion, {**settings.hyperparams, "lr": 0.0}, done)
+        self.history: StepHistory = StepHistory(idle, {**settings.hyperparams, "lr": 0.0}, done)
         self.movable_rows: Tensor | None = None
         self.param: Tensor | None = None
         self._movable_mask: tuple[Tensor, Tensor] | None = None
@@ -198,7 +202,7 @@ class DeferredRows:
             self._settings = settings if is_same else None
         if self._settings is None:
             return False
-        fits = self.history.motion.fits
+        fits = self.history.idle_update.fits
         return fits is None or fits(self.history.now + 1, settings.hyperparams)
 
     def state_tensors(self, param_state: Mapping[str, Any] | None) -> list[Tensor] | None:
@@ -220,7 +224,7 @@ class DeferredRows:
     def prepare_step(
         self, param: Tensor, state: list[Tensor], rows: Tensor, engine: str = "auto"
     ) -> int:
-        """Catch up the rows of the next step; it ends with ``commit_step`` or ``cancel_step``.
+        """Catch up the rows of the next step, and set ``in_step``.
 
         Values keep their meaning: if the step is not done after all, rows are current that would
         have become so sooner or later.
@@ -236,26 +240,52 @@ class DeferredRows:
         self.in_step = True
         return stale
 
-    def cancel_step(self) -> None:
-        """End a step that was prepared and is not done."""
-        self.in_step = False
+    def prepare_commit(self, settings: GroupSettings, param: Tensor | None) -> Callable[[], None]:
+        """Allocate for one more step, with these settings on this parameter.
 
-    def commit_step(self, settings: GroupSettings, param: Tensor | None = None) -> None:
-        """Append a step that was just done, with these settings, on this parameter.
-
-        Without the parameter, writes of other code until the next catch-up go unnoticed. If memory
-        runs out, nothing has changed and it can be called again.
+        The result appends the step, once it is done. If memory runs out then, nothing has changed
+        and it can be called again. Without the parameter, writes of other code until the next
+        catch-up go unnoticed.
         """
-        version = None if param is None else _write_version(param)
-        hyper, motion, step = settings.hyperparams, self.history.motion, self.history.now + 1
-        size, root = motion.size(step, hyper)
-        shrink = settings.decay_factor * (motion.shrink(step, hyper) if motion.shrink else 1.0)
-        self.history.append(size, root, shrink)
-        if hyper.get("lr"):  # FTRL rests where the latest rate put it
-            self.history.hyper = hyper
-        self._version = version
-        self.in_step = self.caught_up_by_user = False
-        self.dense_reader = None
+        options, idle, step = settings.hyperparams, self.history.idle_update, self.history.now + 1
+        size, root = idle.size(step, options)
+        shrink = settings.decay_factor * (idle.shrink(step, options) if idle.shrink else 1.0)
+        self.history.reserve()
+
+        def commit() -> None:
+            version = None if param is None else _write_version(param)
+            self.history.append(size, root, shrink)
+            if options.get("lr"):  # FTRL rests where the latest rate put it
+                self.history.hyperparams = options
+            self._version = version
+            self.in_step = self.caught_up_by_user = False
+            self.dense_reader = None
+
+        return commit
+
+    def prepare_replay(
+        self, settings: GroupSettings, param: Tensor
+    ) -> tuple[tuple[Any, ...], Callable[[], None]] | None:
+        """Prepare another step under the same settings, in which no row has to catch up.
+
+        Returns:
+            The arguments of the core, which checks and then advances the last steps, and a call
+            that appends the step. ``None`` if the step has to be planned.
+        """
+        history, steps = self.history, self._steps
+        if (
+            self.param is not param
+            or self._settings is not settings
+            or history.idle_update.fits is not None
+            or self.movable_rows is not None
+            or self.dense_reader is not None
+            or history.is_half_full
+            or history.now + 1 >= _MAX_COUNT
+            or self._version != _write_version(param)
+        ):
+            return None
+        last_steps = (param, steps.values, history.now, steps.initialized, _PER_PAGE)
+        return last_steps, self.prepare_commit(settings, param)
 
     def catch_up(
         self, param: Tensor, state: list[Tensor], rows: Tensor | None, *, engine: str = "auto"
@@ -313,7 +343,7 @@ class DeferredRows:
         takes no longer, but in a file it would take up disk space.
         """
         moves_all = (
-            self.history.motion.recomputes
+            self.history.idle_update.recomputes
             or self.history.latest_inverse_decay != 1.0
             or any(spec.initial and spec.name in self.history.decays for spec in self.rule.state)
         )
@@ -380,12 +410,8 @@ class DeferredRows:
             got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
             raise InputError(message(requirement, got, "Create a new optimizer for it"))
 
-    def set_last_step(self, rows: Tensor | None) -> None:
-        """Mark rows as current after the step that updates them; ``None`` for all."""
-        self.prepare_last_step(rows)()
-
     def prepare_last_step(self, rows: Tensor | None) -> Callable[[], object]:
-        """Allocate for ``set_last_step``; the result commits it."""
+        """Allocate to mark rows as current after the next step (``None``: all); returns a call."""
         step = self.history.now + 1
         check_count(step)
         if rows is None:
@@ -454,8 +480,8 @@ def fixed_hyperparams(settings: GroupSettings) -> tuple[Any, ...]:
     if settings.rule.idle_update is None:
         return (settings.rule,)  # a derived idle update is compared in every step
     varying = {"lr", "lr_decay"}
-    hyper = {k: v for k, v in settings.hyperparams.items() if k not in varying}
-    return settings.rule.name, tuple(sorted(hyper.items(), key=lambda item: item[0]))
+    fixed = {k: v for k, v in settings.hyperparams.items() if k not in varying}
+    return settings.rule.name, tuple(sorted(fixed.items(), key=lambda item: item[0]))
 
 
 class _Pending(NamedTuple):
@@ -501,11 +527,17 @@ class StepCatchUp:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
-        """Catch up the rows of an update before it is computed."""
+    def add(
+        self,
+        update: ParamUpdate,
+        selection: masks.MaskSelection | None,
+        *,
+        is_claimed: bool = False,
+    ) -> None:
+        """Catch up the rows of an update before it is computed; the core checks what it claims."""
         movable_rows = None if selection is None else selection.indices
         pending = _Pending(update, update.indexed.indices, update.state, movable_rows)
-        if pending.indices is not None:
+        if pending.indices is not None and not is_claimed:
             check_indices(pending.indices, pending.num_rows)
         self._pending.append(pending)
 
@@ -522,7 +554,7 @@ class StepCatchUp:
     def cancel(self) -> None:
         """End a step that is not done."""
         for rows in self._prepared:
-            rows.cancel_step()
+            rows.in_step = False
 
     def _prepare(self, pending: _Pending) -> int:
         """Catch up the rows of one update, and allocate for its commit; number of stale rows."""
@@ -539,11 +571,10 @@ class StepCatchUp:
         else:
             real = as_real_rows(update.param, pending.state or [])
             stale = deferred.prepare_step(*real, rows, engine=self._engine)
-        deferred.history.reserve()
         key = id(update.key)
         if self._deferred.get(key) is not deferred:
             self.new.append((key, deferred))
-        self.calls += [set_last_step, partial(deferred.commit_step, update.settings, update.param)]
+        self.calls += [set_last_step, deferred.prepare_commit(update.settings, update.param)]
         return stale
 
     def _rows_for(self, pending: _Pending) -> tuple[DeferredRows, int]:
@@ -577,6 +608,46 @@ class StepCatchUp:
         rows.param = update.key
         rows.movable_rows = pending.movable_rows
         return rows
+
+
+def replay_dense_step(
+    groups: list[dict[str, Any]],
+    cached: CachedPlan,
+    state: dict[Tensor, Any],
+    addresses: dict[int, tuple[Any, ...]],
+    deferred: dict[int, DeferredRows],
+) -> bool:
+    """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``.
+
+    Returns:
+        False, and nothing has changed, if it has to be planned.
+    """
+    assert ext is not None
+    last_steps: list[tuple[Any, ...]] = []
+    calls: list[Callable[[], None]] = []
+    for group, settings in zip(groups, cached.settings, strict=False):
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            rows = deferred.get(id(param))
+            prepared = None if rows is None else rows.prepare_replay(settings, param)
+            if prepared is None:
+                return False
+            last_steps.append(prepared[0])
+            calls.append(prepared[1])
+    reserve()
+    work, threads = ext.NativeStep(isa.index), torch.get_num_threads()
+    if not work.prepare_dense_replay(
+        groups, cached.cached_groups, state, addresses, threads, last_steps
+    ):
+        return False
+    uninterrupted(partial(_commit_replay, work, calls))
+    return True
+
+
+def _commit_replay(work: NativeStep, calls: list[Callable[[], None]]) -> None:
+    work.commit()
+    finish(calls)
 
 
 def as_real_rows(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

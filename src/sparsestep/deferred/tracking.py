@@ -21,17 +21,17 @@ from sparsestep.errors import InputError, StaleWarning, message, warn
 _trackers: Any = WeakIdKeyDictionary()  # a weak reference to the optimizer, by parameter
 
 
-def _register_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> None:
-    """Register the optimizer that tracks these parameters."""
+def _register_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> Callable[[], None]:
+    """Register the optimizer that tracks these parameters; returns the call that undoes it."""
     for param in params:
         _trackers[param] = weakref.ref(owner)
 
+    def unregister() -> None:
+        for param in params:
+            if param in _trackers and _trackers[param]() is owner:
+                del _trackers[param]
 
-def _unregister_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> None:
-    """Undo ``_register_tracker``."""
-    for param in params:
-        if param in _trackers and _trackers[param]() is owner:
-            del _trackers[param]
+    return unregister
 
 
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
@@ -152,7 +152,7 @@ class Tracking:
         self._hook_state_dict(model)
         for module in model.modules():
             own = any(id(p) in tables for p in own_parameters(module).values())
-            # A sharded table has others read its rows, and reads them for others.
+            # Other modules may read the rows of a sharded table.
             for reader in getattr(module, "looked_up_by", (module,)):
                 self._hook_forward(reader, own=own)
             if not own:
@@ -160,18 +160,15 @@ class Tracking:
             if module is not model:  # it may be saved and loaded alone
                 self._hook_state_dict(module)
             self._undo.append(ModuleHooks.add(module, self._catch_up))
-        _register_tracker(optimizer, tables.values())
-        self._undo.append(lambda: _unregister_tracker(optimizer, tables.values()))
+        self._undo.append(_register_tracker(optimizer, tables.values()))
         hook_averaged_model()
         if guard:
-            # What is no ordinary parameter has ideas of its own about what torch does with it.
-            plain = (
-                table
+            self._undo += [
+                ReadGuard(optimizer, table).remove
                 for table in tables.values()
-                if type(table) in (nn.Parameter, GuardedParameter)
-            )
-            self._undo += [ReadGuard(optimizer, table).remove for table in plain]
-        if "torch._dynamo" in sys.modules:  # what was compiled before does not call the hooks
+                if type(table) in (nn.Parameter, GuardedParameter)  # not subclasses of others
+            ]
+        if "torch._dynamo" in sys.modules:  # compiled code does not call new hooks
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
@@ -179,9 +176,9 @@ class Tracking:
             if not own:
                 return
             before: Any = self._before_lookup
-            if module.max_norm is not None:  # it writes the rows that it has read, no others
+            if module.max_norm is not None:  # renormalizes the rows that it reads
                 self._undo.append(module.register_forward_hook(self._after_renorm).remove)
-        elif hasattr(type(module), "rows_read"):  # it reads tables by itself
+        elif hasattr(type(module), "rows_read"):
             before = self._before_declared_reads
         elif own:
             before = self._before_dense_read
@@ -190,7 +187,7 @@ class Tracking:
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _hook_state_dict(self, module: nn.Module) -> None:
-        # What is loaded stands as it is: what was missed before must not be made up for after.
+        # Loaded values are current: deferred updates must be applied before.
         self._undo += [
             module.register_state_dict_pre_hook(self._catch_up).remove,
             module.register_load_state_dict_pre_hook(self._catch_up).remove,
@@ -240,7 +237,7 @@ class Tracking:
             self._catch_up_ids(weight, ids)
 
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
-        # What is no row is left to the module, which says so.
+        # The module raises if an id is invalid.
         if self._optimizer is not None:
             inside = valid_rows(ids, weight)
             if inside is not None:

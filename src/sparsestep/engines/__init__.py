@@ -1,9 +1,8 @@
-"""Engines run a rule over the touched part of a parameter; here one is chosen.
+"""Engines run rules over gradients; ``EngineDispatcher`` selects one for each update.
 
-``protocol`` says what an engine is and what it is given. ``torch_kernels`` is for dense gradients,
-``native`` is fast and ``reference`` can do everything; ``auto`` takes them in this order.
-``triton`` is for GPUs, and has to be selected by name. An engine knows rules and gradients, but no
-optimizer.
+``base`` has the interface. ``torch_fused`` is for dense gradients, ``native`` is fast, and
+``reference`` runs everything; ``auto`` tries them in this order. ``triton`` is for GPUs and must be
+selected by name. Engines do not depend on optimizers.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ def check_engine(engine: str) -> None:
 
 
 def new_native_engine(engine: str) -> NativeEngine | None:
-    """The native engine for a step, where there is one that may be used."""
+    """Return a native engine for a step, or ``None`` if it is not available or not selected."""
     return NativeEngine() if engine in ("auto", "native") and _native.ext is not None else None
 
 
 class EngineDispatcher:
-    """The engines for all that torch's kernels do not do, of one step.
+    """The engines of one step, except torch's kernels.
 
     Args:
         engine: one of ``ENGINES``.
-        native: what ``native_engine`` gave, with whatever it has claimed already.
-        params: every parameter that may be written in this step, by whichever engine.
+        native: the native engine, which may have claimed updates already.
+        params: every parameter that any engine may write in this step.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class EngineDispatcher:
         self._native = native
         self._triton = TritonEngine() if engine == "triton" else None
         self._reference = ReferenceEngine(params)
-        self._slow: list[str] = []  # why updates are not done by the fast engine
+        self._slow: list[str] = []  # why updates fall back to the reference engine
 
     def claim(self, update: ParamUpdate) -> None:
-        """Give an update to the engine that can run it; raises where that is not the one wanted."""
+        """Give an update to an engine that can run it; raises if that is not the selected one."""
         if self._native is not None and self._native.claim(update):
             update.engine = "native"
             return
@@ -89,21 +88,21 @@ class EngineDispatcher:
 
     @property
     def is_native(self) -> bool:
-        """Whether the core runs all of it."""
+        """Whether the core runs all updates."""
         return self._reference.is_empty and self._triton is None
 
     def check(self) -> None:
-        """The part of the preparations that does not depend on the values: positions, memory."""
+        """Prepare what does not depend on values: indices and memory."""
         if self._native is not None:
             self._native.prepare()
         if self._triton is not None:
             self._triton.prepare()
 
     def prepare(self) -> None:
-        """The rest: what is computed from the values as they are now."""
+        """Prepare the rest, which is computed from the current values."""
         self._reference.prepare()
         reserve()
-        for reason in self._slow:  # a formula that does not work has said so instead
+        for reason in self._slow:
             slow = "the reference engine is used, about ten times slower than the native one"
             warn_once(SlowWarning, f"{slow}: {reason}")
 
@@ -118,7 +117,7 @@ class EngineDispatcher:
 
 def run_updates(updates: Sequence[ParamUpdate], engine: str) -> None:
     """Apply all updates, or raise and apply none."""
-    if torch.compiler.is_compiling():  # for gradients that are in no graph, but this function is
+    if torch.compiler.is_compiling():  # gradients that no graph can hold
         _uncompiled_run(updates, engine)
         return
     params = [update.key for update in updates]
@@ -165,12 +164,12 @@ def _suggest(why: str) -> str:
 
 
 def _slow_reasons(update: ParamUpdate, native: NativeEngine | None) -> list[str]:
-    """Why it is the reference engine that does it, where one would expect another."""
+    """Why the reference engine runs an update that a faster one should."""
     rule = update.settings.rule
     if not rule.has_native_kernel and rule.traceable_update is None:
-        return []  # compiled by torch: it was never to run elsewhere
+        return []  # compiled by torch
     if _native.ext is None:
         return [_NO_CORE]
     if update.param.is_cpu and (not rule.has_native_kernel or update.indexed.indices is not None):
         return [_native_obstacle(update, native)]
-    return []  # torch's own kernels are the fast way for this device or a dense gradient
+    return []  # torch's kernels are the fast path for other devices and dense gradients

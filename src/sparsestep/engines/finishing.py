@@ -15,7 +15,7 @@ _MOST_FAILURES = 1000
 
 
 def reserve() -> None:
-    """Set memory aside for ``finish``; part of the preparations, so this may raise."""
+    """Allocate the reserve of ``finish``; call it in prepare, since it may raise."""
     while len(_reserve) < _BLOCKS:
         _reserve.append(bytearray(_BLOCK_BYTES))
 

@@ -1,12 +1,12 @@
-"""From a traced formula to the program that the core runs over the tiles of a row.
+"""Lowers a traced formula to the program that the core runs over the tiles of a row.
 
-The core goes over a row once for each *phase* of the program. All phases but the last end in
-numbers of the row (its mean, sum or largest element) and write nothing; what the next one needs of
-their elements it computes again, so that a row may have any length. In a phase, what there is once
-per row is computed first; then come the elements, tile by tile, in registers.
+The core passes over a row once per *phase*. All phases but the last end in reductions of the row
+(mean, sum or maximum) and write nothing; the next phase recomputes the elements it needs, so that a
+row may have any length. A phase first computes values per row, then elements, tile by tile, in
+registers.
 
-The native side is ``native/core/program.h`` (the form) and ``native/kernels/programs.cpp`` (the
-operations).
+The native side is ``native/core/program.h`` (format) and ``native/kernels/programs.cpp``
+(operations).
 """
 
 from __future__ import annotations
@@ -34,47 +34,43 @@ class Instruction(NamedTuple):
     operands: tuple[int, ...]
 
 
-class PhaseInputs(NamedTuple):
-    """What a phase of a program begins with.
-
-    Attributes:
-        operations: of the program.
-        inputs: how many registers are the parameter, its gradient and the states per element.
-        first_temporary: the first register that is free.
-        register: where an argument is that no phase computes; ``None`` for the others.
-    """
-
-    operations: list[Operation]
-    inputs: int
-    first_temporary: int
-    register: Callable[[Argument], int | None]
-
-
-# An operation: its name, the place of its value, what it takes.
+# An operation: its name, the place of its value, its arguments.
 FusedOp: TypeAlias = tuple[str, int, tuple[Argument, ...]]
 
 
 class PhaseLowering:
-    """The instructions of one phase on tiles.
+    """Lowers the tile operations of one phase.
 
     Args:
-        given: what there is before it.
+        operations: the program's operations.
+        inputs: the number of registers for the parameter, its gradient and the states per element.
+        first_temporary: the first free register.
+        given: the register of an argument that no phase computes; ``None`` for others.
         needed: values that the phase needs, in order.
-        wanted: those of them that are to be there at its end.
-        writes: whether these are the new parameter and states, to be written.
+        wanted: values that must be in registers at the end.
+        writes: whether these are the new parameter and states.
     """
 
     def __init__(
-        self, given: PhaseInputs, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
+        self,
+        operations: list[Operation],
+        inputs: int,
+        first_temporary: int,
+        given: Callable[[Argument], int | None],
+        needed: Sequence[int],
+        wanted: Sequence[int],
+        *,
+        writes: bool,
     ) -> None:
+        self._operations = operations
         self._given = given
         self._wanted = wanted
         self._results: Sequence[int] = wanted if writes else ()
-        self._homes: list[int] = [0, *range(2, given.inputs)][: len(self._results)]
-        self._made = [p for p in needed if not self._is_given(p)]
+        self._homes: list[int] = [0, *range(2, inputs)][: len(self._results)]
+        self._made = [p for p in needed if p >= inputs and not operations[p].per_row]
         self._registers: dict[int, int] = {}
         self._free: list[int] = []
-        self._next = given.first_temporary
+        self._first_temporary = self._next = first_temporary
         self._steps = self._fused()
         # The last step that uses a value.
         self._last: dict[int, int] = {}
@@ -84,7 +80,7 @@ class PhaseLowering:
                     self._last[argument.place] = step
 
     def run(self) -> list[Instruction]:
-        """The instructions."""
+        """Return the instructions."""
         made, moved = self._save_inputs()
         at_home: set[int] = set()
         for step, (name, place, arguments) in enumerate(self._steps):
@@ -106,15 +102,12 @@ class PhaseLowering:
         return made
 
     def register_of(self, argument: Argument) -> int:
-        """Where an argument is."""
-        register = self._given.register(argument)
+        """Return the register of an argument."""
+        register = self._given(argument)
         return self._registers[argument.place] if register is None else register
 
-    def _is_given(self, place: int) -> bool:
-        return place < self._given.inputs or self._given.operations[place].per_row
-
     def _save_inputs(self) -> tuple[list[Instruction], dict[int, int]]:
-        """Copies of inputs that become another's new value, before anything is overwritten."""
+        """Copy inputs that become the new value of another, before they are overwritten."""
         made, moved = [], {}
         for place, home in zip(self._results, self._homes, strict=True):
             if place in self._homes and place != home and place not in moved:
@@ -123,7 +116,7 @@ class PhaseLowering:
         return made, moved
 
     def _home_for(self, place: int, step: int, taken: set[int]) -> int | None:
-        """Where a value is written at once, if it is a result and what was there is done with."""
+        """The final register of a result, if its old value is no longer needed."""
         for result, home in zip(self._results, self._homes, strict=True):
             if result == place and home not in taken and self._last.get(home, -1) <= step:
                 return home
@@ -139,12 +132,12 @@ class PhaseLowering:
         register = self._registers.get(place)
         if register is None or place in self._wanted or self._last[place] != step:
             return
-        if register >= self._given.first_temporary and register not in self._free:
+        if register >= self._first_temporary and register not in self._free:
             self._free.append(register)
 
     def _fused(self) -> list[FusedOp]:
-        """The operations, some of them two or three in one."""
-        operations = self._given.operations
+        """Return the operations, with frequent sequences fused."""
+        operations = self._operations
         uses: dict[int, int] = {}
         for place in self._made:
             for argument in operations[place].arguments:
@@ -171,15 +164,15 @@ class PhaseLowering:
 def _fuse(
     name: str, arguments: tuple[Argument, ...], makers: list[FusedOp | None]
 ) -> tuple[str, tuple[Argument, ...], list[int]]:
-    """An operation together with those that make its arguments, where there is one for them all.
+    """Fuse an operation with those that compute its arguments, if there is an instruction for it.
 
     Args:
-        name: of the operation.
-        arguments: what it takes.
-        makers: what makes each of these, where it is for this alone.
+        name: the operation.
+        arguments: its arguments.
+        makers: the operation that computes each of these, if it has no other use.
 
     Returns:
-        Name and arguments of the one, and the places of those that it takes in.
+        Name and arguments of the fused operation, and the places of the operations it replaces.
     """
     if len(arguments) != 2:
         return name, arguments, []
@@ -195,8 +188,8 @@ def _fuse(
     return name, arguments, []
 
 
-# What an operation and the maker of its second, or first, argument are in one. The arguments of the
-# maker come first, then the other one.
+# Fused instruction of an operation and the maker of its second, or first, argument. The maker's
+# arguments come first.
 _FUSE_RIGHT = {
     ("add", "mul"): "mul_add",
     ("add", "sqrt"): "sqrt_add",
@@ -228,27 +221,27 @@ OPCODES = {
     )
 }
 
-# What the core has room for; as in native/core/types.h and program.h.
+# Limits of the core, as in native/core/types.h and program.h.
 MAX_STATES, MAX_ROW_STATES = 8, 4
 MAX_TILE_REGISTERS, MAX_ROW_REGISTERS = 64, 128
 MAX_REDUCTIONS = 8
 
 
 class Phase(NamedTuple):
-    """What is done once for a row, then for each tile of it."""
+    """Instructions that run once per row, then those that run for each tile of it."""
 
     row: list[Instruction]
     tile: list[Instruction]
 
 
 class LoweredProgram(NamedTuple):
-    """What the core is given.
+    """A program for the core.
 
     Attributes:
-        states: how many there are per element.
-        row_states: how many there are per row.
-        numbers: how many it takes.
-        phases: in their order.
+        states: the number of states per element.
+        row_states: the number of states per row.
+        constants: the number of constants.
+        phases: in order.
         row_results: the registers of the new states per row.
     """
 
@@ -260,7 +253,7 @@ class LoweredProgram(NamedTuple):
 
     @property
     def encoded(self) -> tuple[int, int, int, tuple[tuple[bytes, bytes], ...], bytes]:
-        """In the form that ``core.Program`` takes."""
+        """The arguments of ``_C.Program``."""
         phases = tuple((_encode(phase.row), _encode(phase.tile)) for phase in self.phases)
         results = array("H", self.row_results).tobytes()
         return self.states, self.row_states, self.constants, phases, results
@@ -275,10 +268,10 @@ def _encode(instructions: Iterable[Instruction]) -> bytes:
 
 
 def lower(program: Program) -> LoweredProgram:
-    """The program for the core.
+    """Lower a traced program for the core.
 
     Raises:
-        RecordError: it is larger than the core has room for.
+        TraceError: it exceeds the limits of the core.
 
     Example:
         >>> from sparsestep.rules.rule import Rule
@@ -337,7 +330,7 @@ class _Lowering:
     # What depends on what
 
     def _find_levels(self) -> list[int]:
-        """For each value, how often elements have to become a number of the row before it."""
+        """For each value, the number of row reductions it depends on: its phase."""
         levels: list[int] = []
         for name, arguments, _ in self._operations:
             known = [levels[a.place] for a in arguments if not isinstance(a, ConstantRef)]
@@ -345,12 +338,7 @@ class _Lowering:
         return levels
 
     def _needed(self, places: Iterable[int], *, through_rows: bool) -> list[int]:
-        """All values that some are made of, in order.
-
-        Args:
-            places: those that are wanted.
-            through_rows: whether values of the row count as made of others, or as given.
-        """
+        """Values that others depend on, in order; values per row only if ``through_rows``."""
         found: set[int] = set()
         waiting = list(places)
         while waiting:
@@ -383,8 +371,15 @@ class _Lowering:
             wanted = self._results
         needed = self._needed(wanted, through_rows=False)
         row += self._spread_out(place for place in needed if self._operations[place].per_row)
-        given = PhaseInputs(self._operations, self._inputs, self._next_register, self._given)
-        tiles = PhaseLowering(given, needed, wanted, writes=not reductions)
+        tiles = PhaseLowering(
+            self._operations,
+            self._inputs,
+            self._next_register,
+            self._given,
+            needed,
+            wanted,
+            writes=not reductions,
+        )
         tile = tiles.run()
         for place in reductions:
             argument = self._operations[place].arguments[0]
@@ -414,7 +409,7 @@ class _Lowering:
         return self._row_registers[place]
 
     def _spread_out(self, places: Iterable[int]) -> list[Instruction]:
-        """Tiles full of a number of the row, those that there are not yet."""
+        """Broadcast values per row to tiles, unless done already."""
         made = []
         for place in places:
             if place not in self._spread:
@@ -425,7 +420,7 @@ class _Lowering:
         return made
 
     def _given(self, argument: Argument) -> int | None:
-        """The register that has an argument from the start; none has what a phase computes."""
+        """The register of an argument that no phase computes."""
         if isinstance(argument, ConstantRef):
             return self._inputs + argument.place
         if argument.place < self._inputs:

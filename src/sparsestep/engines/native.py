@@ -1,7 +1,7 @@
 """The native engine: sums duplicates and applies the rule in one pass, in C++ on the CPU.
 
-The core reads the tensors' addresses and strides itself, keeps none of them beyond the step, and
-checks the positions before it writes.
+The core reads addresses and strides of tensors itself, keeps none of them beyond the step, and
+checks indices before it writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsestep._native import ext, isa
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.lowering import lower
 from sparsestep.errors import RangeError
-from sparsestep.grads.indexed import index_error
+from sparsestep.grads.indexed import IndexedGrad, index_error
 from sparsestep.grads.layouts import Gradient
 from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, TraceError, trace
@@ -25,31 +25,33 @@ from sparsestep.rules.trace import Program, TraceError, trace
 if TYPE_CHECKING:
     from sparsestep._C import _NativeGroup as NativeGroup
     from sparsestep._C import _Program as NativeProgram
+    from sparsestep.grads.masks import CachedMask
 
+    # A group when it was read: its values, the core's view of it, and its masks, if it has any.
+    CachedGroup = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
+    # A parameter's index, and the indices of its gradient, or the parts of a compact one.
+    Claimed = tuple[int, Tensor | tuple[IndexedGrad, ...]]
+
+_RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 # By structure. The cache is bounded: a rule may change structure every step.
 _lowered: dict[tuple[Any, ...], NativeProgram] = {}
 _MAX_LOWERED = 256
 
 
 class TracedGroup(NamedTuple):
-    """A param group as the core is told of it, for one step.
+    """A param group whose formula was traced for one step.
 
     Attributes:
-        settings: of the group.
-        step: the number of the update that it is for.
-        group: what the core is told.
-        asks_for_float32: whether the formula does, so that it cannot have float64.
+        settings: the options of the group.
+        step: the number of the update.
+        group: the core's view of the group.
+        casts_to_float32: whether the formula does, which rules out float64.
     """
 
     settings: GroupSettings
     step: int
     group: NativeGroup
     casts_to_float32: bool
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Under which it is looked up."""
-        return id(self.settings), self.step
 
 
 class StepTraces:
@@ -60,23 +62,17 @@ class StepTraces:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[tuple[int, int], TracedGroup] = {}  # by id of the settings, and step
+        self._traced: dict[tuple[int, int], TracedGroup] = {}  # by id of the settings, and step
         self.errors: dict[int, str] = {}
 
     def adopt(self, traced: Iterable[TracedGroup]) -> None:
         """Adopt traces of this very step: a formula is called once per step."""
-        self._recorded.update({each.key: each for each in traced})
+        self._traced.update({(id(each.settings), each.step): each for each in traced})
 
     def native_group(
         self, settings: GroupSettings, step: int, *, in_double: bool
     ) -> NativeGroup | None:
-        """Return the core's view of a param group; ``None`` if its rule cannot be traced.
-
-        Args:
-            settings: of the group.
-            step: the number of the parameter's update.
-            in_double: whether the arithmetic is in float64.
-        """
+        """Return the core's view of a param group; ``None`` if its rule cannot be traced."""
         found = self._find(settings, step)
         if found is None:
             return None
@@ -92,14 +88,7 @@ class StepTraces:
         state: Mapping[Tensor, Any],
         grads: Sequence[Any] | None,
     ) -> NativeGroup | None:
-        """The same for all parameters of a group, of which the core takes those it is for.
-
-        Args:
-            settings: of the group.
-            params: of the group.
-            state: of the optimizer.
-            grads: the gradients, where they are not those that the parameters have.
-        """
+        """The same for all parameters of a group; the core declines those at another step."""
         if settings.rule.traceable_update is None:
             return None
         step = next_step_number(params, state, grads)
@@ -108,18 +97,18 @@ class StepTraces:
 
     def _find(self, settings: GroupSettings, step: int) -> TracedGroup | None:
         key = (id(settings), step)
-        found = self._recorded.get(key)
+        found = self._traced.get(key)
         if found is not None:
             return found
         if ext is None or settings.rule.traceable_update is None or id(settings) in self.errors:
             return None
         try:
-            found = self._recorded[key] = _trace_group(settings, step)
+            found = self._traced[key] = _trace_group(settings, step)
         except TraceError as error:
             self.errors[id(settings)] = str(error)
         except MemoryError:
             raise
-        except Exception as error:  # whatever a formula does with what is no tensor
+        except Exception as error:  # a formula may do anything with its symbolic arguments
             self.errors[id(settings)] = f"{type(error).__name__}: {error}"
         return found
 
@@ -127,10 +116,7 @@ class StepTraces:
 def next_step_number(
     params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None = None
 ) -> int | None:
-    """The number of the next update of the first parameter that has a gradient.
-
-    Those that are at another the core declines. ``None`` where it is not known.
-    """
+    """The number of the next update of the first parameter with a gradient; ``None`` if unknown."""
     for index, param in enumerate(params):
         if (param.grad if grads is None else grads[index]) is None:
             continue
@@ -152,14 +138,14 @@ def retrace(
     """Trace a param group again, for ``replay_step``.
 
     Args:
-        values: those of the group when it was read.
-        settings: what they say.
+        values: the values of the group when it was read.
+        settings: its options then.
         group: the param group.
-        state: of the optimizer.
+        state: the optimizer's state.
 
     Returns:
-        ``None`` where the step is to be planned: the formula cannot be traced this time, the
-        group says something else, or has no gradient.
+        ``None`` if the step has to be planned: the formula cannot be traced this time, the group
+        has other values, or no gradient.
     """
     if len(values) != len(group) or not all(map(is_, group.values(), values)):
         return None
@@ -199,16 +185,6 @@ def _lower_cached(program: Program) -> NativeProgram:
     return known
 
 
-if TYPE_CHECKING:
-    from sparsestep._C import _NativeGroup as NativeGroup
-    from sparsestep.grads.masks import CachedMask
-
-    # Of a group as it was read: its values, what the core was told, its masks, if it has any.
-    CachedGroup = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
-
-_RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
-
-
 class NativeEngine:
     """The updates of one step that the core runs, all at once."""
 
@@ -216,7 +192,7 @@ class NativeEngine:
         assert ext is not None
         self._jobs = ext.NativeStep(isa.index)
         self.traces: StepTraces = StepTraces()
-        # Applies the updates, and counts those that were claimed in groups: one call of the core.
+        # Applies the updates, and advances the step counts of ``claim_standard``.
         self.commit: Callable[[], None] = self._jobs.commit
 
     def claim_standard(
@@ -224,30 +200,31 @@ class NativeEngine:
         settings: GroupSettings,
         params: list[Tensor],
         state: dict[Tensor, Any],
-        known: dict[int, tuple[Any, ...]],
+        addresses: dict[int, tuple[Any, ...]],
         seen: set[int],
         selections: list[tuple[Tensor, int, torch.Size] | None] | None,
         grads: Sequence[Gradient | None] | None,
         first: int,
+        claimed: list[Claimed] | None = None,
     ) -> Sequence[int]:
-        """Fast path: let the core claim the parameters of a group that it can read itself.
+        """Fast path: the core claims the parameters of a group that it can read itself.
 
-        That is a row-sparse gradient on the CPU, or a dense one with a selection; state that fits;
-        everything contiguous. It declines whatever is unusual, so all cases and all messages are on
-        this side alone.
+        These have contiguous CPU tensors and a row-sparse gradient, or a dense one with a mask. The
+        core declines the rest without an error; Python handles every case and raises every message.
 
         Args:
-            settings: of the group.
-            params: of the group, all or some that follow each other.
-            state: of the optimizer.
-            known: where the memory of each parameter and its state was when it was looked at.
-            seen: ids of parameters that were taken in this step.
-            selections: what masks select, for each parameter.
-            grads: the gradients, where they are not those that the parameters have.
-            first: the number of the first of these parameters in the group.
+            settings: the options of the group.
+            params: consecutive parameters of the group.
+            state: the optimizer's state.
+            addresses: of the parameters and their state, as ``StateStore`` has them.
+            seen: ids of parameters that were claimed in this step.
+            selections: the selection of each parameter's mask.
+            grads: gradients passed by hand, one for each parameter.
+            first: the index of the first of these parameters in the group.
+            claimed: a list to append the claimed parameters to.
 
         Returns:
-            The numbers of the parameters that the core declines, of those that have a gradient.
+            The indices of parameters with a gradient that the core declines.
         """
         group = None
         if settings.seed is None:
@@ -257,11 +234,11 @@ class NativeEngine:
         if group is None:
             return range(first, first + len(params))
         return self._jobs.try_claim(
-            group, settings, params, state, known, seen, selections, grads, first
+            group, settings, params, state, addresses, seen, selections, grads, first, claimed
         )
 
     def claim(self, update: ParamUpdate) -> bool:
-        """Take an update; false where the core has no way to run it."""
+        """Claim an update; false if the core cannot run it."""
         settings = update.settings
         group = native_group(settings)
         if group is None and update.param.is_cpu:
@@ -270,13 +247,20 @@ class NativeEngine:
             group = self.traces.native_group(settings, update.step, in_double=in_double)
         if group is None:
             return False
-        touched = update.indexed
-        if not touched.values.is_contiguous():
-            touched = touched.with_value_rows()
+        grad = update.indexed
+        if not grad.values.is_contiguous():
+            grad = grad.with_value_rows()
         param, *state = update.targets
         return self._jobs.add(
-            *(group, update.step, touched, param, state, update.seed, update.row_stride),
-            *(settings, update.index),
+            group,
+            update.step,
+            grad,
+            param,
+            state,
+            update.seed,
+            update.row_stride,
+            settings,
+            update.index,
         )
 
     def trace_error(self, settings: GroupSettings) -> str | None:
@@ -284,16 +268,16 @@ class NativeEngine:
         return self.traces.errors.get(id(settings))
 
     def prepare(self) -> None:
-        """Do all that may fail; raises if any position is no slot."""
+        """Do everything that can fail; raises if an index is out of range."""
         bad = self._jobs.prepare(torch.get_num_threads())
         if bad is not None:
-            settings, index, slots, position = bad
-            why = index_error(position, slots)
-            raise RangeError(f"{settings.describe_param(index)}: {why}")
+            settings, param_index, num_slots, index = bad
+            why = index_error(index, num_slots)
+            raise RangeError(f"{settings.describe_param(param_index)}: {why}")
 
 
 def native_group(settings: GroupSettings) -> NativeGroup | None:
-    """What the core is told of a param group; ``None`` where it does not know the rule."""
+    """Return the core's view of a param group; ``None`` if it has no kernel for the rule."""
     rule = settings.rule
     kernel = _RULES.get(rule.name)
     if ext is None or kernel is None or not rule.has_native_kernel:
@@ -316,17 +300,35 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
     return found
 
 
+def apply_standard(
+    group: NativeGroup,
+    param: Tensor,
+    grad: Gradient,
+    state: list[Tensor | None],
+    step: int | Tensor,
+) -> bool:
+    """Update one parameter in one call of the core.
+
+    Returns:
+        False, and nothing has changed, if an argument is invalid or not one that the core reads.
+    """
+    assert ext is not None
+    return ext.apply_standard(isa.index, group, param, grad, state, step, torch.get_num_threads())
+
+
 class CachedPlan(NamedTuple):
     """What the core knows about each param group, so that an identical step needs one call.
 
     Attributes:
         cached_groups: for each group, its values when it was read, the core's view of it, if any,
             and its masks.
+        settings: the options of each group.
         traced: groups whose formula is traced in every step, by index.
         unused_traces: traces of a step that could not be replayed after all.
     """
 
     cached_groups: list[CachedGroup]
+    settings: list[GroupSettings]
     traced: list[tuple[int, GroupSettings]]
     unused_traces: list[TracedGroup]
 
@@ -335,22 +337,26 @@ def replay_step(
     groups: list[dict[str, Any]],
     cached: CachedPlan,
     state: dict[Tensor, Any],
-    known: dict[int, tuple[Any, ...]],
+    addresses: dict[int, tuple[Any, ...]],
+    grads: Sequence[Gradient | None] | None = None,
+    first: int = 0,
 ) -> bool:
-    """Do a whole step in one call of the core, where it is like one before.
+    """Repeat a step with new gradients, in one call of the core.
 
     Args:
         groups: the param groups.
         cached: what the core knows about them.
-        state: of the optimizer.
-        known: where the memory of each parameter and its state was when it was looked at.
+        state: the optimizer's state.
+        addresses: of the parameters and their state, as ``StateStore`` has them.
+        grads: gradients passed by hand, for parameters of the first group.
+        first: the index of the first of these parameters.
 
     Returns:
-        Whether it was done. If not, nothing was: a group says something else now, or a gradient is
-        not one that the core reads.
+        False, and nothing has changed, if a group has other options, or a gradient is not one that
+        the core reads.
     """
     assert ext is not None
-    cached_groups, traced, unused_traces = cached
+    cached_groups, _, traced, unused_traces = cached
     if traced and len(groups) != len(cached_groups):
         return False
     for index, settings in traced:
@@ -363,7 +369,9 @@ def replay_step(
             return False
         cached_groups[index] = (values, found.group, masked)
     threads = torch.get_num_threads()
-    is_done = ext.replay_step(isa.index, groups, cached_groups, state, known, threads)
+    is_done = ext.replay_step(
+        isa.index, groups, cached_groups, state, addresses, threads, grads, first
+    )
     if is_done and traced:
         unused_traces.clear()
     return is_done

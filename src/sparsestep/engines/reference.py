@@ -24,7 +24,7 @@ from sparsestep.rules import int8
 
 @dataclass(slots=True)
 class ReferenceResult:
-    """New values for the touched part of a parameter and its state, not written yet."""
+    """New values for the slots of a gradient, in the parameter and its state; not written yet."""
 
     update: ParamUpdate
     slots: Tensor | None
@@ -33,39 +33,36 @@ class ReferenceResult:
     @torch.no_grad()
     def writes(self) -> Iterator[Callable[[], object]]:
         """Calls that store the new values, rounded to each tensor's own dtype."""
-        for place, (tensor, new) in enumerate(zip(self.update.targets, self.new, strict=False)):
-            yield _scatter(tensor.detach(), self.slots, self._rounded(place, new, tensor.dtype))
+        for index, (tensor, new) in enumerate(zip(self.update.targets, self.new, strict=False)):
+            yield _scatter(tensor.detach(), self.slots, self._rounded(index, new, tensor.dtype))
 
-    def _rounded(self, place: int, new: Tensor, dtype: torch.dtype) -> Tensor:
-        seed, settings = self.update.seed, self.update.settings
+    def _rounded(self, index: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+        seed, settings, stride = self.update.seed, self.update.settings, self.update.row_stride
         is_code = dtype is torch.int8
         if seed is None or not (is_code or (settings.stochastic_rounding and dtype in HALF_DTYPES)):
             return new.to(dtype)
         slots = self.slots
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
-        dealt = self.update.row_stride
         if is_code:
-            rows = slots if dealt is None else dealt.rows(slots)
-            chance = rounding.int8_random_bits(seed, place, rows, new.shape[1])
-            return int8.round_codes(settings.rule.state[place - 1], new, chance)
+            rows = slots if stride is None else stride.rows(slots)
+            bits = rounding.int8_random_bits(seed, index, rows, new.shape[1])
+            return int8.round_codes(settings.rule.state[index - 1], new, bits)
         columns = torch.arange(new[0].numel(), device=new.device)
         elements = slots[:, None] * len(columns) + columns
-        if dealt is not None:
-            length = 1 if self._is_per_row(place) else dealt.length
-            elements = dealt._replace(length=length).elements(elements)
-        bits = rounding.random_bits(seed, place, elements.view(new.shape))
+        if stride is not None:
+            is_per_row = index > 0 and settings.rule.state[index - 1].per_row
+            length = 1 if is_per_row else stride.length
+            elements = stride._replace(length=length).elements(elements)
+        bits = rounding.random_bits(seed, index, elements.view(new.shape))
         return rounding.round_stochastic(new, dtype, bits)
-
-    def _is_per_row(self, place: int) -> bool:
-        return place > 0 and self.update.settings.rule.state[place - 1].per_row
 
 
 class ReferenceEngine:
     """Computes all new values before it writes any.
 
     Args:
-        params: every parameter that may be written in this step, by whichever engine.
+        params: every parameter that any engine may write in this step.
     """
 
     def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
@@ -95,8 +92,8 @@ class ReferenceEngine:
             except InputError as error:
                 raise update.error(error) from None
             if id(update.key) in shared:
-                # Another view of the same memory may be written meanwhile. That the rule can be run
-                # was seen now that it was run in vain.
+                # This memory overlaps another parameter's, which commit may write first: recompute
+                # then. This first run has shown that the rule does not raise.
                 self._late.append(update)
             else:
                 self._writes += result.writes()
@@ -117,9 +114,9 @@ def _append_writes(update: ParamUpdate, writes: list[Callable[[], object]]) -> N
 
 @torch.no_grad()
 def compute(update: ParamUpdate) -> ReferenceResult:
-    """Evaluate the rule on the touched part; raises if a position is no slot; writes nothing."""
-    settings, touched = update.settings, update.indexed
-    slots, grad = sum_duplicates(touched)
+    """Evaluate the rule on the slots of a gradient; raises if an index is out of range."""
+    settings, indexed = update.settings, update.indexed
+    slots, grad = sum_duplicates(indexed)
     if grad.numel() == 0:
         return ReferenceResult(update, slots, [])
     tensors = update.targets
@@ -128,67 +125,58 @@ def compute(update: ParamUpdate) -> ReferenceResult:
     grad = grad.to(dtype)
     if settings.grad_sign < 0:
         grad = -grad
-    blocks = [
-        touched.slot_size,
-        *(1 if k.per_row else touched.slot_size for k in settings.rule.state),
-    ]
+    per_row = [False, *(spec.per_row for spec in settings.rule.state)]
     old = [
-        _gather(tensor, slots, touched.num_slots, block, dtype)
-        for tensor, block in zip(tensors, blocks, strict=True)
+        _gather(tensor, slots, indexed.num_slots, 1 if is_per_row else indexed.slot_size, dtype)
+        for tensor, is_per_row in zip(tensors, per_row, strict=True)
     ]
     old = [old[0], *int8.decode(settings.rule.state, old[1:])]
     param, *state = old
-    held = touched.element_mask
-    if held is not None and touched.value_index is not None:
-        held = held[touched.value_index]
+    mask = indexed.element_mask
+    if mask is not None and indexed.value_index is not None:
+        mask = mask[indexed.value_index]
     if settings.coupled_decay:
         decay = settings.coupled_decay * param
-        grad = grad + (decay if held is None else torch.where(held, decay, 0.0))
+        grad = grad + (decay if mask is None else torch.where(mask, decay, 0.0))
     if settings.decay_factor != 1.0:
         param = param * settings.decay_factor
     new = settings.rule.apply([param, *state], grad, update.step, settings.hyperparams)
-    if held is not None:
-        # Only what is held moves; what is kept per row moves anyway. Positions are in order here.
+    if mask is not None:  # state per row is updated anyway; indices are in order here
         new = [
-            torch.where(held, value, before) if value.shape == held.shape else value
+            torch.where(mask, value, before) if value.shape == mask.shape else value
             for value, before in zip(new, old, strict=True)
         ]
     return ReferenceResult(update, slots, [new[0], *int8.encode(settings.rule.state, new[1:])])
 
 
 def _gather(
-    tensor: Tensor, slots: Tensor | None, count: int, block: int, dtype: torch.dtype
+    tensor: Tensor, slots: Tensor | None, num_slots: int, slot_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """A copy in any case: a formula may work in place, or return what it was given."""
+    """Always a copy: a formula may work in place, or return its arguments."""
     if slots is None:
-        return tensor.reshape(count, block).to(dtype, copy=True)
-    return tensor[_slot_index(tensor, slots, block)].reshape(len(slots), block).to(dtype)
+        return tensor.reshape(num_slots, slot_size).to(dtype, copy=True)
+    return tensor[_slot_index(tensor, slots, slot_size)].reshape(len(slots), slot_size).to(dtype)
 
 
 def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> Callable[[], object]:
     """A call that writes new values, and allocates nothing of their size."""
-    if slots is None:
-        return partial(tensor.copy_, new.reshape(tensor.shape))
-    index = _slot_index(tensor, slots, new.shape[1])
+    index = () if slots is None else _slot_index(tensor, slots, new.shape[1])
     if not index:  # the one slot is the whole tensor
         return partial(tensor.copy_, new.reshape(tensor.shape))
     shape = (*index[0].shape, *tensor.shape[len(index) :])
     return partial(tensor.index_put_, index, new.reshape(shape))
 
 
-def _slot_index(tensor: Tensor, slots: Tensor, block: int) -> tuple[Tensor, ...]:
-    """Slots as indices of the leading dims, so that any strides can be read and written.
-
-    A slot that is no whole number of dims, like a run of columns, is indexed by its elements.
-    """
+def _slot_index(tensor: Tensor, slots: Tensor, slot_size: int) -> tuple[Tensor, ...]:
+    """Slots as indices of the leading dims, for any strides; of elements if slots cut a dim."""
     leading = tensor.dim()
     rest = 1
-    while rest < block:
+    while rest < slot_size:
         leading -= 1
         rest *= tensor.shape[leading]
-    if rest != block:
-        inside = torch.arange(block, device=slots.device)
-        return torch.unravel_index(slots[:, None] * block + inside, tensor.shape)
+    if rest != slot_size:
+        inside = torch.arange(slot_size, device=slots.device)
+        return torch.unravel_index(slots[:, None] * slot_size + inside, tensor.shape)
     if leading <= 1:  # no leading dim: the one slot is the whole tensor
         return (slots,) if leading else ()
     return torch.unravel_index(slots, tensor.shape[:leading])

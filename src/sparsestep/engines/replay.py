@@ -21,18 +21,18 @@ from torch.overrides import TorchFunctionMode
 from sparsestep.engines.finishing import failed
 from sparsestep.memory.tensors import lie_alike
 
-# Elements of a piece, per thread: enough that Python's share of the time is small.
+# Elements of a piece, per thread: enough to hide Python's overhead.
 PIECE = 1 << 20
-# Read numbers, on which the kernel's next operations may depend.
+# Functions that read values, on which the kernel's next operations may depend.
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 
 
 class CannotReplayError(Exception):
-    """The kernel looks at the numbers themselves."""
+    """The kernel reads values, or has an operation that cannot be replayed."""
 
 
 class Slot(NamedTuple):
-    """A tensor of a recording, by number: an input or a result."""
+    """An input or a result of a recording, by its number."""
 
     number: int
 
@@ -41,11 +41,11 @@ class KernelCall(NamedTuple):
     """An operation of a recording.
 
     Attributes:
-        function: what to call.
+        function: the function.
         args: its arguments, with a ``Slot`` for each tensor that is replaced.
         kwargs: its keyword arguments, likewise.
         result: the slot of the tensor that it creates; ``None`` if it works in place.
-        is_view: whether the result lies in the memory of an argument.
+        is_view: whether the result is a view of an argument.
     """
 
     function: Callable[..., Any]
@@ -56,9 +56,9 @@ class KernelCall(NamedTuple):
 
 
 class Recording(TorchFunctionMode):
-    """While it is active: the operations on some tensors, and on what is computed from them.
+    """Records the operations on some tensors, and on results computed from them.
 
-    Everything else, like counting steps, is just done: its results are constants.
+    Other operations, like counting steps, are executed: their results are constants.
 
     Args:
         inputs: tensors of one element, of shape ``()`` or ``(1,)``.
@@ -68,7 +68,7 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.operations: list[KernelCall] = []
         self.inputs: int = len(inputs)
-        self.tensors: list[Tensor] = list(inputs)  # by slot; kept, so that no id comes twice
+        self.tensors: list[Tensor] = list(inputs)  # by slot; kept alive, so that ids are unique
         self._slots = {id(tensor): index for index, tensor in enumerate(inputs)}
 
     def __torch_function__(
@@ -103,7 +103,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _symbolic(self, value: Any) -> Any:
-        """The same with slots for tensors; the very same if there are none."""
+        """Replace tensors by slots; returns the value itself if there are none."""
         if isinstance(value, Tensor):
             index = self._slots.get(id(value))
             return value if index is None else Slot(index)
@@ -119,7 +119,7 @@ class Recording(TorchFunctionMode):
 
 
 def _in_place(name: str, tensors: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """A foreach function, as copies on which its in-place variant works."""
+    """Run a foreach function as its in-place variant on copies."""
     if not isinstance(tensors, tuple | list):
         raise CannotReplayError(name)
     copies = [tensor.clone() for tensor in tensors]
@@ -132,10 +132,10 @@ def _memory(tensor: Tensor) -> int:
 
 
 class Replay:
-    """Repeats a recording on other tensors.
+    """Replays a recording on other tensors.
 
-    An *environment* is a list of all tensors of one repetition by slot, followed by the functions
-    and constants of all operations. An operation is compiled to a function of an environment.
+    An *environment* is the list of all tensors of one replay by slot, followed by the functions and
+    constants of all operations. An operation is compiled to a function of an environment.
 
     Args:
         recording: a finished one.
@@ -176,11 +176,7 @@ class Replay:
         return f"e[{len(self._kinds) + len(self._constants) - 1}]"
 
     def reserve(self, largest: int) -> None:
-        """Allocate all temporaries.
-
-        Args:
-            largest: the most elements that a tensor has that the recording will be repeated on.
-        """
+        """Allocate all temporaries, for inputs of up to ``largest`` elements."""
         if self._shares:
             self.release()
             count = 1 + max(self._shares.values())
@@ -188,13 +184,13 @@ class Replay:
             self._buffers = [_buffer(largest, *kinds[number]) for number in range(count)]
 
     def release(self) -> None:
-        """Give the memory of temporaries back."""
+        """Free the temporaries."""
         if self._shares:
             self._buffers = []
             self._endings = {}
 
     def environment(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """All that a repetition on these tensors needs, after ``reserve``."""
+        """Return the environment of a replay on these tensors; call ``reserve`` first."""
         like = inputs[0]
         ending = self._endings.get((like.shape, like.stride()))
         if ending is None:
@@ -207,7 +203,7 @@ class Replay:
         return found
 
     def _view(self, slot: int, like: Tensor) -> Tensor | None:
-        """A buffer in the shape and the memory format of what torch would allocate."""
+        """A buffer in the shape and memory format that torch would allocate."""
         if slot not in self._shares:
             return None  # a view of another
         buffer, tail = self._buffers[self._shares[slot]][: like.numel()], self._kinds[slot][1]
@@ -216,9 +212,9 @@ class Replay:
         return buffer.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
     def run(self, environments: Sequence[list[Any]]) -> None:
-        """Repeat it in each environment; completes even if memory runs out (see ``finish``).
+        """Replay in each environment; completes even if memory runs out (see ``finish``).
 
-        An operation either raises before it writes, or is complete. One that raises is repeated.
+        An operation either raises before it writes, or completes. One that raises is repeated.
         """
         remaining = iter(environments)
         left: Iterator[Callable[[list[Any]], object]] = iter(())
@@ -255,7 +251,7 @@ def _buffer(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
-    """The number of a buffer for each temporary; those that are not in use together share one."""
+    """Assign a buffer to each temporary; those that are never in use together share one."""
     found: dict[int, int] = {}
     free: dict[Any, list[int]] = {}
     last_use = _last_uses(recording)
@@ -270,7 +266,7 @@ def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
 
 
 def _last_uses(recording: Recording) -> dict[int, list[int]]:
-    """For each operation, by number, the temporaries that no later one reads."""
+    """For each operation, by number, the temporaries whose last use it is."""
     latest: dict[int, int] = {}
     roots: dict[int, int] = {}  # of views
     for number, operation in enumerate(recording.operations):
@@ -301,7 +297,7 @@ def _slots_in(value: Any) -> Iterator[int]:
 def _into(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Slot
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The operation that writes the same result into ``out``."""
+    """Return the variant of an operation that writes its result into ``out``."""
     name = function.__name__
     if name == "clone":
         return Tensor.copy_, (out, args[0]), {}
@@ -312,10 +308,10 @@ def _into(
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """The same part of each of some tensors of one shape, part by part.
+    """Split tensors of one shape alike, and yield their parts together.
 
     Args:
-        tensors: of the same shape.
+        tensors: the tensors.
         most: elements of a part, unless a single row has more.
 
     Example:
@@ -341,6 +337,6 @@ def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
 
 
 def largest_piece(tensor: Tensor, most: int) -> int:
-    """At least as many elements as any of a tensor's pieces has."""
+    """Return an upper bound of the elements of a tensor's pieces."""
     count = tensor.numel()
     return count if count <= most else max(most, count // max(1, len(tensor)))

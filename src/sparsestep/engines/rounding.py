@@ -1,9 +1,8 @@
-"""Stochastic rounding: up or down at random, so that on average nothing is lost.
+"""Stochastic rounding of half-precision tensors.
 
-A half-precision number keeps no update smaller than half of its last place when it is rounded to
-nearest. Rounded at random, up with the probability that is its distance to the lower neighbour, it
-moves just as often as it should. The random bits are a function of a seed and of the element alone:
-the same whatever the order, the threads, the instruction set or the engine. The C++ counterpart is
+Round-to-nearest loses updates below half an ulp. Stochastic rounding is unbiased: it rounds up with
+a probability equal to the distance from the lower neighbor. The random bits are a function of seed
+and element, the same for any order, threads, instruction set and engine. The C++ counterpart is
 ``native/kernels/rows.h``.
 """
 
@@ -19,12 +18,12 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 
 class RowStride(NamedTuple):
-    """Rows of which other processes have the others: row ``i`` here is row ``i * step + first``.
+    """Rows of a sharded table: row ``i`` of the shard is row ``i * step + first`` of the table.
 
     Attributes:
-        length: how many elements a row has.
-        step: how many processes.
-        first: the first row that is here.
+        length: the number of elements of a row.
+        step: the number of shards.
+        first: the first row of this shard.
     """
 
     length: int
@@ -32,7 +31,7 @@ class RowStride(NamedTuple):
     first: int
 
     def elements(self, here: Tensor) -> Tensor:
-        """The numbers that elements have in the whole.
+        """Return the indices of a shard's elements in the table.
 
         Example:
             >>> RowStride(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
@@ -42,7 +41,7 @@ class RowStride(NamedTuple):
         return rows * self.length + here % self.length
 
     def rows(self, here: Tensor) -> Tensor:
-        """The numbers that rows have in the whole.
+        """Return the indices of a shard's rows in the table.
 
         Example:
             >>> RowStride(length=2, step=3, first=1).rows(torch.arange(3)).tolist()
@@ -58,7 +57,7 @@ def _splitmix64(key: int) -> int:
 
 
 def step_seed(seed: int, param_index: int, step: int) -> int:
-    """The seed of one parameter's one step.
+    """Return the seed of one update of one parameter.
 
     Example:
         >>> step_seed(0, 0, 1) != step_seed(0, 1, 1) != step_seed(0, 1, 2)
@@ -68,7 +67,7 @@ def step_seed(seed: int, param_index: int, step: int) -> int:
 
 
 def random_bits(seed: int, tensor: int, elements: Tensor) -> Tensor:
-    """Thirty-two random bits, in int64, for each element of a tensor."""
+    """Return 32 random bits, in int64, for each element of a tensor."""
     key = _splitmix64(seed + (tensor + 1) * 0x9E3779B97F4A7C15 & _LONG)
     first, second = key & _WORD, key >> 32
     bits = ((elements & _WORD) ^ first) * 0x9E3779B1 & _WORD
@@ -83,7 +82,7 @@ _STARTS, _APART, _TILE = 64, 16, 512
 
 
 def int8_random_bits(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
-    """Twenty random bits, in int64, for each element of rows, from fewer: see ``int8.h``.
+    """Return 20 random bits, in int64, for each element of rows, as ``int8.h`` makes them.
 
     Example:
         >>> found = int8_random_bits(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**20
@@ -98,7 +97,7 @@ def int8_random_bits(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Values in half precision, rounded by the random bits.
+    """Round values to half precision by the random bits.
 
     Example:
         >>> third = torch.full((3000,), 1 + 2**-7 / 3)
@@ -114,7 +113,7 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor
         half = torch.where(values.isnan(), 0x7FC0, half)
     else:
         half = _round_float16(word, bits & 0x1FFF)
-    # From the unsigned number to the int16 that has its bits.
+    # Reinterpret as int16.
     return (half - ((half & 0x8000) << 1)).to(torch.int16).view(dtype)
 
 

@@ -1,6 +1,6 @@
-"""Torch's own kernels, an engine like the others: for dense gradients under torch's formulas.
+"""The engine that runs torch's own kernels, for dense gradients under torch's formulas.
 
-Torch's kernels allocate temporaries. On the CPU, a step is whole nevertheless if that fails:
+Torch's kernels allocate temporaries. On the CPU, a step is atomic even if that fails:
 
 - A few small parameters are copied in prepare. The kernel runs before anything else is written; if
   it fails, the copies are restored.
@@ -38,7 +38,7 @@ from sparsestep.rules.options import NUMBERS, SWITCHES, as_float, as_pair
 
 ParamState = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Up to so many parameters of so many elements together, copies are cheaper than a recording.
+# Up to this many parameters and elements in total, copies are cheaper than a recording.
 _FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
 
 
@@ -50,10 +50,10 @@ class DenseBatch:
         group: the param group's options.
         params: written in place.
         grads: one for each parameter.
-        state: lists of state tensors by name; ``None`` where the kernel makes the tensor itself.
+        state: lists of state tensors by name; ``None`` if the kernel creates the tensor.
         steps: step counts, which the kernel advances.
-        is_first: whether this is the parameters' first step and ``state`` is there already, with
-            any values; only for rules that do not count steps.
+        is_first: whether this is the first step and ``state`` is already allocated, with any
+            values; only for rules that do not count steps.
     """
 
     group: Mapping[str, Any]
@@ -70,16 +70,16 @@ class DenseBatch:
 
 
 class TorchFusedEngine:
-    """Dense gradients, by param group.
+    """Runs torch's kernel on dense gradients, by param group.
 
     Attributes:
-        claimed: all updates that it does.
-        firsts: those of them that are their parameter's first.
+        claimed: all claimed updates.
+        first_updates: those that are the first update of their parameter.
 
     Args:
-        kernel: does the step of a batch.
-        new_record: makes the state of an update that is its parameter's first.
-        state_dtype: that of new state, for a parameter and what was asked for.
+        kernel: torch's kernel.
+        new_param_state: creates the state of a first update.
+        state_dtype: the dtype of new state, for a parameter and the ``state_dtype`` of its group.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class TorchFusedEngine:
         self._state_dtype = state_dtype
         self.claimed: list[ParamUpdate] = []
         self.first_updates: list[ParamUpdate] = []
-        self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # for the kernel itself
+        self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # run in commit
         self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
         self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
         self._counts: list[Callable[[], object]] = []
         self._small: list[DenseBatch] = []
-        self._written: list[Tensor] = []  # by the kernels for small ones
+        self._written: list[Tensor] = []  # by the kernels of ``begin``
         self._copies: list[Tensor] = []
 
     def claim(self, update: ParamUpdate) -> bool:
-        """Take a dense gradient of a parameter that torch's kernel can take; counts by itself."""
+        """Claim a dense gradient that torch's kernel supports."""
         if not update.settings.uses_torch_kernel or not self._fits(update):
             return False
         group, param, counts = update.group, update.param, update.settings.rule.counts_steps
@@ -113,8 +113,8 @@ class TorchFusedEngine:
             kind = id(group), is_first, param.dtype, param.dim() > 0, step
             self._replayed.setdefault(kind, []).append(update)
         else:
-            # Torch's fused SGD wants all momentum buffers or none. Its other kernels do not, and
-            # round the buffers of half precision differently where one is missing.
+            # Torch's fused SGD needs all momentum buffers or none. Its other kernels do not, and
+            # round half-precision buffers differently if one is missing.
             self._direct.setdefault((id(group), is_first and group.get("fused")), []).append(update)
         self.claimed.append(update)
         if update.param_state is None:
@@ -122,7 +122,7 @@ class TorchFusedEngine:
         return True
 
     def prepare(self) -> None:
-        """Make new state, which is not the optimizer's before the commit, and record kernels."""
+        """Create new state, which the commit enters into the optimizer's, and record kernels."""
         with torch.no_grad():
             for kind, updates in self._replayed.items():
                 for update in updates:
@@ -137,7 +137,7 @@ class TorchFusedEngine:
                     self._direct[kind] = updates
         for updates in self._direct.values():
             for update in updates:
-                if update.param_state is None:  # torch takes a missing tensor for a first step
+                if update.param_state is None:  # for torch, a missing tensor means a first step
                     counts = update.settings.rule.counts_steps
                     update.param_state = self._new_param_state(update) if counts else {}
 
@@ -164,7 +164,7 @@ class TorchFusedEngine:
             self._run(updates)
 
     def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
-        """Copy what the kernel will write."""
+        """Copy the tensors that the kernel will write."""
         batch = self._batch(updates)
         written = [*batch.params, *batch.steps]
         for tensors in batch.state.values():
@@ -174,7 +174,7 @@ class TorchFusedEngine:
         self._small.append(batch)
 
     def _prepare_replay(self, updates: list[ParamUpdate], *, is_first: bool) -> None:
-        """Record the kernel for parameters of one group that have come equally far."""
+        """Record the kernel for parameters of one group with equal step counts."""
         settings, param = updates[0].settings, updates[0].param
         rule = settings.rule
         names = [spec.name for spec in rule.state]
@@ -190,7 +190,7 @@ class TorchFusedEngine:
             with Recording(inputs) as recording:
                 self._kernel(DenseBatch(options, inputs[:1], inputs[1:2], state, steps, is_first))
             replay = Replay(recording)
-            if not rule.counts_steps:  # then it is the same in every step
+            if not rule.counts_steps:  # the kernel is the same in every step
                 settings.core[key] = replay
         most = PIECE * torch.get_num_threads()
         replay.reserve(max(largest_piece(update.param, most) for update in updates))
@@ -205,7 +205,7 @@ class TorchFusedEngine:
             self._counts.append(partial(_set_counts, counts, *steps))
 
     def _batch(self, updates: list[ParamUpdate]) -> DenseBatch:
-        """The arguments of torch's kernel itself."""
+        """Return the arguments of torch's kernel."""
         rule = updates[0].settings.rule
         names = [spec.name for spec in rule.state]
         param_states = [update.param_state or {} for update in updates]
@@ -222,19 +222,19 @@ class TorchFusedEngine:
         )
 
     def _run(self, updates: list[ParamUpdate]) -> None:
-        """Let torch's kernel itself write."""
+        """Run torch's kernel on the parameters."""
         batch = self._batch(updates)
         before = {name: list(tensors) for name, tensors in batch.state.items()}
         with torch.set_grad_enabled(bool(updates[0].group.get("differentiable"))):
             self._kernel(batch)
         for name, tensors in batch.state.items():
             for update, old, made in zip(updates, before[name], tensors, strict=True):
-                if made is not old:  # the kernel has made it
+                if made is not old:  # created by the kernel
                     assert update.param_state is not None
                     update.param_state[name] = parameters.laid_out_like(update.key, made)
 
     def _fits(self, update: ParamUpdate) -> bool:
-        """Whether the kernel can take it: all of one dtype, where it runs at all."""
+        """Whether the kernel supports the update: all tensors of one dtype, supported options."""
         group, param, grad = update.group, update.param, update.grad
         if type(grad) not in (Tensor, torch.nn.Parameter) or not isinstance(grad, Tensor):
             return False
@@ -242,18 +242,17 @@ class TorchFusedEngine:
             return False
         if update.state:
             dtypes = {tensor.dtype for tensor in update.state}
-        else:  # also without state: torch would do a half-precision step in half precision
+        else:  # even without state: torch would compute a half-precision step in half precision
             dtypes = {self._state_dtype(param, update.settings.state_dtype)}
         if dtypes != {param.dtype} or grad.dtype != param.dtype:
             return False
         counts, param_state = update.settings.rule.counts_steps, update.param_state
-        if counts and param_state:  # its kernels count in tensors, and not in any dtype
+        if counts and param_state:  # torch's kernels need a float tensor
             step = param_state["step"]
             if not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64):
                 return False
         if group.get("fused"):
-            # Torch's fused kernels take for granted that all elements lie in the same order,
-            # without gaps.
+            # Torch's fused kernels assume the same order of elements, without gaps.
             tensors = (param, update.indexed.values, *(update.state or ()))
             if not parameters.lie_alike(tensors):
                 return False
@@ -283,10 +282,7 @@ def _are_few(updates: list[ParamUpdate]) -> bool:
 
 
 def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in the types that torch's kernels take, which run when it is too late.
-
-    Numbers are Python numbers or tensors without dims, switches are bools.
-    """
+    """Coerce options to the types of torch's kernels: numbers or 0-dim tensors, and bools."""
     keeps_graph = bool(group.get("differentiable"))
 
     def number(value: Any) -> Any:
@@ -306,7 +302,7 @@ def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_supported(group: Mapping[str, Any], param: Tensor) -> None:
-    """Refuse what torch's kernel would refuse, before anything is written."""
+    """Raise the errors of torch's kernel before anything is written."""
     if group.get("differentiable") and param.is_leaf and param.requires_grad:
         requirement = "differentiable=True needs parameters that are not leaves"
         remedy = "Pass clones, or set differentiable=False"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index, methodcaller
 from threading import RLock
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from sparsestep import engines
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import GroupSettings, ParamUpdate
+from sparsestep.engines.native import CachedPlan, apply_standard, replay_step
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import IndexedGrad
@@ -32,10 +33,14 @@ from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
 from sparsestep.rules import options
 from sparsestep.rules import options as checks
 from sparsestep.rules.rule import Rule, rules_by_key
+
+if TYPE_CHECKING:
+    from sparsestep._C import _NativeGroup as NativeGroup
 
 _SCHEMA = (
     "(str who, str rule, Tensor(a!) param, Tensor(b!)[] state, "
@@ -189,6 +194,12 @@ def apply_(
         keywords: dict[str, Any] = dict(zip(_OP_KEYWORDS, kept, strict=True))
         run(who, rule, param, grad, state, step, hyperparams, **keywords)
         return
+    key: tuple[Any, ...] | None = None
+    if mask is None and seed is None and not mapped_files:
+        given = (engine, maximize, weight_decay, decoupled_weight_decay, *hyperparams.values())
+        key = (rule.key, *hyperparams, *given, *map(type, given))
+        if _apply_cached(key, param, grad, state, step):
+            return
     try:
         engines.check_engine(engine)
         checked_step = _read_step(step)
@@ -226,6 +237,31 @@ def apply_(
         increment_version(tensors)  # they are the caller's own, who may have autograd watch them
     if mapped_files:
         note_written([owner])
+    group = settings.core.get("group")
+    if key is not None and group is not None and all(map(is_immutable, given)):
+        if len(_cached_groups) >= _MAX_CACHED:
+            _cached_groups.clear()
+        _cached_groups[key] = rule, group
+
+
+# The core's view of rule and options that passed all checks. The rule is kept, and with it its key.
+_cached_groups: dict[tuple[Any, ...], tuple[Rule, NativeGroup]] = {}
+_MAX_CACHED = 256
+
+
+def _apply_cached(
+    key: tuple[Any, ...],
+    param: Tensor,
+    grad: Gradient,
+    state: Sequence[Tensor | None],
+    step: int | Tensor,
+) -> bool:
+    """Update in one call of the core, if it has seen the options and all tensors are standard."""
+    try:
+        found = _cached_groups.get(key)
+    except TypeError:  # a list is no key
+        return False
+    return found is not None and apply_standard(found[1], param, grad, list(state), step)
 
 
 def _read_step(step: int | Tensor) -> int:
@@ -369,6 +405,7 @@ class FunctionalOptimizer:
         self._adding = fork_safe_lock()  # is taken before the lock of any parameter
         self._locks: dict[int, RLock] = {}
         self._places: dict[int, int] = {}
+        self._cached_plan: CachedPlan | None = None
 
     @property
     def param_group(self) -> dict[str, Any]:
@@ -406,13 +443,14 @@ class FunctionalOptimizer:
                 f"{len(gradients)}. Pass None for a parameter without a gradient."
             )
         targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
-        with self._alone_with(targets):
-            step = Step(self.optimizer)
-            step.add_group(0, self.param_group, grads=gradients)
-            step.run()
-            self.optimizer.updates += 1
-            for _, index in step.duplicates:  # a parameter that was given more than once
-                self._update(index, gradients[index])
+        alone = self._lock_of(id(targets[0])) if len(targets) == 1 else self._alone_with(targets)
+        with alone:
+            if not self._replay(0, gradients):
+                step = Step(self.optimizer)
+                step.add_group(0, self.param_group, grads=gradients)
+                self._run(step)
+                for _, index in step.duplicates:  # a parameter that was given more than once
+                    self._update(index, gradients[index])
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter. A new parameter is added.
@@ -453,10 +491,39 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():  # it may look here without having looked at step_param
             _uncompiled_update(self, index, grad)
             return
-        step = Step(self.optimizer)
-        step.add_group(0, self.param_group, only=index, grads=[grad])
+        if not self._replay(index, [grad]):
+            step = Step(self.optimizer)
+            step.add_group(0, self.param_group, only=index, grads=[grad])
+            self._run(step)
+
+    def _run(self, step: Step) -> None:
+        plan = None
+        if step.is_native_only and not step.duplicates and self.optimizer.semantics == "masked":
+            plan = self.optimizer.groups.cached_plan(1)
         step.run()
+        # A formula is traced in every step; threads would share the traces.
+        self._cached_plan = None if plan is None or plan.traced else plan
         self.optimizer.updates += 1
+
+    def _replay(self, first: int, grads: list[Gradient | None]) -> bool:
+        """Repeat a step in one call of the core; false, and nothing done, if it declines."""
+        plan, optimizer = self._cached_plan, self.optimizer
+        if (
+            plan is None
+            or mapped_files
+            or optimizer.engine not in ("auto", "native")
+            or not replay_step(
+                optimizer.param_groups,
+                plan,
+                optimizer.state,
+                optimizer.store.addresses,
+                grads,
+                first,
+            )
+        ):
+            return False
+        optimizer.updates += 1
+        return True
 
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""

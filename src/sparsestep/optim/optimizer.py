@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep._torch import disable_compiler, global_hooks, profiler_enabled, profiler_range
-from sparsestep.deferred.rows import DeferredRows, as_real_rows
+from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
 from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.native import CachedPlan, replay_step
@@ -330,17 +330,23 @@ class RuleOptimizer(_Base):
         with self._lock:
             sources = sources_of(self.params()) if grad_sources else ()
             cached_plan = self._cached_plan if self.engine in ("auto", "native") else None
+            is_dense = self.semantics == "dense"
             if cached_plan is not None and mapped_files and not sources:
-                cached_plan = (
-                    cached_plan if reserve_unmasked(self.state, self.param_groups) else None
-                )
+                can_replay = not is_dense and reserve_unmasked(self.state, self.param_groups)
+                cached_plan = cached_plan if can_replay else None
             if sources:
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
-            elif cached_plan is None or not replay_step(
-                self.param_groups, cached_plan, self.state, self.store.addresses
-            ):
-                self._plan_step()
+            else:
+                plan, store = cached_plan, self.store
+                if plan is None or not (
+                    replay_dense_step(
+                        self.param_groups, plan, self.state, store.addresses, self.deferred
+                    )
+                    if is_dense
+                    else replay_step(self.param_groups, plan, self.state, store.addresses)
+                ):
+                    self._plan_step()
             if mapped_files:
                 written(self.params())
             if self.iterations >= self.store.huge_pages.due:
@@ -382,8 +388,10 @@ class RuleOptimizer(_Base):
             uninterrupted(plan.run_with_duplicates)
             return
         cached_plan = None
-        if plan.is_native_only and self.semantics == "masked":
+        if plan.can_replay:
             cached_plan = self.groups.cached_plan(len(self.param_groups))
+            if cached_plan is not None and cached_plan.traced and self.semantics == "dense":
+                cached_plan = None  # an idle update of a custom rule is derived in every step
         plan.run()
         self._cached_plan = cached_plan
 

@@ -30,10 +30,10 @@ Selections = list[masks.MaskSelection | None]
 _IMMUTABLE = (float, int, str, torch.dtype, type(None), Real)
 
 
-def _is_immutable(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
     """Whether it cannot change without being replaced."""
     if isinstance(value, tuple):
-        return all(map(_is_immutable, value))
+        return all(map(is_immutable, value))
     return isinstance(value, _IMMUTABLE)
 
 
@@ -78,7 +78,7 @@ class ParamGroups:
             return known[1]
         settings = self.read(optimizer, group_index, group)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
-        if all(map(_is_immutable, changeable)):
+        if all(map(is_immutable, changeable)):
             self._settings[group_index] = (values, settings)
         return settings
 
@@ -88,7 +88,7 @@ class ParamGroups:
         Args:
             count: how many groups there are.
         """
-        before = CachedPlan([], [], [])
+        before = CachedPlan([], [], [], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
@@ -108,6 +108,7 @@ class ParamGroups:
                 if masked is None:
                     return None
             before.cached_groups.append((values, group, masked))
+            before.settings.append(settings)
         return before
 
     @staticmethod

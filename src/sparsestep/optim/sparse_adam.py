@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -192,8 +193,9 @@ def sparse_adam_(
     """
     if isinstance(param, Tensor) and param.is_complex():  # as SparseAdam
         raise InputError(message("sparse_adam_: the parameter must be real", param.dtype))
-    with error_prefix("sparse_adam_"):
-        checks.check_positive("eps", eps)
+    if not (isinstance(eps, float) and 0.0 < eps < math.inf):
+        with error_prefix("sparse_adam_"):
+            checks.check_positive("eps", eps)
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]
     apply_(

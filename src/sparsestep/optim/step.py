@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import coo_indices, disable_compiler, profiler_range
+from sparsestep._torch import cat, coo_indices, disable_compiler, profiler_range
 from sparsestep.deferred.rows import DeferredRows, StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate
@@ -34,6 +34,9 @@ from sparsestep.optim import state as states
 from sparsestep.optim.explain import DENSE_EMBEDDING, embedding_warning, looks_like_embedding
 from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections
 from sparsestep.rules.rule import Rule, StateSpec
+
+if TYPE_CHECKING:
+    from sparsestep.engines.native import Claimed
 
 
 def reserve_rows(
@@ -393,6 +396,7 @@ class Step:
             if self._catch_up is not None:  # what a mask excludes must not be brought up to date
                 return indices
             for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
+        claimed: list[Claimed] | None = None if self._catch_up is None else []
         declined = native.claim_standard(
             settings,
             params,
@@ -402,31 +406,43 @@ class Step:
             for_core,
             grads,
             first,
+            claimed,
         )
-        if self._catch_up is not None:
-            given = [param.grad for param in params] if grads is None else grads
-            left = set(declined)
-            for index, param, grad in zip(indices, params, given, strict=True):
-                if grad is not None and index not in left:
-                    try:
-                        self._catch_up.add(self._claimed(group, settings, index, param, grad), None)
-                    except InputError as error:
-                        raise type(error)(f"{settings.describe_param(index)}: {error}") from None
+        for index, found in claimed or ():
+            param = params[index - first]
+            grad = param.grad if grads is None else grads[index - first]
+            self._catch_up_claimed(group, settings, index, param, grad, found)
         return declined
 
-    def _claimed(
-        self, group: ParamGroup, settings: GroupSettings, index: int, param: Tensor, grad: Gradient
-    ) -> ParamUpdate:
-        """What the core has claimed; so it is an ordinary parameter."""
+    def _catch_up_claimed(
+        self,
+        group: ParamGroup,
+        settings: GroupSettings,
+        index: int,
+        param: Tensor,
+        grad: Any,
+        found: Tensor | tuple[IndexedGrad, ...],
+    ) -> None:
+        """Catch up the rows of a gradient that the core has claimed, with the indices it found."""
+        assert self._catch_up is not None
+        indices = found if isinstance(found, Tensor) else cat([part.flat_indices for part in found])
         param_state = self._optimizer.state.get(param)
         state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
-        gradient = indexed_grad(param, grad)
-        return ParamUpdate(settings, group, index, param, param, grad, gradient, param_state, state)
+        indexed = IndexedGrad(indices, indices)  # the core has the values
+        update = ParamUpdate(
+            settings, group, index, param, param, grad, indexed, param_state, state
+        )
+        self._catch_up.add(update, None, is_claimed=True)
 
     @property
     def is_native_only(self) -> bool:
         """Whether the core has claimed every gradient at once, and nothing is left for others."""
-        return not self._updates and not self._torch and not self._catch_up
+        return self.can_replay and not self._catch_up
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether the core has claimed every gradient, so that it may repeat the step."""
+        return not self._updates and not self._torch
 
     def run(self) -> None:
         """Do what was planned: all of it, or raise and nothing."""
