@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -114,16 +115,10 @@ def _with_other_instructions(chance: Source, fast: RuleOptimizer, param: Tensor)
     """
     if not chance.one_in(4) or len(INSTRUCTION_SETS) < 2 or not param.is_contiguous():
         return None
-    copied = torch.nn.Parameter(param.detach().clone())
-    copied.grad = param.grad
-    (group,) = fast.param_groups
-    kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    again = type(fast)([copied], **kept)
-    if param in fast.state:
-        again.state[copied] = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in fast.state[param].items()
-        }
+    grad, param.grad = param.grad, None  # not every gradient can be copied
+    again = copy.deepcopy(fast)
+    (copied,) = again.params()
+    param.grad = copied.grad = grad
     now = sparsestep._native.instruction_set()
     sparsestep._native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
     again.step()
