@@ -7,6 +7,7 @@ nothing works without; if torch lacks it, importing sparsestep raises an error.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.torch_version import TorchVersion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -223,6 +226,23 @@ def coo_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
+# Whether a tensor is one of autograd's zeros, which take no memory.
+is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+# Creates a tensor subclass without memory of its own.
+make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> Mapping[int, Any] | None:
+    """The hooks that run when the gradient of a parameter has been accumulated."""
+    hooks: Mapping[int, Any] | None = param._post_accumulate_grad_hooks
+    return hooks
+
+
+def is_in_ddp_forward() -> bool:
+    """Whether a ``DistributedDataParallel`` model is running its forward."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place; -1 for an inference tensor, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
@@ -239,6 +259,36 @@ def is_watched(module: nn.Module) -> bool:
 
 
 # Distributed
+
+
+_update_averages = AveragedModel.update_parameters
+_num_averaging_hooks = 0
+
+
+def hook_averaged_models(before: Callable[[nn.Module], None]) -> None:
+    """Call a function with a model before ``AveragedModel.update_parameters`` reads it.
+
+    Torch has no hook there: an averaged model reads ``model.parameters()``, as every training loop
+    does. So the method is replaced for all averaged models, until each call has been undone by
+    ``unhook_averaged_models``. There is one such function at a time.
+    """
+    global _num_averaging_hooks
+
+    @functools.wraps(_update_averages)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        before(model)
+        _update_averages(self, model)
+
+    _num_averaging_hooks += 1
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+
+
+def unhook_averaged_models() -> None:
+    """Undo one call of ``hook_averaged_models``; the last one restores torch's method."""
+    global _num_averaging_hooks
+    _num_averaging_hooks -= 1
+    if not _num_averaging_hooks:
+        AveragedModel.update_parameters = _update_averages  # type: ignore[method-assign]
 
 
 def group_timeout(group: Any) -> timedelta | None:

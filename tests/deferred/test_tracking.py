@@ -6,6 +6,7 @@ Warnings are errors here, so each test also shows that there is none.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 import sparsestep
 from sparsestep.errors import InputError
@@ -129,6 +131,22 @@ def test_a_removed_handle_watches_no_longer():
     train(model, opt, range(1))
     with pytest.warns(sparsestep.StaleWarning):
         train(model, opt, range(1, 5))
+
+
+def test_torchs_averaged_model_is_as_before_when_nothing_is_tracked():
+    gc.collect()  # models of other tests
+    before = AveragedModel.update_parameters
+    model, opt = made(Nested, True)
+    handles = [opt.track(model), opt.track(model.table)]
+    for handle in handles:
+        assert AveragedModel.update_parameters is not before
+        handle.remove()
+        handle.remove()
+    assert AveragedModel.update_parameters is before
+    opt.track(model)
+    del model, opt
+    gc.collect()
+    assert AveragedModel.update_parameters is before
 
 
 def test_two_handles_are_as_good_as_one():

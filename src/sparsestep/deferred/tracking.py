@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsestep._torch import own_parameters
+from sparsestep._torch import hook_averaged_models, own_parameters, unhook_averaged_models
 from sparsestep.deferred.guard import GuardedParameter, ReadGuard
 from sparsestep.deferred.rows import DeferredOptimizer, valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
@@ -116,21 +115,11 @@ class ModuleHooks:
         return {**{k: v for k, v in state.items() if k not in self._own}, **self._others}
 
 
-def hook_averaged_model() -> None:
-    """Make ``AveragedModel`` read current rows; torch has no hook there."""
-    update = AveragedModel.update_parameters
-    if hasattr(update, "__wrapped__"):
-        return
-
-    @functools.wraps(update)
-    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        for module in model.modules():
-            hooks = ModuleHooks.of(module)
-            if hooks is not None:
-                hooks.catch_up()
-        update(self, model)
-
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+def _catch_up_tables(model: nn.Module) -> None:
+    for module in model.modules():
+        hooks = ModuleHooks.of(module)
+        if hooks is not None:
+            hooks.catch_up()
 
 
 class Tracking:
@@ -161,7 +150,8 @@ class Tracking:
                 self._hook_state_dict(module)
             self._undo.append(ModuleHooks.add(module, self._catch_up))
         self._undo.append(_register_tracker(optimizer, tables.values()))
-        hook_averaged_model()
+        hook_averaged_models(_catch_up_tables)
+        self._undo.append(weakref.finalize(self, unhook_averaged_models))  # called once at most
         if guard:
             self._undo += [
                 ReadGuard(optimizer, table).remove

@@ -229,7 +229,7 @@ def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
 def _clamp_coo(grad: Tensor, bound: float) -> Tensor | None:
     """Return the gradient coalesced and clamped, or None if it has no duplicates."""
     slots, values = coo_sums(grad)
-    if slots is None or len(slots) == grad._nnz():
+    if slots is None or len(slots) == len(coo_values(grad)):
         return None
     leading = grad.shape[: grad.sparse_dim()]
     indices = stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)

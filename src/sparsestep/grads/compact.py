@@ -29,6 +29,7 @@ from sparsestep._torch import (
     coo_values,
     foreach_unscale_,
     graph_task_id,
+    make_wrapper_subclass,
     stack,
     tree_map_only,
     without_torch_function,
@@ -128,7 +129,7 @@ class CompactGrad(Tensor):
     """
 
     parts: tuple[Any, ...]
-    _materialized: Tensor | None
+    materialized: Tensor | None  # the ordinary gradient, once it has become one
     source: ref[GradSource] | None = None  # of a sharded table's gradient
     is_sharded: bool = False  # whether other ranks have other rows of it
 
@@ -150,17 +151,17 @@ class CompactGrad(Tensor):
                                   [1., 1.]]),
                    size=(5, 2), nnz=2, layout=torch.sparse_coo)
         """
-        made: CompactGrad = Tensor._make_wrapper_subclass(
+        made: CompactGrad = make_wrapper_subclass(
             CompactGrad, shape, dtype=like.dtype, device=like.device
         )
         made.parts = tuple(parts)
-        made._materialized = None
+        made.materialized = None
         return made
 
     @property
     def is_materialized(self) -> bool:
         """Whether it has become an ordinary tensor."""
-        return self._materialized is not None
+        return self.materialized is not None
 
     @property
     def has_pending_parts(self) -> bool:
@@ -172,12 +173,12 @@ class CompactGrad(Tensor):
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
         """Whether it is sparse: it is, unless something dense was added."""
-        return self._materialized is None or self._materialized.is_sparse
+        return self.materialized is None or self.materialized.is_sparse
 
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]
         """The layout of the ordinary gradient."""
-        return torch.sparse_coo if self._materialized is None else self._materialized.layout
+        return torch.sparse_coo if self.materialized is None else self.materialized.layout
 
     def indexed(self) -> IndexedGrad:
         """Return the canonical form, without copying values. Not for a materialized gradient."""
@@ -186,46 +187,47 @@ class CompactGrad(Tensor):
 
     def local_parts(self) -> tuple[IndexedGrad, ...]:
         """Return the parts, at least one, after exchanging pending ones."""
-        assert self._materialized is None
+        assert self.materialized is None
         if self.has_pending_parts:
             exchange_grad_of(self)
         return self.parts or (_empty_part(self),)
 
     def replace_parts(self, parts: Iterable[Any]) -> None:
         """Become the gradient that has these parts."""
-        self.parts, self._materialized = tuple(parts), None
+        self.parts, self.materialized = tuple(parts), None
 
     def materialize_(self) -> Tensor:
         """Become an ordinary gradient, and return it."""
-        if self._materialized is None:
-            self._become(_to_coo(self))
-        assert self._materialized is not None
-        return self._materialized
+        if self.materialized is None:
+            self.become_(_to_coo(self))
+        assert self.materialized is not None
+        return self.materialized
 
     def snapshot(self) -> dict[str, Any]:
         """Return what an exchange changes, for ``restore``."""
-        names = ("parts", "_materialized", "source", "is_sharded")
+        names = ("parts", "materialized", "source", "is_sharded")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Undo an exchange."""
         vars(self).update(snapshot)
 
-    def _become(self, tensor: Tensor) -> None:
-        self.parts, self._materialized = (), tensor
+    def become_(self, tensor: Tensor) -> None:
+        """Become an ordinary tensor."""
+        self.parts, self.materialized = (), tensor
 
     def copy_from_(self, other: Tensor) -> None:
         """Take the values of another gradient."""
         if isinstance(other, CompactGrad) and not other.is_materialized:
             self.replace_parts(other.parts)
         else:
-            self._become(materialize(other).detach().to(self.dtype, copy=True))
+            self.become_(materialize(other).detach().to(self.dtype, copy=True))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Printing a gradient does not materialize it.
         if self.has_pending_parts:
             return f"tensor(..., size={tuple(self.shape)}, still to be exchanged)"
-        return repr(_to_coo(self) if self._materialized is None else self._materialized)
+        return repr(_to_coo(self) if self.materialized is None else self.materialized)
 
     @classmethod
     def __torch_function__(
@@ -265,7 +267,7 @@ def _like(grad: Tensor, parts: tuple[Any, ...], tensor: Tensor | None = None) ->
     """Create another gradient of the same parameter, of parts or of an ordinary tensor."""
     with without_torch_function():  # shape, dtype and device are those that torch's C++ sees
         made = CompactGrad.of(parts, grad.shape, grad)
-    made._materialized = tensor
+    made.materialized = tensor
     return made
 
 
@@ -369,14 +371,14 @@ _DOUBLE_BACKWARD = message(
 
 
 def _detach(grad: CompactGrad) -> CompactGrad:
-    if grad._materialized is not None:
-        return _like(grad, (), grad._materialized.detach())
+    if grad.materialized is not None:
+        return _like(grad, (), grad.materialized.detach())
     return _like(grad, grad.parts)
 
 
 def _clone(grad: CompactGrad, *, memory_format: object = None) -> CompactGrad:
-    if grad._materialized is not None:
-        return _like(grad, (), grad._materialized.clone())
+    if grad.materialized is not None:
+        return _like(grad, (), grad.materialized.clone())
     return _like(grad, grad.parts)
 
 
@@ -455,7 +457,7 @@ def _add_(first: Any, second: Any, *, alpha: Any = 1) -> Any:
     if isinstance(total, CompactGrad):
         first.replace_parts(total.parts)
     else:
-        first._become(total)
+        first.become_(total)
     return first
 
 

@@ -234,13 +234,13 @@ class UnscaledValues(Tensor):
     If it finds an infinity in those of one process, all processes must skip the step.
     """
 
-    _source: ref[GradSource]
+    source: ref[GradSource]
 
     @staticmethod
     def of(values: Tensor, source: ref[GradSource]) -> Tensor:
         """The same values, of a gradient that came from there."""
         made = values.as_subclass(UnscaledValues)
-        made._source = source
+        made.source = source
         return made
 
     @classmethod
@@ -250,7 +250,7 @@ class UnscaledValues(Tensor):
         if func is not foreach_unscale_:
             return super().__torch_function__(func, types, args, kwargs or {})
         values, found_inf, scale = args
-        refs = {each._source for each in values if isinstance(each, UnscaledValues)}
+        refs = {each.source for each in values if isinstance(each, UnscaledValues)}
         with without_torch_function():
             func([each.as_subclass(Tensor) for each in values], found_inf, scale)
             for source in _in_order(each() for each in refs):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.masked import MaskedTensor
 
 from sparsestep._native import ext
-from sparsestep._torch import coo_indices, coo_values
+from sparsestep._torch import coo_indices, coo_values, is_zerotensor
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.dedup import merge_slots
@@ -159,7 +159,7 @@ def _resolve_lazy(grad: Tensor) -> Tensor:
     """Resolve lazy conj, neg and zero tensors. Raises if the tensor has no storage."""
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_neg().resolve_conj()
-    if grad._is_zerotensor():  # autograd has zeros that take no memory
+    if is_zerotensor(grad):  # autograd has zeros that take no memory
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     _check_has_storage("the gradient", grad)
     return grad

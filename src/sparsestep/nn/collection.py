@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -162,7 +162,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         self, inputs: Any, offsets: Any, factors: Any
     ) -> list[tuple[EmbeddingBag, Any, Any, Any]]:
         """The table, ids, offsets and factors of each lookup."""
-        tables = self.tables._modules.values()  # of a list or a dict; some may be the same
+        tables: Any = self.tables  # some may be the same
+        if isinstance(self.tables, torch.nn.ModuleDict):
+            tables = self.tables.values()
         if isinstance(inputs, Tensor) and not inputs.is_nested:
             begins = [None] * len(self.tables)
             if offsets is not None:
@@ -176,7 +178,7 @@ class EmbeddingBagCollection(torch.nn.Module):
                 offsets = list(offsets)
             begins = self._listed("offsets", offsets, optional=True)
             weights = self._listed("per_sample_weights", factors, optional=True)
-        return list(zip(cast(Iterable[EmbeddingBag], tables), ids, begins, weights, strict=True))
+        return list(zip(tables, ids, begins, weights, strict=True))
 
     def _columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""

@@ -9,9 +9,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
-from torch.nn.parallel import DistributedDataParallel
 
-from sparsestep._torch import is_exporting, is_tracing, is_transforming
+from sparsestep._torch import (
+    is_exporting,
+    is_in_ddp_forward,
+    is_tracing,
+    is_transforming,
+    post_accumulate_grad_hooks,
+)
 from sparsestep.deferred.guard import GuardedParameter
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
@@ -78,12 +83,12 @@ def materialize_for_ddp(weights: Iterable[Tensor]) -> None:
     lookup registers it when it is called from within DDP's forward. It stays, for the weight stays
     DDP's: what activation checkpointing computes again is computed outside of that forward.
     """
-    if DistributedDataParallel._active_ddp_module is None:
+    if not is_in_ddp_forward():
         return
     for weight in weights:
         if not weight.requires_grad or source_of(weight) is not None:
             continue  # a sharded table is none of DDP's
-        hooks = weight._post_accumulate_grad_hooks
+        hooks = post_accumulate_grad_hooks(weight)
         if hooks is None or _materialize_grad not in hooks.values():
             weight.register_post_accumulate_grad_hook(_materialize_grad)
 
