@@ -33,6 +33,7 @@ from sparsestep.engines.replay import (
     pieces,
 )
 from sparsestep.errors import InputError, is_out_of_memory, message
+from sparsestep.grads.layouts import GradLayout, classify
 from sparsestep.memory import tensors as parameters
 from sparsestep.rules.options import NUMBERS, SWITCHES, as_float, as_pair
 
@@ -238,7 +239,7 @@ class TorchFusedEngine:
         group, param, grad = update.group, update.param, update.grad
         if type(grad) not in (Tensor, torch.nn.Parameter) or not isinstance(grad, Tensor):
             return False
-        if grad.layout is not torch.strided:
+        if classify(grad) is not GradLayout.STRIDED:
             return False
         if update.state:
             dtypes = {tensor.dtype for tensor in update.state}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.masked import MaskedTensor
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import cat, coo_indices, disable_compiler, profiler_range
@@ -22,10 +21,17 @@ from sparsestep.engines.native import TracedGroup
 from sparsestep.engines.torch_fused import DenseBatch, TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.compact import materialize
 from sparsestep.grads.exchange import source_of
 from sparsestep.grads.indexed import IndexedGrad
-from sparsestep.grads.layouts import Gradient, indexed_grad, local_grad, to_row_slots
+from sparsestep.grads.layouts import (
+    Gradient,
+    GradLayout,
+    classify,
+    indexed_grad,
+    local_grad,
+    to_row_slots,
+)
 from sparsestep.grads.masks import MaskSelection
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
@@ -81,26 +87,18 @@ def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGra
     about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
-def _touched_rows(
-    param: Tensor, grad: Gradient, selection: MaskSelection | None
-) -> list[Tensor | None]:
+def _touched_rows(param: Tensor, grad: Any, selection: MaskSelection | None) -> list[Tensor | None]:
     """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
-    if isinstance(grad, CompactGrad):
-        if not grad.is_materialized:
-            parts = (
-                _slots_to_rows(param, part.indices, part.num_slots) for part in grad.local_parts()
-            )
-            return [_select_rows(param, rows, selection) for rows in parts]
-        grad = grad.materialize_()
-    if not isinstance(grad, Tensor) or isinstance(grad, MaskedTensor) or grad.is_nested:
+    layout = classify(grad)
+    if layout is GradLayout.COMPACT:
+        parts = (_slots_to_rows(param, part.indices, part.num_slots) for part in grad.local_parts())
+        return [_select_rows(param, rows, selection) for rows in parts]
+    if layout not in (GradLayout.STRIDED, GradLayout.COO) or grad.shape != param.shape:
         return []
-    if grad.shape != param.shape:
-        return []
-    if grad.layout is torch.sparse_coo and grad.sparse_dim():
-        return [_select_rows(param, coo_indices(grad)[0].contiguous(), selection)]
-    if grad.layout is not torch.strided:
-        return []
-    return [_select_rows(param, None, selection)]
+    if layout is GradLayout.STRIDED:
+        return [_select_rows(param, None, selection)]
+    indices = coo_indices(materialize(grad))
+    return [_select_rows(param, indices[0].contiguous(), selection)] if len(indices) else []
 
 
 def _select_rows(
