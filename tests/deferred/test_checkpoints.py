@@ -13,10 +13,10 @@ import torch
 import sparsestep
 from tests.deferred.runs import (
     KINDS,
+    a_few,
     assert_close,
     assert_same_bits,
     dense_run,
-    each_kind,
     kept,
     on_both_engines,
     standard,
@@ -70,7 +70,7 @@ def test_training_continues_in_the_other_class(
     assert_close(kept(again, second), dense_run(theirs, run, **options))
 
 
-@each_kind
+@a_few
 @on_both_engines
 @pytest.mark.parametrize("how", ["a file", "deepcopy", "pickle"])
 def test_a_run_is_resumed_with_the_same_bits(variant: Variant, engine: str, how: str):

@@ -13,12 +13,12 @@ from tests.deferred.runs import (
     KINDS,
     VARIANTS,
     Run,
+    a_few,
     assert_close,
     assert_same_bits,
     coo,
     dense_run,
     each_kind,
-    each_variant,
     kept,
     on_both_engines,
     standard,
@@ -77,7 +77,7 @@ LOW = [(torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bflo
 LOW += [(torch.float32, torch.float64)]
 
 
-@each_kind
+@a_few
 @pytest.mark.parametrize(("dtype", "state_dtype"), LOW, ids=str)
 @on_both_engines
 def test_other_precisions(variant: Variant, dtype: torch.dtype, state_dtype: Any, engine: str):
@@ -149,7 +149,7 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(variant: Variant):
         assert_same_bits(other, results[0])
 
 
-@each_variant
+@each_kind
 @pytest.mark.skipif(not INSTRUCTION_SETS, reason="there is no native engine")
 def test_the_engines_agree_to_a_few_roundings(variant: Variant):
     """The reference engine rounds a row once per catch-up, the core in a few operations."""

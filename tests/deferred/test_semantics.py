@@ -24,6 +24,7 @@ from tests.deferred.runs import (
     KINDS,
     VARIANTS,
     Run,
+    a_few,
     assert_close,
     assert_dense_run,
     assert_same_bits,
@@ -196,7 +197,7 @@ def test_groups_with_values_of_their_own(engine: str):
         assert_close(ours, exact)
 
 
-@each_kind
+@a_few
 @on_both_engines
 @pytest.mark.parametrize("how", ["constant", "in place", "another", "none in between"])
 def test_a_mask(variant: Variant, engine: str, how: str):
@@ -246,13 +247,11 @@ CLEARED: dict[str, Callable[[RuleOptimizer, Tensor], None]] = {
 }
 
 
-@each_kind
+@a_few
 @pytest.mark.parametrize("how", CLEARED)
 @on_both_engines
 def test_a_parameter_whose_state_is_cleared_starts_over(variant: Variant, how: str, engine: str):
     """It has missed nothing, and continues as with a new optimizer."""
-    if not variant.rule.state:
-        return
     run = standard(20)
     param = run.param(torch.float32)
     with running_on(engine) as name:

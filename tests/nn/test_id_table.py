@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -139,33 +138,6 @@ def reloaded(real: IdTable, options: Options, now: int) -> IdTable:
     return other
 
 
-def compare_at_random(operations: int, seed: int) -> None:
-    """Compare until so many ids were looked up; raises at the first difference."""
-    chance, done = random.Random(seed), 0
-    while done < operations:
-        rows = chance.choice([2, 5, 40, 300])
-        options = Options(
-            rows,
-            chance.randint(1, min(3, rows)),
-            chance.choice([1, 1, 2, 3, 7]),
-            chance.choice([None, "lru", "lfu"]),
-        )
-        real, now = IdTable(options), 1
-        model = Model(options)
-        pool = [chance.getrandbits(64) - 2**63 for _ in range(chance.choice([2, 3, 10]) * rows)]
-        skew = chance.choice([1.0, 2.0, 4.0])
-        for _ in range(200):
-            size = chance.choice([0, 1, 8, 8, rows // 2, rows])
-            ids = [pool[int(len(pool) * chance.random() ** skew)] for _ in range(size)]
-            learns, undone = chance.random() < 0.9, chance.random() < 0.1
-            if not compare(real, model, ids, now, learns=learns, undone=undone):
-                raise AssertionError(f"seed {seed}, {options}, after {done} operations")
-            now += chance.random() < 0.7
-            done += size
-            if chance.random() < 0.01:
-                real = reloaded(real, options, now)
-
-
 few_ids = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), *range(100, 118)])
 
 
@@ -216,15 +188,6 @@ class AgainstTheModel(RuleBasedStateMachine):
 
 TestAgainstTheModel = AgainstTheModel.TestCase
 TestAgainstTheModel.settings = settings(max_examples=40, stateful_step_count=25)
-
-
-def test_many_ids_against_the_model():
-    compare_at_random(20_000, 0)
-
-
-@pytest.mark.slow
-def test_a_million_operations_against_the_model():
-    compare_at_random(1_000_000, 17)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
