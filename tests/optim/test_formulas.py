@@ -133,29 +133,6 @@ def agree(ours: Tensor, theirs: Table, precision: float) -> bool:
 
 
 @each_engine
-def test_sgd_takes_its_first_gradient_whole(engine: str):
-    """A row that the first gradient does not hold has no first step of its own, as in torch."""
-    param = torch.nn.Parameter(torch.zeros(2, 1))
-    with running_on(engine) as name:
-        opt = sparsestep.SGD([param], lr=1.0, momentum=0.5, dampening=0.75, engine=name)
-        for row, expected in ((0, [-1.0, 0.0]), (1, [-1.0, -0.25]), (0, [-1.75, -0.25])):
-            param.grad = row_gradient(row, torch.ones(1), param.shape)
-            opt.step()
-            assert param.detach().flatten().tolist() == expected
-    assert opt.state[param]["momentum_buffer"].flatten().tolist() == [0.75, 0.25]
-
-
-@each_engine
-def test_sparse_adam_adds_eps_before_bias_correction(engine: str):
-    """With eps = g, torch's Adam, which adds it after, would move by 5e-4."""
-    param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    param.grad = torch.full((1,), 1e-2, dtype=torch.float64)
-    with running_on(engine) as name:
-        sparsestep.SparseAdam([param], eps=1e-2, engine=name).step()
-    assert param.item() == pytest.approx(-3.1e-5, rel=0.02)
-
-
-@each_engine
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_moments_of_half_precision_params_do_not_stall(engine: str, dtype: torch.dtype):
     """In bfloat16 the second moment of g = 1 would stop at 0.25."""
@@ -172,35 +149,18 @@ def test_moments_of_half_precision_params_do_not_stall(engine: str, dtype: torch
 # Weight decay
 
 
-HELD, OTHERS = [1, 4], [0, 2, 3, 5]
-BEGIN = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-VALUES = torch.tensor([[1.0, -2.0, 0.5], [0.25, 4.0, -1.0]])
-
-
-def one_step(cls: Any, values: Tensor, engine: str, **options: Any) -> Tensor:
-    param = torch.nn.Parameter(BEGIN.clone())
-    with running_on(engine) as name:
-        opt = cls([param], lr=0.5, engine=name, **options)
-        param.grad = torch.sparse_coo_tensor(torch.tensor([HELD]), values, param.shape)
-        opt.step()
-    assert same_bits(param[OTHERS], BEGIN[OTHERS]), cls
-    return param.detach()
-
-
 @each_engine
-def test_coupled_decay_is_a_part_of_the_gradient(engine: str):
-    for cls in WITH_COUPLED_DECAY:
-        with_decay = one_step(cls, VALUES, engine, weight_decay=0.125)
-        assert same_bits(with_decay, one_step(cls, VALUES + 0.125 * BEGIN[HELD], engine)), cls
-
-
-@each_engine
-def test_decoupled_decay_shrinks_the_rows_of_the_gradient(engine: str):
+def test_decoupled_decay_shrinks_the_rows_of_the_gradient_alone(engine: str):
     """A gradient of zeros moves nothing by itself, so that the decay alone is seen."""
+    begin = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     for cls in WITH_DECAY:
-        decoupled = {"decoupled_weight_decay": True} if cls in WITH_COUPLED_DECAY else {}
-        after = one_step(cls, torch.zeros(2, 3), engine, weight_decay=0.25, **decoupled)
-        assert same_bits(after[HELD], 0.875 * BEGIN[HELD]), cls
+        options = {"decoupled_weight_decay": True} if cls in WITH_COUPLED_DECAY else {}
+        param = torch.nn.Parameter(begin.clone())
+        with running_on(engine) as name:
+            opt = cls([param], lr=0.5, engine=name, weight_decay=0.25, **options)
+            param.grad = row_gradient(1, torch.zeros(4), param.shape)
+            opt.step()
+        assert same_bits(param, torch.stack([begin[0], 0.875 * begin[1], begin[2]])), cls
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
@@ -316,18 +276,3 @@ def test_radam_has_the_same_bits_on_every_instruction_set(step: int):
             assert all(map(same_bits, first, other))
         few = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(first, reference, rtol=few, atol=few)
-
-
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_radams_rate_may_be_a_tensor_whatever_kernel_is_chosen(foreach: bool | None):
-    """Unlike Adam's foreach kernel, torch's takes one."""
-    results = []
-    for cls in (sparsestep.RAdam, torch.optim.RAdam):
-        param, lr = torch.nn.Parameter(torch.ones(3, 2)), torch.tensor(0.5)
-        opt = cls([param], lr=lr, foreach=foreach)
-        for step in range(8):
-            param.grad = torch.full((3, 2), step - 3.0)
-            opt.step()
-            lr.mul_(0.5)
-        results.append(param.detach())
-    assert same_bits(*results)

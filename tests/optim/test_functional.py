@@ -154,19 +154,6 @@ def test_params_that_cannot_be_added():
     assert len(opt.param_group["params"]) == len(masked.param_group["params"]) == 1
 
 
-@each_stateful
-def test_a_param_that_is_given_twice_gets_both_gradients(cls: Any, options: dict[str, Any]):
-    twice, once = start()[0], start()[0]
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        opt = cls([twice, twice], **options)
-    other = cls([once], **options)
-    grads = [batch[0] for batch in batches() if batch[0] is not None][:2]
-    opt.step(grads)
-    for grad in grads:
-        other.step([grad])
-    assert same_bits(twice, once)
-
-
 # Checkpoints, pickles, copies
 
 
@@ -358,25 +345,6 @@ def test_dense_gradients_have_torchs_bits(name: str, of_torch: dict[str, Any]):
     train(opt, whole)
     assert_same(opt.param_group["params"], params)
     assert not same_bits(params[0], start()[0])
-
-
-@pytest.mark.parametrize("name", [*TORCH, "SparseAdam"])
-def test_checkpoints_of_torchs_classes(name: str):
-    steps = batches(sparse=name == "SparseAdam")
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    theirs = getattr(torch.optim, name)(start(), **options)
-    train(theirs, steps[:3])
-    params = [param.clone() for param in theirs.param_groups[0]["params"]]
-    opt = getattr(sparsestep, f"Functional{name}")(params, **options)
-    opt.load_state_dict(theirs.state_dict())
-    train(opt, steps[3:])
-    train(theirs, steps[3:])
-    torch.testing.assert_close(everything(opt), everything(theirs))
-    other = getattr(torch.optim, name)(params, **options)  # and back
-    other.load_state_dict(opt.state_dict())
-    train(other, steps[:1])
-    train(theirs, steps[:1])
-    torch.testing.assert_close(everything(other), everything(theirs))
 
 
 # Repeated calls, which the core runs by itself

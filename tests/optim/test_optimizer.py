@@ -142,20 +142,6 @@ def test_a_param_given_twice_is_updated_twice(dense: bool):
         assert same_bits(often, apart), variant
 
 
-@each_engine
-def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(engine: str):
-    for lr in (torch.tensor(0.1), torch.tensor([0.1])):
-        params = [nn.Parameter(torch.ones(4, 2)) for _ in range(2)]
-        with running_on(engine) as name:
-            for param, rate in zip(params, (lr.clone(), lr.item()), strict=True):
-                opt = sparsestep.SparseAdam([param], lr=rate, engine=name)
-                param.grad = coo([1], (4, 2))
-                opt.step()
-                opt.param_groups[0]["lr"] *= 0.5
-                opt.step()
-        assert same_bits(*params)
-
-
 def test_writing_a_param_is_noticed_by_autograd():
     param = nn.Parameter(torch.ones(4, 2))
     loss = param.square().sum()

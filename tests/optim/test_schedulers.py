@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import sparsestep
-from sparsestep.optim import OPTIMIZERS
 from tests.table import each_engine, running_on, same_bits
 from tests.torch_versions import steps_sequential_schedulers
 
@@ -125,42 +124,6 @@ def test_deferred_rows_catch_up_with_the_rates_of_the_steps_that_they_missed(sch
             run(model, opt, scheduler)
             states.append(model.state_dict())
         torch.testing.assert_close(*states, rtol=1e-9, atol=1e-9)
-
-
-@each_engine
-def test_a_scheduled_rate_is_the_rate_of_the_next_sparse_step(engine: str):
-    """Once the rate is zero nothing moves, and once it is back everything does."""
-    rates = [1.0, 0.0, 1.0]
-    for cls in OPTIMIZERS:
-        model = Model()
-        with running_on(engine) as name:
-            opt = cls(model.parameters(), lr=0.1, engine=name)
-            schedule = lr_scheduler.LambdaLR(opt, lambda epoch: rates[min(epoch, 2)])
-            for rate in rates:
-                before = [param.detach().clone() for param in model.parameters()]
-                model.backward(0)
-                opt.step()
-                schedule.step()
-                moved = [not same_bits(*p) for p in zip(model.parameters(), before, strict=True)]
-                assert moved == [rate > 0] * 3, cls
-
-
-def test_a_cycle_moves_the_momentum_where_there_is_one():
-    """Torch's cycles ask for betas or momentum; classes without either take the rate alone."""
-    for cls in OPTIMIZERS:
-        options = {"momentum": 0.9} if "momentum" in cls([torch.zeros(1)]).defaults else {}
-        model = Model()
-        opt = cls(model.parameters(), lr=0.01, **options)
-        cycles = bool({"betas", "momentum"} & opt.defaults.keys())
-        schedule = lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10, cycle_momentum=cycles)
-        seen = set()
-        for step in range(8):
-            model.backward(step)
-            opt.step()
-            schedule.step()
-            group = opt.param_groups[0]
-            seen.add(group["betas"][0] if "betas" in group else group.get("momentum"))
-        assert (len(seen) > 4) == cycles, cls
 
 
 @each_engine

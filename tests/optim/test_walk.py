@@ -81,20 +81,3 @@ def test_the_walk_of_a_function():
     for work in (lambda: optimizer.step([grad]), lambda: optimizer.step_param(weight, grad)):
         found = functions_called(work)
         assert len(found) <= 10, found
-
-
-@needs_tensors_that_the_core_reads
-def test_the_walk_of_a_loop_with_a_bag():
-    bag = sparsestep.nn.EmbeddingBag(10, 4, mode="sum")
-    optimizer = sparsestep.Adam(bag.parameters())
-
-    def loop() -> None:
-        bag(IDS.view(2, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        loop()
-    found = functions_called(loop)
-    assert len(found) <= 40, found
-    assert found[-2] == "engines/native.py:replay_step"

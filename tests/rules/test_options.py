@@ -374,6 +374,15 @@ def test_values_changed_in_place_are_seen():
     betas[1] = 1.0
     with refused(opt, match="beta"):
         opt.step()
+    betas[1] = 0.5
+    lr.fill_(0.25)
+    opt.step()
+    other = table()
+    plain = sparsestep.SparseAdam([other], lr=0.1)
+    by_step(plain, other, rows(1, 5))
+    plain.param_groups[0].update(lr=0.25, betas=(0.9, 0.5))
+    plain.step()
+    assert torch.allclose(param, other)
 
 
 @each_optimizer
