@@ -90,7 +90,7 @@ class Vocabulary(nn.Module):
         self._group: TableGroup = vars(table)["sharding"]
         self._table: ShardedTable = sharded
         self.collectives: Collectives = sharded.collectives
-        self._given: dict[int, tuple[Table, ShardedTable]] = {}  # by local module
+        self._sharded_tables: dict[int, tuple[Table, ShardedTable]] = {}  # by local module
         ranks = self.collectives
         fewest = self.rows // ranks.world_size
         if isinstance(shared, int) and shared > fewest:
@@ -190,7 +190,7 @@ class Vocabulary(nn.Module):
             raise InputError(message(requirement, padding, "Use padding_idx=0"))
         assert sharded.local is not None
         self.local.attach_table(Attached(sharded.local, optimizers, init, is_part=True))
-        self._given[id(sharded.local)] = table, sharded
+        self._sharded_tables[id(sharded.local)] = table, sharded
 
     def _check_table(self, who: str, table: Any) -> ShardedTable:
         sharded = _require_row_sharded(table)
@@ -264,7 +264,7 @@ class Vocabulary(nn.Module):
         longest = -(-rows // ranks.world_size)
         commits: list[Callable[[], object]] = [local.prepare_grow(there)]
         for each in local.attached:
-            module, table = self._given[id(each.table)]
+            module, table = self._sharded_tables[id(each.table)]
             if table.rows >= rows:
                 continue
             here = len(range(ranks.rank, table.rows, ranks.world_size))
@@ -276,8 +276,8 @@ class Vocabulary(nn.Module):
         commits.append(partial(self._commit_grow, rows, local.num_reused + there - local.rows))
         return commits
 
-    def _commit_grow(self, rows: int, handed_over: int) -> None:
-        self.rows, self.local.num_reused = rows, handed_over
+    def _commit_grow(self, rows: int, num_reused: int) -> None:
+        self.rows, self.local.num_reused = rows, num_reused
 
     def merge(self, other: Vocabulary | LocalVocabulary) -> Tensor:
         """Add the ids of another vocabulary; ids that are new here get free rows of their owners.
