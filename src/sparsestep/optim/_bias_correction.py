@@ -1,4 +1,4 @@
-"""How Adam's running averages are corrected for their start at zero.
+"""Adam's running averages, and how they are corrected for their start at zero.
 
 The averages begin at zero, so after ``t`` updates they hold only ``1 - beta^t`` of what they
 should. Torch counts the parameter's steps. A row of an embedding that is first seen at step 2001
@@ -10,16 +10,20 @@ then counts as long corrected and moves almost three times as far as the first r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsestep.rules.idle import IdleUpdate
+from sparsestep.rules.options import Betas
 from sparsestep.rules.rule import Rule, StateSpec
 
-Pair = tuple[float, float]
+MOMENTS = (
+    StateSpec("exp_avg", int8_format="signed"),
+    StateSpec("exp_avg_sq", int8_format="unsigned"),
+)
 
 # The row's own count. Exact up to 2^24 updates.
 ROW_STEP = StateSpec("row_step", per_row=True, dtype=torch.float32)
@@ -37,7 +41,7 @@ class BiasCorrection(NamedTuple):
     root: Any
 
 
-def global_correction(step: int, lr: float, betas: Pair) -> BiasCorrection:
+def global_correction(step: int, lr: float, betas: Betas) -> BiasCorrection:
     """By the number of the parameter's steps.
 
     Example:
@@ -48,7 +52,17 @@ def global_correction(step: int, lr: float, betas: Pair) -> BiasCorrection:
     return BiasCorrection(lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
 
 
-def per_row_correction(row_step: Tensor, lr: float, betas: Pair) -> tuple[BiasCorrection, Tensor]:
+def step_size(step: int, hyperparams: Mapping[str, Any]) -> BiasCorrection:
+    """How far an idle row moves, for an ``IdleUpdate``."""
+    return global_correction(step, hyperparams["lr"], hyperparams["betas"])
+
+
+def decays(hyperparams: Mapping[str, Any]) -> dict[str, float]:
+    """How the averages of an idle row decay, for an ``IdleUpdate``."""
+    return dict(zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True))
+
+
+def per_row_correction(row_step: Tensor, lr: float, betas: Betas) -> tuple[BiasCorrection, Tensor]:
     """By each row's own count of updates; also returns the counts after this one."""
     row_step = row_step + 1
     count = row_step.double()
@@ -73,7 +87,7 @@ def rules_with_bias_correction(
     """
 
     def with_steps(
-        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Pair, eps: float
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float
     ) -> tuple[Tensor, ...]:
         correction = global_correction(step, lr, betas)
         new: tuple[Tensor, ...] = update(
@@ -82,7 +96,7 @@ def rules_with_bias_correction(
         return new
 
     def with_rows(
-        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Pair, eps: float
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float
     ) -> tuple[Tensor, ...]:
         correction, row_step = per_row_correction(state[-1], lr, betas)
         new = update(param, grad, *state[:-1], correction=correction, betas=betas, eps=eps)

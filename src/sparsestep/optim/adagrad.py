@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
 from sparsestep.rules.idle import NoDrift
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -34,6 +34,7 @@ _SUM = StateSpec("sum", "initial_accumulator_value", int8_format="unsigned")
 RULE = Rule("adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
+@document_args()
 class Adagrad(RuleOptimizer, Optimizer):
     r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
 
@@ -52,23 +53,7 @@ class Adagrad(RuleOptimizer, Optimizer):
     directions.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        lr_decay: :math:`\eta`.
-        weight_decay: :math:`\lambda`.
-        initial_accumulator_value: the initial value of ``sum``.
-        eps: added to the square root.
-        foreach: for torch's kernel.
-        maximize: maximize the objective instead of minimizing it.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+        lr_decay: :math:`\eta`, how fast the learning rate falls with the steps.
 
     Example:
         >>> import torch, sparsestep
@@ -82,7 +67,8 @@ class Adagrad(RuleOptimizer, Optimizer):
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
 
-    has_torch_kernel = True
+    rule = RULE
+    torch_kernel = torch_kernel_of(torch_adagrad, "sum")
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -102,12 +88,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -120,36 +101,11 @@ class Adagrad(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
+        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
         self.materialize_state()
 
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Let torch's own kernel do the step of dense gradients."""
-        names = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "foreach", "differentiable")
-        torch_adagrad(
-            batch.params,
-            batch.grads,
-            batch.state["sum"],
-            batch.steps,
-            has_complex=batch.has_complex,
-            fused=batch.group["fused"],
-            **{name: batch.group[name] for name in names},
-        )
 
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULE
-
-
+@document_args(like=Adagrad)
 def adagrad_(
     param: Tensor,
     grad: Gradient,
@@ -167,21 +123,6 @@ def adagrad_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Adagrad`.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        sum: the sum of the squared gradients.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        lr_decay: how fast the learning rate falls with ``step``.
-        eps: added to the square root.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
-
-Pair = tuple[float, float]
 
 
 def _update_moments(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Pair
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Betas
 ) -> tuple[Tensor, Tensor]:
     beta1, beta2 = betas
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
@@ -37,7 +36,7 @@ def update(
     exp_avg_sq: Tensor,
     *,
     correction: bias.BiasCorrection,
-    betas: Pair,
+    betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of Adam; eps is added after bias correction."""
@@ -54,7 +53,7 @@ def amsgrad(
     max_exp_avg_sq: Tensor,
     *,
     correction: bias.BiasCorrection,
-    betas: Pair,
+    betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of AMSGrad: the second moment that divides never shrinks."""
@@ -65,115 +64,27 @@ def amsgrad(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-_STATE = (
-    StateSpec("exp_avg", int8_format="signed"),
-    StateSpec("exp_avg_sq", int8_format="unsigned"),
-)
-_MAX = (*_STATE, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
+_AMSGRAD_STATE = (*bias.MOMENTS, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
 
 
 _IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyperparams: dict(
-        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
-    ),
-    size=lambda step, hyperparams: bias.global_correction(
-        step, hyperparams["lr"], hyperparams["betas"]
-    ),
+    decays=bias.decays,
+    size=bias.step_size,
 )
 # The largest second moment does not decay.
-_AMSGRAD_MOTION = replace(_IDLE, square="max_exp_avg_sq")
+_AMSGRAD_IDLE = replace(_IDLE, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES: dict[bool, dict[bool, Rule]] = {
-    False: bias.rules_with_bias_correction("adam", update, _STATE, _IDLE),
-    True: bias.rules_with_bias_correction("amsgrad", amsgrad, _MAX, _AMSGRAD_MOTION),
+    False: bias.rules_with_bias_correction("adam", update, bias.MOMENTS, _IDLE),
+    True: bias.rules_with_bias_correction("amsgrad", amsgrad, _AMSGRAD_STATE, _AMSGRAD_IDLE),
 }
 
-_KERNEL_OPTIONS = (
-    *("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
-    *("differentiable", "fused", "decoupled_weight_decay"),
-)
 
-
-class _AdamBase(RuleOptimizer):
-    """What Adam and AdamW share; neither derives from the other, see RuleOptimizer."""
-
-    has_torch_kernel = True
-    foreach_supports_tensor_lr = False  # unless capturable
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        bias_correction: BiasCorrectionMode = "global",
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(
-            params,
-            defaults,
-            bias_correction=bias_correction,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Let torch's own kernel do the step of dense gradients."""
-        group = batch.group
-        beta1, beta2 = group["betas"]
-        torch_adam(
-            batch.params,
-            batch.grads,
-            batch.state["exp_avg"],
-            batch.state["exp_avg_sq"],
-            batch.state.get("max_exp_avg_sq", []),
-            batch.steps,
-            beta1=beta1,
-            beta2=beta2,
-            has_complex=batch.has_complex,
-            **{name: group[name] for name in _KERNEL_OPTIONS},
-        )
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULES[bool(group["amsgrad"])][bias.uses_per_row(group)]
-
-
-class Adam(_AdamBase, Optimizer):
+@document_args()
+class Adam(RuleOptimizer, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
     For every entry of the gradient, with :math:`g` the sum of its duplicates:
@@ -194,25 +105,7 @@ class Adam(_AdamBase, Optimizer):
     ``max_exp_avg_sq``. Checkpoints load in both directions.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
-        weight_decay: :math:`\lambda`.
-        amsgrad: divide by the largest second moment so far.
-        foreach: for torch's kernel.
-        maximize: maximize the objective instead of minimizing it.
-        capturable: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         One optimizer for a table with sparse gradients and a layer with dense ones.
@@ -229,7 +122,52 @@ class Adam(_AdamBase, Optimizer):
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
 
+    torch_kernel = torch_kernel_of(
+        torch_adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", tensor_betas=True
+    )
+    foreach_supports_tensor_lr = False  # unless capturable
+    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        bias_correction: BiasCorrectionMode = "global",
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return RULES[bool(group["amsgrad"])][bias.uses_per_row(group)]
+
+
+@document_args(like=Adam)
 def adam_(
     param: Tensor,
     grad: Gradient,
@@ -239,7 +177,7 @@ def adam_(
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
@@ -249,23 +187,6 @@ def adam_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Adam`, or of AMSGrad if you pass ``max_exp_avg_sq``.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        exp_avg_sq: the running average of its square.
-        max_exp_avg_sq: the largest ``exp_avg_sq`` so far, for AMSGrad.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages.
-        eps: added to the square root after bias correction.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

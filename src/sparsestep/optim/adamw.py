@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim.adam import RULES, FunctionalAdam, _AdamBase
+from sparsestep.optim._docs import document_args
+from sparsestep.optim.adam import RULES, Adam, FunctionalAdam
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules.rule import Rule
 
 
-class AdamW(_AdamBase, Optimizer):
+@document_args()
+class AdamW(RuleOptimizer, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
     For every entry of the gradient, with :math:`g` the sum of its duplicates:
@@ -31,25 +35,8 @@ class AdamW(_AdamBase, Optimizer):
     State, checkpoints and the treatment of dense gradients are the same as for :class:`Adam`.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
-        weight_decay: :math:`\lambda`.
-        amsgrad: divide by the largest second moment so far.
-        maximize: maximize the objective instead of minimizing it.
-        foreach: for torch's kernel.
-        capturable: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
         decoupled_weight_decay: always ``True``.
-        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         Only the rows of three new tokens are trained; all others stay bit-for-bit unchanged.
@@ -69,6 +56,10 @@ class AdamW(_AdamBase, Optimizer):
         <https://arxiv.org/abs/1711.05101>`_, 2017.
     """
 
+    torch_kernel = staticmethod(Adam.torch_kernel)
+    foreach_supports_tensor_lr = Adam.foreach_supports_tensor_lr
+    group_options = Adam.group_options
+
     def __init__(
         self,
         params: ParamsT,
@@ -85,36 +76,32 @@ class AdamW(_AdamBase, Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
         bias_correction: BiasCorrectionMode = "global",
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if decoupled_weight_decay is not True:
             requirement = "AdamW: decoupled_weight_decay must be True"
             raise InputError(
                 message(requirement, checks.format_value(decoupled_weight_decay), "Use Adam")
             )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            bias_correction=bias_correction,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
+        }
+        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+
+    @classmethod
+    def rule_for(cls, group: dict[str, Any]) -> Rule:
+        """The rule that a param group's options select."""
+        return Adam.rule_for(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -122,6 +109,7 @@ class AdamW(_AdamBase, Optimizer):
             group["decoupled_weight_decay"] = True
 
 
+@document_args(like=AdamW)
 def adamw_(
     param: Tensor,
     grad: Gradient,
@@ -131,7 +119,7 @@ def adamw_(
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     maximize: bool = False,
@@ -140,22 +128,6 @@ def adamw_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.AdamW`: Adam with decoupled weight decay.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        exp_avg_sq: the running average of its square.
-        max_exp_avg_sq: the largest ``exp_avg_sq`` so far, for AMSGrad.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages.
-        eps: added to the square root after bias correction.
-        weight_decay: decoupled; the parameter is multiplied by ``1 - lr * weight_decay``.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from sparsestep.errors import InputError, message
+from sparsestep.grads.masks import Masks
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.options import GROUP_DEFAULTS, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import GROUP_DEFAULTS, EngineName, Semantics
 from sparsestep.rules.rule import Rule, StateSpec
 
 Formula = Callable[..., Any]
@@ -35,7 +36,6 @@ class CustomOptimizer(RuleOptimizer):
             ``weight_decay`` and, if there is an ``lr``, ``decoupled_weight_decay``.
     """
 
-    _rule: ClassVar[Rule]
     _formula_options: ClassVar[Mapping[str, Any]]  # the formula's, with their defaults
     _required: ClassVar[tuple[str, ...]]  # those of them that have none
 
@@ -45,7 +45,7 @@ class CustomOptimizer(RuleOptimizer):
         *,
         engine: EngineName = "auto",
         semantics: Semantics = "masked",
-        mask: Mask = None,
+        mask: Masks = None,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int | None = None,
@@ -59,10 +59,17 @@ class CustomOptimizer(RuleOptimizer):
             }.items()
             if name in options or name not in self._required
         }
-        extras = shared_options(
-            engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
+        super().__init__(
+            params,
+            defaults,
+            engine=engine,
+            semantics=semantics,
+            mask=mask,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+            **options,
         )
-        super().__init__(params, defaults, **extras, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which has to have every option without a default."""
@@ -72,16 +79,11 @@ class CustomOptimizer(RuleOptimizer):
         known = {**self.defaults, **param_group}
         missing = [name for name in self._required if name not in known]
         if missing:
-            requirement = f"{self._rule.name} needs {', '.join(missing)}"
+            requirement = f"{self.rule.name} needs {', '.join(missing)}"
             got = ", ".join(name for name in self._formula_options if name in known) or "no options"
             remedy = "Pass it by name, or give every param group its own"
             raise InputError(message(requirement, got, remedy))
         return super().add_param_group(param_group)
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The formula."""
-        return cls._rule
 
 
 @overload
@@ -280,7 +282,7 @@ def _make_class(
         __doc__ = function.__doc__
         group_options = (*RuleOptimizer.group_options, *decays, *required)
         formula_options = frozenset(options)
-        _rule = made
+        rule = made
         _formula_options: ClassVar[Mapping[str, Any]] = {
             n: each.default for n, each in options.items()
         }

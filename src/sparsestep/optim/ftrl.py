@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import RecomputeFromState
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -59,6 +61,7 @@ _IDLE = RecomputeFromState(
 RULE = Rule("ftrl", update, _STATE, has_native_kernel=True, idle_update=_IDLE)
 
 
+@document_args()
 class Ftrl(RuleOptimizer, Optimizer):
     r"""FTRL-Proximal with L1 and L2 regularization.
 
@@ -80,19 +83,7 @@ class Ftrl(RuleOptimizer, Optimizer):
     The state is ``step``, ``linear`` (:math:`z`) and ``sum`` (:math:`n`).
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
         lr: the paper's :math:`\alpha`, a number or a one-element tensor.
-        beta: the paper's :math:`\beta`.
-        l1: :math:`\lambda_1`.
-        l2: :math:`\lambda_2`.
-        initial_accumulator_value: the initial value of ``sum``.
-        maximize: maximize the objective instead of minimizing it.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -110,6 +101,8 @@ class Ftrl(RuleOptimizer, Optimizer):
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
     """
 
+    rule = RULE
+
     def __init__(
         self,
         params: ParamsT,
@@ -120,12 +113,7 @@ class Ftrl(RuleOptimizer, Optimizer):
         initial_accumulator_value: float = 0.0,
         *,
         maximize: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -135,20 +123,10 @@ class Ftrl(RuleOptimizer, Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULE
+        super().__init__(params, defaults, **shared)
 
 
+@document_args(like=Ftrl)
 def ftrl_(
     param: Tensor,
     grad: Gradient,
@@ -166,21 +144,6 @@ def ftrl_(
     seed: int | None = None,
 ) -> None:
     r"""One step of :class:`sparsestep.Ftrl`.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        linear: the paper's :math:`z`.
-        sum: the sum of the squared gradients.
-        step: the number of this update; the formula does not use it.
-        lr: the paper's :math:`\alpha`, a number or a one-element tensor.
-        beta: the paper's :math:`\beta`.
-        l1: the strength of L1 regularization.
-        l2: the strength of L2 regularization.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -32,6 +32,7 @@ from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
 from sparsestep.optim import state as states
+from sparsestep.optim._docs import with_args
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
@@ -324,8 +325,7 @@ def signature_from(
 
 _DOCSTRING = """
 Args:
-    *args: the parameters, then options by position, in the order of torch's functional class.
-    **options: the options of :class:`sparsestep.{name}`.
+    params: the parameters.
 
 Example:
     >>> import torch, sparsestep
@@ -372,9 +372,9 @@ class FunctionalOptimizer:
             return
         cls.optimizer_class, cls.positional = optimizer, positional
         cls.torch_only = torch_only or {}
-        text = _DOCSTRING.format(name=optimizer.__name__)
-        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n{text}"
         vars(cls)["__init__"].__signature__ = signature_of(cls)  # for help() and Sphinx
+        doc = f"{inspect.cleandoc(cls.__doc__ or '')}\n{_DOCSTRING.format(name=optimizer.__name__)}"
+        cls.__doc__ = with_args(doc, inspect.signature(cls).parameters, optimizer)
         cls.registry[optimizer] = cls
 
     def __init__(self, params: Iterable[Tensor], *args: Any, **options: Any) -> None:

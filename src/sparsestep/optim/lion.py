@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
 from sparsestep.rules.idle import SignDrift
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import Betas, EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
-
-Pair = tuple[float, float]
 
 
 def update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, *, step: int, lr: float, betas: Pair
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, step: int, lr: float, betas: Betas
 ) -> tuple[Tensor, Tensor]:
     """One step of Lion."""
     beta1, beta2 = betas
@@ -43,6 +42,7 @@ RULE = Rule(
 )
 
 
+@document_args()
 class Lion(RuleOptimizer, Optimizer):
     r"""Lion, with one running average as its only state.
 
@@ -55,18 +55,9 @@ class Lion(RuleOptimizer, Optimizer):
     Weight decay is decoupled. The state is ``step`` and ``exp_avg``.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
         lr: learning rate, a number or a one-element tensor. Use one that is three to ten times
             smaller than for AdamW.
         betas: the weight of the running average in the step, and its decay rate.
-        weight_decay: :math:`\lambda`.
-        maximize: maximize the objective instead of minimizing it.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -80,6 +71,7 @@ class Lion(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/2302.06675>`_, 2023.
     """
 
+    rule = RULE
     always_decoupled = True
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **options.NO_OP_VALUES,
@@ -90,32 +82,17 @@ class Lion(RuleOptimizer, Optimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-4,
-        betas: Pair = (0.9, 0.99),
+        betas: Betas = (0.9, 0.99),
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULE
+        super().__init__(params, defaults, **shared)
 
 
+@document_args(like=Lion)
 def lion_(
     param: Tensor,
     grad: Gradient,
@@ -123,7 +100,7 @@ def lion_(
     *,
     step: int | Tensor = 1,
     lr: float | Tensor = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.99),
+    betas: Betas = (0.9, 0.99),
     weight_decay: float = 0.0,
     maximize: bool = False,
     mask: Tensor | None = None,
@@ -131,19 +108,6 @@ def lion_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.Lion`. Weight decay is decoupled.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        step: the number of this update; the formula does not use it.
-        lr: learning rate, a number or a one-element tensor.
-        betas: the weight of the running average in the step, and its decay rate.
-        weight_decay: decoupled; the parameter is multiplied by ``1 - lr * weight_decay``.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

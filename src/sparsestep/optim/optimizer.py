@@ -7,6 +7,7 @@ one for the formula.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -51,6 +52,36 @@ else:
     _Base = object
 
 
+def torch_kernel_of(
+    function: Callable[..., None], *state: str, tensor_betas: bool = False
+) -> staticmethod[[DenseBatch], None]:
+    """Return a ``torch_kernel`` that calls a function of ``torch.optim``, such as ``adam``.
+
+    Args:
+        function: takes parameters, gradients, lists of state, step counts, then options by name.
+        state: the names of the state, in the function's order.
+        tensor_betas: whether it takes betas that are tensors.
+    """
+    names = list(inspect.signature(function).parameters)[len(state) + 3 :]
+
+    def run(batch: DenseBatch) -> None:
+        chosen = {name: batch.group[name] for name in names if name in batch.group}
+        if "betas" in batch.group:
+            betas = batch.group["betas"]
+            chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
+        lists = [batch.state.get(name, []) for name in state]
+        function(
+            batch.params,
+            batch.grads,
+            *lists,
+            batch.steps,
+            has_complex=batch.has_complex,
+            **chosen,
+        )
+
+    return staticmethod(run)
+
+
 class RuleOptimizer(_Base):
     """Base of every optimizer: a ``torch.optim.Optimizer`` that runs a rule.
 
@@ -72,6 +103,8 @@ class RuleOptimizer(_Base):
             in most rows.
     """
 
+    rule: ClassVar[Rule]
+    """The rule, unless options select one: then override ``rule_for``."""
     group_options: ClassVar[tuple[str, ...]] = (
         "mask",
         "state_dtype",
@@ -85,8 +118,6 @@ class RuleOptimizer(_Base):
     """Options the formula handles itself, such as a custom rule's own ``weight_decay``."""
     step_is_tensor: ClassVar[bool] = True
     """Whether ``state["step"]`` is a tensor; ``torch.optim.SparseAdam`` keeps an int."""
-    has_torch_kernel: ClassVar[bool] = False
-    """Whether torch has a kernel for dense gradients under the same formula."""
     foreach_supports_tensor_lr: ClassVar[bool] = True
     """Whether torch's foreach kernel takes tensors for ``lr`` and ``betas``."""
     supports_complex: ClassVar[bool] = True
@@ -238,7 +269,7 @@ class RuleOptimizer(_Base):
     def check_values(cls, group: dict[str, Any]) -> None:
         """Refuse options of the wrong kind, out of range, or in a wrong combination."""
         options.check_options(group, cls.formula_options)
-        if cls.has_torch_kernel:
+        if cls.has_torch_kernel():
             options.check_torch_kernel_options(group, takes_tensors=cls.foreach_supports_tensor_lr)
         cls.check_options(group)
 
@@ -249,7 +280,7 @@ class RuleOptimizer(_Base):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """Return the rule that a param group's options select."""
-        raise NotImplementedError
+        return cls.rule
 
     @classmethod
     def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -265,7 +296,7 @@ class RuleOptimizer(_Base):
     def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel supports the group's options."""
         return (
-            cls.has_torch_kernel
+            cls.has_torch_kernel()
             and not options.get_option(group, "stochastic_rounding")
             and options.get_option(group, "state_dtype") is not torch.int8
             and options.get_option(group, "bias_correction") == "global"
@@ -276,9 +307,14 @@ class RuleOptimizer(_Base):
         )
 
     @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
+    def torch_kernel(batch: DenseBatch, /) -> None:
+        """Run torch's own kernel on dense gradients; see ``torch_kernel_of``."""
         raise NotImplementedError
+
+    @classmethod
+    def has_torch_kernel(cls) -> bool:
+        """Whether torch has a kernel for dense gradients under the same formula."""
+        return cls.torch_kernel is not RuleOptimizer.torch_kernel
 
     @classmethod
     def can_materialize_state(cls, group: dict[str, Any]) -> bool:

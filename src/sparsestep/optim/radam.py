@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.radam import radam as torch_radam
+from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import options
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
-from sparsestep.rules.rule import Rule, StateSpec
-
-Pair = tuple[float, float]
+from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.rules.options import Betas, EngineName, SharedOptions
+from sparsestep.rules.rule import Rule
 
 
-def rectified(step: int, lr: float, betas: Pair) -> tuple[float, bool]:
+def rectified(step: int, lr: float, betas: Betas) -> tuple[float, bool]:
     """The size of a step, and whether it divides by the root of the second moment.
 
     Example:
@@ -47,7 +44,7 @@ def update(
     *,
     step: int,
     lr: float,
-    betas: Pair,
+    betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of RAdam; eps is added before bias correction."""
@@ -63,18 +60,10 @@ def update(
 
 # No idle update: an idle row moves as under momentum SGD at first and as under Adam later,
 # and an idle update has one kind.
-_STATE = (
-    StateSpec("exp_avg", int8_format="signed"),
-    StateSpec("exp_avg_sq", int8_format="unsigned"),
-)
-RULE = Rule("radam", update, _STATE, has_native_kernel=True)
-
-_KERNEL_OPTIONS = (
-    *("lr", "weight_decay", "eps", "maximize", "foreach", "capturable"),
-    *("differentiable", "decoupled_weight_decay"),
-)
+RULE = Rule("radam", update, bias.MOMENTS, has_native_kernel=True)
 
 
+@document_args()
 class RAdam(RuleOptimizer, Optimizer):
     r"""RAdam for dense and sparse gradients; a drop-in for ``torch.optim.RAdam``.
 
@@ -108,22 +97,7 @@ class RAdam(RuleOptimizer, Optimizer):
     directions.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root before bias correction.
-        weight_decay: :math:`\lambda`.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        foreach: for torch's kernel.
-        maximize: maximize the objective instead of minimizing it.
-        capturable: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         The first step goes by the gradient, not by its sign as Adam's does.
@@ -142,13 +116,14 @@ class RAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1908.03265>`_, 2019.
     """
 
-    has_torch_kernel = True
+    rule = RULE
+    torch_kernel = torch_kernel_of(torch_radam, "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: Pair = (0.9, 0.999),
+        betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
@@ -157,12 +132,7 @@ class RAdam(RuleOptimizer, Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -175,36 +145,10 @@ class RAdam(RuleOptimizer, Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "differentiable": differentiable,
         }
-        super().__init__(
-            params,
-            defaults,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Let torch's own kernel do the step of dense gradients."""
-        beta1, beta2 = options.as_floats(batch.group["betas"])
-        torch_radam(
-            batch.params,
-            batch.grads,
-            batch.state["exp_avg"],
-            batch.state["exp_avg_sq"],
-            batch.steps,
-            beta1=beta1,
-            beta2=beta2,
-            has_complex=batch.has_complex,
-            **{name: batch.group[name] for name in _KERNEL_OPTIONS},
-        )
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULE
+        super().__init__(params, defaults, **shared)
 
 
+@document_args(like=RAdam)
 def radam_(
     param: Tensor,
     grad: Gradient,
@@ -213,7 +157,7 @@ def radam_(
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
@@ -223,22 +167,6 @@ def radam_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RAdam`.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        exp_avg_sq: the running average of its square.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages.
-        eps: added to the square root before bias correction.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

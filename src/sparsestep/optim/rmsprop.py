@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
+from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -132,6 +132,7 @@ RULES = {
 }
 
 
+@document_args()
 class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
@@ -149,26 +150,6 @@ class RMSprop(RuleOptimizer, Optimizer):
     The state is torch's: ``step``, ``square_avg`` and, if needed, ``momentum_buffer`` and
     ``grad_avg``. Checkpoints load in both directions.
 
-    Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        alpha: decay rate of the running averages.
-        eps: added to the square root.
-        weight_decay: :math:`\lambda`.
-        momentum: the momentum factor.
-        centered: divide by the variance instead of the mean square.
-        capturable: for torch's kernel.
-        foreach: for torch's kernel.
-        maximize: maximize the objective instead of minimizing it.
-        differentiable: for torch's kernel; dense gradients only.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
-
     Example:
         >>> import torch, sparsestep
         >>> table = torch.nn.Embedding(10, 4, sparse=True)
@@ -181,7 +162,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    has_torch_kernel = True
+    torch_kernel = torch_kernel_of(torch_rmsprop, "square_avg", "grad_avg", "momentum_buffer")
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -202,12 +183,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         *,
         decoupled_weight_decay: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -221,32 +197,7 @@ class RMSprop(RuleOptimizer, Optimizer):
             "maximize": maximize,
             "differentiable": differentiable,
         }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Let torch's own kernel do the step of dense gradients."""
-        names = (
-            *("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-            *("foreach", "maximize", "differentiable", "capturable"),
-        )
-        torch_rmsprop(
-            batch.params,
-            batch.grads,
-            batch.state["square_avg"],
-            batch.state.get("grad_avg", []),
-            batch.state.get("momentum_buffer", []),
-            batch.steps,
-            has_complex=batch.has_complex,
-            **{name: batch.group[name] for name in names},
-        )
+        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -254,6 +205,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         return RULES[bool(group["centered"]), bool(group["momentum"] > 0)]
 
 
+@document_args(like=RMSprop)
 def rmsprop_(
     param: Tensor,
     grad: Gradient,
@@ -274,24 +226,6 @@ def rmsprop_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RMSprop`; centered if you pass ``grad_avg``.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        square_avg: the running average of the gradient's square.
-        momentum_buffer: the momentum buffer, if you use momentum.
-        grad_avg: the running average of the gradient, for the centered form.
-        step: the number of this update; the formula does not use it.
-        lr: learning rate, a number or a one-element tensor.
-        alpha: decay rate of the running averages.
-        eps: added to the square root.
-        momentum: the momentum factor.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import NoDrift
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -28,6 +29,7 @@ _SUM = StateSpec("sum", "initial_accumulator_value", per_row=True)
 RULE = Rule("rowwise_adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
+@document_args()
 class RowwiseAdagrad(RuleOptimizer, Optimizer):
     r"""Adagrad with one sum per row, for embeddings.
 
@@ -48,19 +50,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
     output. If your layers need one sum per element, as in DLRM, train them with :class:`Adagrad`.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        weight_decay: :math:`\lambda`.
-        initial_accumulator_value: the initial value of ``sum``.
         eps: added to the square root. The default is that of torch's Adagrad; FBGEMM's is 1e-8.
-        maximize: maximize the objective instead of minimizing it.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -76,6 +66,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
     """
 
+    rule = RULE
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -91,12 +82,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -105,21 +91,10 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return RULE
+        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
 
 
+@document_args(like=RowwiseAdagrad)
 def rowwise_adagrad_(
     param: Tensor,
     grad: Gradient,
@@ -136,20 +111,6 @@ def rowwise_adagrad_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has one value per row.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        sum: the sum of the mean squared gradients of a row; one number per row.
-        step: the number of this update; the formula does not use it.
-        lr: learning rate, a number or a one-element tensor.
-        eps: added to the square root.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
-
-Pair = tuple[float, float]
 
 
 def update(
@@ -26,7 +25,7 @@ def update(
     exp_avg_sq: Tensor,
     *,
     correction: bias.BiasCorrection,
-    betas: Pair,
+    betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step; ``exp_avg_sq`` is a column beside the rows of ``param``."""
@@ -42,16 +41,13 @@ _STATE = (StateSpec("exp_avg", int8_format="signed"), StateSpec("exp_avg_sq", pe
 _IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyperparams: dict(
-        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
-    ),
-    size=lambda step, hyperparams: bias.global_correction(
-        step, hyperparams["lr"], hyperparams["betas"]
-    ),
+    decays=bias.decays,
+    size=bias.step_size,
 )
 RULES = bias.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
 
 
+@document_args()
 class RowwiseAdam(RuleOptimizer, Optimizer):
     r"""Adam with one second moment per row, for embeddings.
 
@@ -72,20 +68,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root after bias correction.
-        weight_decay: :math:`\lambda`.
-        maximize: maximize the objective instead of minimizing it.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -110,19 +93,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: Pair = (0.9, 0.999),
+        betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
         bias_correction: BiasCorrectionMode = "global",
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -136,9 +114,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
             bias_correction=bias_correction,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
+            **shared,
         )
 
     @classmethod
@@ -147,6 +123,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         return RULES[bias.uses_per_row(group)]
 
 
+@document_args(like=RowwiseAdam)
 def rowwise_adam_(
     param: Tensor,
     grad: Gradient,
@@ -155,7 +132,7 @@ def rowwise_adam_(
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
@@ -165,22 +142,6 @@ def rowwise_adam_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has one value per row.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        exp_avg_sq: the running average of its mean square over a row; one number per row.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages.
-        eps: added to the square root after bias correction.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd as torch_sgd
+from typing_extensions import Unpack
 
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, NoDrift
-from sparsestep.rules.options import EngineName, Mask, Semantics, shared_options
+from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -64,6 +65,7 @@ MOMENTUM = Rule(
 )
 
 
+@document_args()
 class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
@@ -85,23 +87,8 @@ class SGD(RuleOptimizer, Optimizer):
     rounding adds a ``step``.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        momentum: :math:`\mu`.
-        dampening: :math:`\tau`.
-        weight_decay: :math:`\lambda`.
-        nesterov: look ahead by the momentum.
-        maximize: maximize the objective instead of minimizing it.
-        foreach: for torch's kernel.
-        differentiable: for torch's kernel; dense gradients only.
-        fused: for torch's kernel.
-        decoupled_weight_decay: shrink :math:`p` by :math:`lr \lambda` instead, as AdamW does.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
+        momentum: the momentum factor, :math:`\mu`.
+        dampening: :math:`\tau`, the part of the gradient that does not go into the buffer.
 
     Example:
         >>> import torch, sparsestep
@@ -115,7 +102,6 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    has_torch_kernel = True
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -135,12 +121,7 @@ class SGD(RuleOptimizer, Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -153,14 +134,7 @@ class SGD(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
+        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
 
     @staticmethod
     def torch_kernel(batch: DenseBatch) -> None:
@@ -203,6 +177,7 @@ class SGD(RuleOptimizer, Optimizer):
         return MOMENTUM if group["momentum"] != 0 else RULE
 
 
+@document_args(like=SGD)
 def sgd_(
     param: Tensor,
     grad: Gradient,
@@ -223,22 +198,6 @@ def sgd_(
     """One step of :class:`sparsestep.SGD`; with momentum if you pass ``momentum_buffer``.
 
     With ``step=1``, the buffer is new and takes the whole gradient, without dampening.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        momentum_buffer: the momentum buffer, if you use momentum.
-        step: the number of this update; 1 if the buffer is new.
-        lr: learning rate, a number or a one-element tensor.
-        momentum: the momentum factor.
-        dampening: the part of the gradient that does not go into the buffer.
-        nesterov: look ahead by the momentum.
-        weight_decay: strength of the weight decay.
-        decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

@@ -6,21 +6,20 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import BiasCorrectionMode, EngineName, Mask, Semantics, shared_options
-from sparsestep.rules.rule import Rule, StateSpec
-
-Pair = tuple[float, float]
+from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules.rule import Rule
 
 
 def update(
@@ -30,7 +29,7 @@ def update(
     exp_avg_sq: Tensor,
     *,
     correction: bias.BiasCorrection,
-    betas: Pair,
+    betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """One step of Adam; eps is added before bias correction, unlike in ``torch.optim.Adam``."""
@@ -41,13 +40,7 @@ def update(
     return param - step_size * (exp_avg / (exp_avg_sq.sqrt() + eps)), exp_avg, exp_avg_sq
 
 
-_STATE = (
-    StateSpec("exp_avg", int8_format="signed"),
-    StateSpec("exp_avg_sq", int8_format="unsigned"),
-)
-
-
-def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Pair:
+def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Betas:
     size, root = bias.global_correction(step, hyperparams["lr"], hyperparams["betas"])
     return size * root, 1.0
 
@@ -55,14 +48,13 @@ def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Pair:
 _IDLE = AdamDrift(
     buffer="exp_avg",
     square="exp_avg_sq",
-    decays=lambda hyperparams: dict(
-        zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True)
-    ),
+    decays=bias.decays,
     size=_idle_step_size,
 )
-RULES = bias.rules_with_bias_correction("sparse_adam", update, _STATE, _IDLE)
+RULES = bias.rules_with_bias_correction("sparse_adam", update, bias.MOMENTS, _IDLE)
 
 
+@document_args()
 class SparseAdam(RuleOptimizer, Optimizer):
     r"""Adam that only updates entries of the gradient; a drop-in for ``torch.optim.SparseAdam``.
 
@@ -83,18 +75,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     step that raises has changed nothing.
 
     Args:
-        params: parameters or param groups, as for every torch optimizer.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages of the gradient and its square.
         eps: added to the square root before bias correction.
-        maximize: maximize the objective instead of minimizing it.
-        bias_correction: by the steps of the parameter (``"global"``) or the row (``"per_row"``).
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        semantics: what a missing entry means: no update (``"masked"``) or zero (``"dense"``).
-        mask: a bool tensor that selects rows or elements to train; a list for several parameters.
-        state_dtype: the dtype of the state. By default the parameter's, but at least float32.
-        stochastic_rounding: round half-precision parameters and state up or down at random.
-        rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
 
     Example:
         >>> import torch, sparsestep
@@ -119,27 +100,15 @@ class SparseAdam(RuleOptimizer, Optimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: Pair = (0.9, 0.999),
+        betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         maximize: bool = False,
         *,
         bias_correction: BiasCorrectionMode = "global",
-        engine: EngineName = "auto",
-        semantics: Semantics = "masked",
-        mask: Mask = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            bias_correction=bias_correction,
-            **shared_options(
-                engine, semantics, mask, state_dtype, stochastic_rounding, rounding_seed
-            ),
-        )
+        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
 
     @classmethod
     def check_options(cls, group: dict[str, Any]) -> None:
@@ -152,6 +121,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
         return RULES[bias.uses_per_row(group)]
 
 
+@document_args(like=SparseAdam)
 def sparse_adam_(
     param: Tensor,
     grad: Gradient,
@@ -160,7 +130,7 @@ def sparse_adam_(
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     maximize: bool = False,
     mask: Tensor | None = None,
@@ -168,20 +138,6 @@ def sparse_adam_(
     seed: int | None = None,
 ) -> None:
     """One step of :class:`sparsestep.SparseAdam`.
-
-    Args:
-        param: the parameter.
-        grad: its gradient, in any layout.
-        exp_avg: the running average of the gradient.
-        exp_avg_sq: the running average of its square.
-        step: the number of this update, counted from 1.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the running averages.
-        eps: added to the square root before bias correction.
-        maximize: maximize the objective instead of minimizing it.
-        mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
-        seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Example:
         >>> import torch, sparsestep

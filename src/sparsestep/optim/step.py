@@ -266,7 +266,7 @@ class StepsParams(Declares, Protocol):
         ...
 
     @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
+    def torch_kernel(batch: DenseBatch, /) -> None:
         """Run torch's own kernel on dense gradients."""
         ...
 

@@ -1,7 +1,7 @@
-"""The options of every optimizer beyond torch's arguments, and how a param group is read.
+"""The options of all optimizers: what they mean, which values they take, how a group is read.
 
-Extras are keys of a param group only if they are set, so that a checkpoint has torch's keys and no
-others.
+Options that torch's classes lack are keys of a param group only if they are set, so that a
+checkpoint has torch's keys and no others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -21,22 +21,17 @@ from sparsestep.errors import InputError, message
 from sparsestep.grads.masks import Masks
 from sparsestep.memory.tensors import FLOAT_DTYPES
 
-BIAS_CORRECTIONS = ("global", "per_row")
+Betas: TypeAlias = tuple[float, float]
 
-# Numbers that must not be negative, numbers of any sign, and options that are True or False.
-NON_NEGATIVE = frozenset(
-    {
-        *("alpha", "beta", "eps", "initial_accumulator_value", "l1", "l2", "lr_decay"),
-        *("momentum", "weight_decay"),
-    }
-)
-NUMBERS = NON_NEGATIVE | {"lr", "dampening"}
-SWITCHES = frozenset(
-    {
-        *("amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable"),
-        *("maximize", "nesterov", "stochastic_rounding"),
-    }
-)
+# Who computes. "auto" takes the core where it can; all agree to the last places.
+EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
+
+# What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
+# gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
+Semantics: TypeAlias = Literal["masked", "dense"]
+
+# Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
+BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
 # A schedule that ends at zero may end just below: LinearLR(end_factor=0) does.
 _ROUNDING = 1e-12
@@ -58,9 +53,9 @@ def check_options(options: Mapping[str, Any], own: Collection[str] = ()) -> None
 string: write 1.0e-3.
     """
     for name, value in options.items():
-        check_value = _CHECKS.get(name)
-        if check_value is not None and name not in own:
-            check_value(name, value)
+        option = OPTIONS.get(name)
+        if option is not None and option.check is not None and name not in own:
+            option.check(name, value)
 
 
 def as_number(name: str, value: Any) -> float:
@@ -219,8 +214,9 @@ def _switch_or_none(name: str, value: Any) -> None:
 
 
 def _bias_correction(name: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in BIAS_CORRECTIONS:
-        requirement = f"{name} must be one of {', '.join(BIAS_CORRECTIONS)}"
+    modes = get_args(BiasCorrectionMode)
+    if not isinstance(value, str) or value not in modes:
+        requirement = f"{name} must be one of {', '.join(modes)}"
         raise InputError(message(requirement, format_value(value)))
 
 
@@ -242,19 +238,118 @@ def _seed(name: str, value: Any) -> None:
         raise InputError(message(f"{name} must be an integer or None", format_value(value)))
 
 
-# Every option of every optimizer but the mask, which depends on the parameters.
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "lr": _learning_rate,
-    "betas": _betas,
-    "dampening": _finite,
-    **dict.fromkeys(NON_NEGATIVE, _non_negative),
-    **dict.fromkeys(SWITCHES, _switch),
-    **dict.fromkeys(("decoupled_weight_decay", "stochastic_rounding"), _flag),
-    **dict.fromkeys(("foreach", "fused"), _switch_or_none),
-    "bias_correction": _bias_correction,
-    "rounding_seed": _seed,
-    "state_dtype": _state_dtype,
+class Option(NamedTuple):
+    """A keyword argument of optimizers.
+
+    Attributes:
+        description: what the documentation says about it.
+        check: refuses values of the wrong kind or out of range.
+        no_op: values that have no effect. Optimizers without the option accept these.
+    """
+
+    description: str
+    check: Callable[[str, Any], None] | None = None
+    no_op: tuple[Any, ...] = ()
+
+
+# Every option of every optimizer. A docstring may describe one of its own in another way.
+OPTIONS: dict[str, Option] = {
+    "lr": Option("learning rate, a number or a one-element tensor.", _learning_rate),
+    "betas": Option("decay rates of the running averages of the gradient and its square.", _betas),
+    "eps": Option("added to the square root.", _non_negative),
+    "weight_decay": Option(r"strength of the weight decay, :math:`\lambda`.", _non_negative, (0,)),
+    "decoupled_weight_decay": Option(
+        "shrink the parameter by ``lr * weight_decay``, as AdamW does, instead of adding to the "
+        "gradient.",
+        _flag,
+        (False,),
+    ),
+    "momentum": Option("the momentum factor.", _non_negative, (0,)),
+    "dampening": Option(
+        "the part of the gradient that does not go into the buffer.", _finite, (0,)
+    ),
+    "nesterov": Option("look ahead by the momentum.", _switch, (False,)),
+    "alpha": Option("decay rate of the running averages.", _non_negative),
+    "centered": Option("divide by the variance instead of the mean square.", _switch, (False,)),
+    "amsgrad": Option("divide by the largest second moment so far.", _switch, (False,)),
+    "lr_decay": Option("how fast the learning rate falls with the steps.", _non_negative, (0,)),
+    "initial_accumulator_value": Option("the initial value of ``sum``.", _non_negative, (0,)),
+    "beta": Option(r"the paper's :math:`\beta`.", _non_negative),
+    "l1": Option(r"strength of L1 regularization, :math:`\lambda_1`.", _non_negative, (0,)),
+    "l2": Option(r"strength of L2 regularization, :math:`\lambda_2`.", _non_negative, (0,)),
+    "maximize": Option("maximize the objective instead of minimizing it.", _switch, (False,)),
+    "foreach": Option("for torch's kernel.", _switch_or_none, (None, False)),
+    "capturable": Option("for torch's kernel.", _switch, (False,)),
+    "differentiable": Option("for torch's kernel; dense gradients only.", _switch, (False,)),
+    "fused": Option("for torch's kernel.", _switch_or_none, (None, False)),
+    "bias_correction": Option(
+        'by the steps of the parameter (``"global"``) or the row (``"per_row"``).',
+        _bias_correction,
+        ("global",),
+    ),
+    "engine": Option(
+        '``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.'
+    ),
+    "semantics": Option(
+        'what a missing entry means: no update (``"masked"``) or zero (``"dense"``).'
+    ),
+    "mask": Option(
+        "a bool tensor that selects rows or elements to train; a list for several parameters.",
+        no_op=(None,),
+    ),
+    "state_dtype": Option(
+        "the dtype of the state. By default the parameter's, but at least float32.",
+        _state_dtype,
+        (None,),
+    ),
+    "stochastic_rounding": Option(
+        "round half-precision parameters and state up or down at random.", _flag, (False,)
+    ),
+    "rounding_seed": Option(
+        "seed for stochastic rounding; by default that of ``torch.manual_seed``.", _seed, (None,)
+    ),
 }
+
+# Options that are numbers, and those that are True or False.
+NUMBERS = frozenset(
+    name
+    for name, option in OPTIONS.items()
+    if option.check in (_learning_rate, _non_negative, _finite)
+)
+SWITCHES = frozenset(name for name, option in OPTIONS.items() if option.check in (_switch, _flag))
+
+# Options of the whole optimizer, with their defaults. They are no keys of its param groups: how a
+# process computes is not part of a checkpoint.
+OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
+
+# Defaults of optional param-group keys.
+GROUP_DEFAULTS: dict[str, Any] = {
+    name: OPTIONS[name].no_op[0]
+    for name in (
+        "bias_correction",
+        "decoupled_weight_decay",
+        "mask",
+        "rounding_seed",
+        "state_dtype",
+        "stochastic_rounding",
+    )
+}
+
+# For each option of a param group, the values that have no effect.
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    name: option.no_op for name, option in OPTIONS.items() if name not in OPTIMIZER_OPTIONS
+}
+
+
+class SharedOptions(TypedDict, total=False):
+    """The keyword arguments that every optimizer has."""
+
+    engine: EngineName
+    semantics: Semantics
+    mask: Masks
+    state_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    rounding_seed: int | None
 
 
 def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
@@ -277,66 +372,6 @@ def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool)
                 raise InputError(
                     f"{name} as a Tensor is not supported for capturable=False and foreach=True."
                 )
-
-
-# Who computes. "auto" takes the core where it can; all agree to the last places.
-EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
-
-# What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
-# gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
-Semantics: TypeAlias = Literal["masked", "dense"]
-
-# Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
-BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
-
-# What may move at all: a bool for each row or each element of a parameter. For several parameters a
-# list, with None for those without a mask.
-Mask: TypeAlias = Masks
-
-# What belongs to an optimizer as a whole and is no key of its param groups, with the defaults. How
-# a process computes is no part of a checkpoint.
-OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
-
-# Defaults of optional param-group keys.
-GROUP_DEFAULTS: dict[str, Any] = {
-    "bias_correction": "global",
-    "decoupled_weight_decay": False,
-    "mask": None,
-    "rounding_seed": None,
-    "state_dtype": None,
-    "stochastic_rounding": False,
-}
-
-# Every option that a param group of some optimizer has, and the values of it that ask for nothing:
-# those are accepted by optimizers without the option.
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    **{name: (default,) for name, default in GROUP_DEFAULTS.items()},
-    **dict.fromkeys(("dampening", "initial_accumulator_value", "l1", "l2", "lr_decay"), (0,)),
-    **dict.fromkeys(("momentum", "weight_decay"), (0,)),
-    **dict.fromkeys(("amsgrad", "capturable", "centered", "differentiable"), (False,)),
-    **dict.fromkeys(("maximize", "nesterov"), (False,)),
-    **dict.fromkeys(("foreach", "fused"), (None, False)),
-    **dict.fromkeys(("alpha", "beta", "betas", "eps", "lr"), ()),
-}
-
-
-def shared_options(
-    engine: EngineName,
-    semantics: Semantics,
-    mask: Mask,
-    state_dtype: torch.dtype | None,
-    stochastic_rounding: bool,
-    rounding_seed: int | None,
-) -> dict[str, Any]:
-    """The keyword arguments that every optimizer has, by their names."""
-    return {
-        "engine": engine,
-        "semantics": semantics,
-        "mask": mask,
-        "state_dtype": state_dtype,
-        "stochastic_rounding": stochastic_rounding,
-        "rounding_seed": rounding_seed,
-    }
 
 
 def get_option(group: dict[str, Any], name: str) -> Any:

@@ -1,0 +1,109 @@
+"""The ``Args`` section of docstrings, from signatures and the table of options."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS, SharedOptions
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# Arguments that are no options of a param group.
+_ARGUMENTS = {
+    "params": "parameters or param groups, as for every torch optimizer.",
+    "param": "the parameter.",
+    "grad": "its gradient, in any layout.",
+    "exp_avg": "the running average of the gradient.",
+    "exp_avg_sq": "the running average of its square.",
+    "max_exp_avg_sq": "the largest ``exp_avg_sq`` so far, for AMSGrad.",
+    "sum": "the sum of the squared gradients.",
+    "linear": "the paper's :math:`z`.",
+    "square_avg": "the running average of the gradient's square.",
+    "grad_avg": "the running average of the gradient, for the centered form.",
+    "momentum_buffer": "the momentum buffer, if you use momentum.",
+    "step": "the number of this update, counted from 1.",
+    "seed": "turns on stochastic rounding of half-precision tensors; use a new one for each step.",
+    "_allow_empty_param_list": "start without parameters, as ``torch.distributed`` does.",
+}
+_FUNCTION_MASK = "a bool tensor that selects the rows or elements to update."
+_UNUSED_STEP = "the number of this update; the formula does not use it."
+_TORCH_ONLY = "an option of torch's class; only the default is supported."
+
+_SECTION = re.compile(r"^Args:\n((?:    .*\n)*)\n", re.MULTILINE)
+
+
+def document_args(like: type | None = None) -> Callable[[T], T]:
+    """Complete the ``Args`` section of an optimizer class or of its function.
+
+    An argument is described by the docstring itself, by that of the class, or by the table of
+    options. ``**shared: Unpack[SharedOptions]`` is spelled out, in the signature as well.
+
+    Args:
+        like: for a function, the optimizer class of the same rule.
+    """
+
+    def complete(documented: T) -> T:
+        if isinstance(documented, type):
+            _spell_out_shared(vars(documented)["__init__"])
+        if documented.__doc__ is not None:
+            arguments = inspect.signature(documented).parameters
+            documented.__doc__ = with_args(documented.__doc__, arguments, like)
+        return documented
+
+    return complete
+
+
+def _spell_out_shared(init: Any) -> None:
+    signature = inspect.signature(init, eval_str=True)
+    defaults = {**OPTIMIZER_OPTIONS, **GROUP_DEFAULTS}
+    *arguments, _ = signature.parameters.values()
+    for name, hint in get_type_hints(SharedOptions).items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        arguments.append(inspect.Parameter(name, kind, default=defaults[name], annotation=hint))
+    init.__signature__ = signature.replace(parameters=arguments)
+
+
+def with_args(
+    doc: str, arguments: Mapping[str, inspect.Parameter], like: type | None = None
+) -> str:
+    """Return a docstring whose ``Args`` section describes all arguments, before the example.
+
+    Example:
+        >>> def lion_(param, grad, *, step=1, lr=0.1, mask=None): ...
+        >>> print(with_args("One step.", inspect.signature(lion_).parameters))
+        One step.
+        <BLANKLINE>
+        Args:
+            param: the parameter.
+            grad: its gradient, in any layout.
+            step: the number of this update; the formula does not use it.
+            lr: learning rate, a number or a one-element tensor.
+            mask: a bool tensor that selects the rows or elements to update.
+    """
+    doc = inspect.cleandoc(doc)
+    known = {name: option.description for name, option in OPTIONS.items()} | _ARGUMENTS
+    if like is not None:
+        known |= _described(like.__doc__ or "")
+    if "grad" in arguments:
+        known["mask"] = _FUNCTION_MASK
+        if arguments["step"].default == 1:
+            known["step"] = _UNUSED_STEP
+    known |= _described(doc)
+    lines = ["Args:"]
+    for name in arguments:
+        entry = f"{name}: {known.get(name, _TORCH_ONLY)}"
+        lines += textwrap.wrap(entry, 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    head, mark, tail = _SECTION.sub("", doc).partition("\nExample:\n")
+    return "\n".join([head.rstrip(), "", *lines, mark + tail]).rstrip()
+
+
+def _described(doc: str) -> dict[str, str]:
+    """Return the arguments that a docstring describes, with their descriptions."""
+    section = _SECTION.search(doc)
+    entries = re.split(r"\n    (?! )", section[1].strip()) if section else []
+    pairs = [entry.split(":", 1) for entry in entries]
+    return {name: " ".join(text.split()) for name, text in pairs}
