@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ needs_triton = pytest.mark.skipif(
     reason="make gpu-check installs Triton and runs this",
 )
 
-# Options that select another formula or another treatment of it.
+# Options that select another formula or another treatment of it; every rule is to be selected.
 OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
     sparsestep.SparseAdam: [{"bias_correction": "per_row"}],
     sparsestep.Adam: [
@@ -112,10 +111,9 @@ WITH_DECAY = [cls for cls, options in PARAMETERS.items() if "weight_decay" in op
 # The optimizers that have dense semantics.
 WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.idle_update is not None]
 
-# The function of each optimizer: sparse_adam_ for SparseAdam, adamw_ for AdamW.
+# The function of each optimizer has the name of its file: sparse_adam_ for SparseAdam.
 FUNCTIONS: dict[type[RuleOptimizer], Callable[..., None]] = {
-    cls: getattr(functional, re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", cls.__name__).lower() + "_")
-    for cls in OPTIMIZERS
+    cls: getattr(functional, cls.__module__.rpartition(".")[2] + "_") for cls in OPTIMIZERS
 }
 
 STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+from sparsestep.optim import OPTIMIZERS
+
 TORCH = "https://docs.pytorch.org/docs/stable/"
 PYTHON = "https://docs.python.org/3/"
 
@@ -16,10 +18,9 @@ _GENERATED = "generated/{0}.html#{0}"
 _TORCH = {
     **dict.fromkeys(
         [
-            *("torch.optim.SparseAdam", "torch.optim.Adam", "torch.optim.AdamW"),
-            *("torch.optim.Adagrad", "torch.optim.SGD", "torch.optim.RMSprop"),
-            *("torch.optim.RAdam", "torch.nn.Embedding", "torch.nn.EmbeddingBag"),
-            *("torch.nn.Module", "torch.nn.Parameter"),
+            *(f"torch.optim.{each.__name__}" for each in OPTIMIZERS),
+            *("torch.nn.Embedding", "torch.nn.EmbeddingBag", "torch.nn.Module"),
+            "torch.nn.Parameter",
         ],
         _GENERATED,
     ),

@@ -12,9 +12,11 @@ import sparsestep
 from sparsestep.engines import finishing, replay
 from sparsestep.engines import torch_fused as torch_kernels
 from sparsestep.engines.replay import CannotReplayError, Recording, Replay, pieces
+from tests.properties.counterparts import COUNTERPARTS
 from tests.table import same_bits
 
 CASES: list[tuple[str, dict[str, Any]]] = [
+    *((ours.__name__, {"weight_decay": 0.1}) for ours, _ in COUNTERPARTS),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "dampening": 0.5, "foreach": True}),
     ("SGD", {"momentum": 0.9, "fused": True}),
@@ -22,7 +24,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"foreach": True}),
     ("Adam", {"fused": True}),
     ("AdamW", {"lr": torch.tensor(0.01)}),
-    ("RAdam", {"weight_decay": 0.1}),
     ("Adagrad", {"lr_decay": 0.1}),
     ("RMSprop", {"centered": True, "momentum": 0.9}),
 ]

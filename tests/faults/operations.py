@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import sparsestep
 from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
+from tests.properties.counterparts import COUNTERPARTS
 
 ROWS, DIM = 3000, 16
 
@@ -192,10 +194,10 @@ class DenseStep(Step):
 def dense_steps() -> dict[str, type[Step]]:
     """Each class, its variants, first steps and later ones."""
     makes: dict[str, Make] = {
+        **{ours.__name__: partial(ours, weight_decay=0.1) for ours, _ in COUNTERPARTS},
         "Adam": lambda params: sparsestep.Adam(params, weight_decay=0.1, amsgrad=True),
         "AdamW": lambda params: sparsestep.AdamW(params, foreach=True),
         "AdamW fused": lambda params: sparsestep.AdamW(params, fused=True),
-        "RAdam": lambda params: sparsestep.RAdam(params, weight_decay=0.1),
         "Adagrad": lambda params: sparsestep.Adagrad(params, foreach=True, maximize=True),
         "SGD": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
         "SGD foreach": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9, foreach=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def any_options(chance: Source, cls: type[RuleOptimizer]) -> Options:
         found["lr"] = torch.tensor(found["lr"], dtype=torch.float64)
     if chance.one_in(2):
         found["maximize"] = chance.one_in(2)
-    for name, values in _OWN.get(cls.__name__, {}).items():
+    for name, values in _own_values(cls).items():
         if chance.one_in(3):
             found[name] = chance.pick(values)
     _made_consistent(chance, cls, found)
@@ -127,36 +128,35 @@ def any_options(chance: Source, cls: type[RuleOptimizer]) -> Options:
     return found
 
 
-_BETAS = [(0.9, 0.999), (0.5, 0.75), (0.0, 0.99), (0.9, 0.0)]
-_DECAY: Options = {"weight_decay": [0.1], "decoupled_weight_decay": [True, False]}
-_ADAM: Options = {"betas": _BETAS, "eps": [1e-8, 1e-3], "bias_correction": ["per_row", "global"]}
-_KERNELS: Options = {"foreach": [True, False], "fused": [True, False]}
-_OWN: dict[str, Options] = {
-    "SparseAdam": _ADAM,
-    "Adam": {**_ADAM, **_DECAY, **_KERNELS, "amsgrad": [True]},
-    "AdamW": {**_ADAM, **_KERNELS, "weight_decay": [0.0, 0.1], "amsgrad": [True]},
-    "RAdam": {"betas": _BETAS, "eps": [1e-8, 1e-3], **_DECAY, "foreach": [True, False]},
-    "Adagrad": {
-        **{"lr_decay": [0.5], "initial_accumulator_value": [0.25], "eps": [1e-10, 1e-3]},
-        **_DECAY,
-        **_KERNELS,
-    },
-    "RowwiseAdagrad": {**_DECAY, "initial_accumulator_value": [0.25], "eps": [1e-3]},
-    "RowwiseAdam": {**_ADAM, **_DECAY},
-    "SGD": {
-        **{"momentum": [0.9, 0.5], "dampening": [0.5], "nesterov": [True]},
-        **_DECAY,
-        **_KERNELS,
-    },
-    "RMSprop": {
-        **{"momentum": [0.9], "centered": [True], "alpha": [0.5], "foreach": [True, False]},
-        **_DECAY,
-    },
-    "Lion": {"betas": [(0.9, 0.99), (0.5, 0.75)], "weight_decay": [0.1]},
-    "Ftrl": {"beta": [0.5], "l1": [0.5], "l2": [0.25], "initial_accumulator_value": [0.25]},
-    "sign_sgd": {"momentum": [0.9], **_DECAY},
-    "sm3_by_rows": {"eps": [1e-3], **_DECAY},
+# Values by the name of the option; a class takes those that are in its signature.
+_VALUES: Options = {
+    "betas": [(0.9, 0.999), (0.5, 0.75), (0.0, 0.99), (0.9, 0.0)],
+    "eps": [1e-8, 1e-3],
+    "weight_decay": [0.0, 0.1],
+    "decoupled_weight_decay": [True, False],
+    "bias_correction": ["per_row", "global"],
+    "amsgrad": [True],
+    "momentum": [0.9, 0.5],
+    "dampening": [0.5],
+    "nesterov": [True],
+    "centered": [True],
+    "alpha": [0.5],
+    "lr_decay": [0.5],
+    "initial_accumulator_value": [0.25],
+    "beta": [0.5],
+    "l1": [0.5],
+    "l2": [0.25],
+    "foreach": [True, False],
+    "fused": [True, False],
 }
+
+
+def _own_values(cls: type[RuleOptimizer]) -> Options:
+    arguments = inspect.signature(cls).parameters
+    found = {name: values for name, values in _VALUES.items() if name in arguments}
+    if cls is sparsestep.AdamW:
+        del found["decoupled_weight_decay"]  # always True
+    return found
 
 
 def _made_consistent(chance: Source, cls: type[RuleOptimizer], found: Options) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -97,26 +98,22 @@ def learning_rates(draw: st.DrawFn, *, tensors: bool) -> float | Tensor:
 @st.composite
 def rule_options(draw: st.DrawFn, name: str) -> dict[str, Any]:
     """What only some of the classes have."""
-    options: dict[str, Any] = {}
-    if name in ("Adam", "AdamW", "RAdam"):
-        options["betas"] = draw(st.sampled_from([(0.9, 0.999), (0.5, 0.75), (0.0, 0.99)]))
-    if name in ("Adam", "AdamW"):
-        options["amsgrad"] = draw(st.booleans())
-    if name in ("Adam", "RAdam"):
-        options["decoupled_weight_decay"] = draw(st.booleans())
-    if name == "Adagrad":
-        options["lr_decay"] = draw(st.sampled_from([0, 0.1]))
-        options["initial_accumulator_value"] = draw(st.sampled_from([0, 0.25]))
-    if name == "RMSprop":
-        options["alpha"] = draw(st.sampled_from([0.99, 0.5]))
-        options["centered"] = draw(st.booleans())
-    if name in ("RMSprop", "SGD"):
-        options["momentum"] = draw(st.sampled_from([0, 0.9]))
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    values: dict[str, list[Any]] = {
+        "betas": [(0.9, 0.999), (0.5, 0.75), (0.0, 0.99)],
+        "eps": [1e-8, 1e-3],
+        "amsgrad": [False, True],
+        "decoupled_weight_decay": [False, True],
+        "lr_decay": [0, 0.1],
+        "initial_accumulator_value": [0, 0.25],
+        "alpha": [0.99, 0.5],
+        "centered": [False, True],
+        "momentum": [0, 0.9],
+    }
+    options = {key: draw(st.sampled_from(v)) for key, v in values.items() if key in known}
     if name == "SGD":
         options["nesterov"] = bool(options["momentum"]) and draw(st.booleans())
         options["dampening"] = 0 if options["nesterov"] else draw(st.sampled_from([0, 0.25]))
-    else:
-        options["eps"] = draw(st.sampled_from([1e-8, 1e-3]))
     return options
 
 
@@ -124,7 +121,8 @@ def rule_options(draw: st.DrawFn, name: str) -> dict[str, Any]:
 def configs(draw: st.DrawFn, name: str) -> Config:
     options = draw(rule_options(name))
     options["foreach"] = draw(st.sampled_from([None, True, False]))
-    if name not in ("RMSprop", "RAdam") and not options["foreach"]:
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    if "fused" in known and not options["foreach"]:
         options["fused"] = draw(st.sampled_from([None, True, False]))
     # Torch refuses a tensor for Adam's foreach kernels.
     tensors = not (options["foreach"] and name in ("Adam", "AdamW"))

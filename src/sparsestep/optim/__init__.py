@@ -1,7 +1,6 @@
-"""One file per update rule: the formula, its state, its optimizer class, its functional twins.
+"""One file per optimizer: the formula, its state, the class, and its functional forms.
 
-Those are for gradients that are passed by hand: a function, and a functional optimizer.
-``OPTIMIZERS`` is the registry: what is listed here is covered by the property tests.
+``OPTIMIZERS`` is the registry. Tests and the tables of the documentation read it.
 """
 
 from sparsestep.optim.adagrad import Adagrad
@@ -37,18 +36,4 @@ FUNCTIONAL: tuple[type[FunctionalOptimizer], ...] = tuple(
     FunctionalOptimizer.registry[each] for each in OPTIMIZERS
 )
 
-__all__ = [
-    "FUNCTIONAL",
-    "OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Ftrl",
-    "Lion",
-    "RAdam",
-    "RMSprop",
-    "RowwiseAdagrad",
-    "RowwiseAdam",
-    "SparseAdam",
-]
+__all__ = ["FUNCTIONAL", "OPTIMIZERS"]
