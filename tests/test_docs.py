@@ -82,9 +82,11 @@ PUBLIC = (
 def test_every_public_name_is_in_the_reference(module: ModuleType):
     text = "\n".join(page.read_text() for page in PAGES)
     whole = re.findall(r"^\.\. automodule:: (.+)$", text, re.MULTILINE)
-    named = set()
+    named = {
+        f"sparsestep.{name}" for name in re.findall(r"^```{optimizer} (\w+)$", text, re.MULTILINE)
+    }
     if "{functional-optimizers}" in text:
-        named = {f"sparsestep.Functional{each.__name__}" for each in OPTIMIZERS}
+        named |= {f"sparsestep.Functional{each.__name__}" for each in OPTIMIZERS}
     current = "sparsestep"
     for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(.*\))?$", text, re.MULTILINE):
         if kind == "currentmodule":

@@ -1,8 +1,7 @@
 """Tables of optimizers, from the registry ``sparsestep.optim.OPTIMIZERS``.
 
-``{optimizer-state} AdamW`` is the state of one class. ``{optimizer-table} NAME`` is a table of all
-classes (``TABLES`` has the names), ``{functional-optimizers}`` the reference of their functional
-forms.
+``{optimizer} AdamW`` is the page of one class, ``{optimizer-table} NAME`` a table of all classes
+(``TABLES`` has the names), ``{functional-optimizers}`` the reference of their functional forms.
 """
 
 from __future__ import annotations
@@ -154,12 +153,25 @@ class _Generated(SphinxDirective):
         raise NotImplementedError
 
 
-class OptimizerState(_Generated):
-    """``{optimizer-state} AdamW``: what the optimizer keeps for each parameter."""
+class OptimizerPage(_Generated):
+    """``{optimizer} AdamW``: the reference of a class, and what it keeps for each parameter."""
 
     def text(self) -> list[str]:
-        """The table."""
-        return markdown([HEAD, *rows(getattr(sparsestep, self.arguments[0]))])
+        """The body of the page."""
+        cls = getattr(sparsestep, self.arguments[0])
+        function = f"{cls.__module__.rpartition('.')[2]}_"
+        return [
+            *(
+                "```{eval-rst}",
+                f".. autoclass:: sparsestep.{cls.__name__}",
+                ".. rubric:: State",
+                "```",
+            ),
+            *("", *markdown([HEAD, *rows(cls)]), ""),
+            "The methods are those of every optimizer: see "
+            "[what all of them have](index.md#what-all-of-them-have). The function for gradients "
+            f"that you pass yourself is {{func}}`sparsestep.functional.{function}`.",
+        ]
 
 
 class OptimizerTable(_Generated):
@@ -184,7 +196,7 @@ class FunctionalOptimizers(_Generated):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """What Sphinx calls."""
-    app.add_directive("optimizer-state", OptimizerState)
+    app.add_directive("optimizer", OptimizerPage)
     app.add_directive("optimizer-table", OptimizerTable)
     app.add_directive("functional-optimizers", FunctionalOptimizers)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,6 +7,7 @@
 #include "rules/adam.h"
 #include "rules/ftrl.h"
 #include "rules/lion.h"
+#include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/rowwise_adagrad.h"
@@ -22,6 +23,7 @@
     X(AdamPerRow)              \
     X(AMSGrad)                 \
     X(AMSGradPerRow)           \
+    X(NAdam)                   \
     X(RAdam)                   \
     X(Adagrad)                 \
     X(RowwiseAdagrad)          \

@@ -13,6 +13,7 @@ from sparsestep.optim.adamw import AdamW, FunctionalAdamW
 from sparsestep.optim.custom import rule
 from sparsestep.optim.ftrl import Ftrl, FunctionalFtrl
 from sparsestep.optim.lion import FunctionalLion, Lion
+from sparsestep.optim.nadam import FunctionalNAdam, NAdam
 from sparsestep.optim.radam import FunctionalRAdam, RAdam
 from sparsestep.optim.rmsprop import FunctionalRMSprop, RMSprop
 from sparsestep.optim.rowwise_adagrad import FunctionalRowwiseAdagrad, RowwiseAdagrad
@@ -32,6 +33,7 @@ __all__ = [
     "FunctionalAdamW",
     "FunctionalFtrl",
     "FunctionalLion",
+    "FunctionalNAdam",
     "FunctionalRAdam",
     "FunctionalRMSprop",
     "FunctionalRowwiseAdagrad",
@@ -41,6 +43,7 @@ __all__ = [
     "IndexedGrad",
     "InputError",
     "Lion",
+    "NAdam",
     "RAdam",
     "RMSprop",
     "RowwiseAdagrad",

@@ -13,6 +13,7 @@ from sparsestep.optim.adamw import adamw_
 from sparsestep.optim.ftrl import ftrl_
 from sparsestep.optim.functional import apply_
 from sparsestep.optim.lion import lion_
+from sparsestep.optim.nadam import nadam_
 from sparsestep.optim.radam import radam_
 from sparsestep.optim.rmsprop import rmsprop_
 from sparsestep.optim.rowwise_adagrad import rowwise_adagrad_
@@ -27,6 +28,7 @@ __all__ = [
     "apply_",
     "ftrl_",
     "lion_",
+    "nadam_",
     "radam_",
     "rmsprop_",
     "rowwise_adagrad_",

@@ -9,6 +9,7 @@ from sparsestep.optim.adamw import AdamW
 from sparsestep.optim.ftrl import Ftrl
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.lion import Lion
+from sparsestep.optim.nadam import NAdam
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.radam import RAdam
 from sparsestep.optim.rmsprop import RMSprop
@@ -21,6 +22,7 @@ OPTIMIZERS: tuple[type[RuleOptimizer], ...] = (
     SparseAdam,
     Adam,
     AdamW,
+    NAdam,
     RAdam,
     Adagrad,
     RowwiseAdagrad,

@@ -265,6 +265,7 @@ OPTIONS: dict[str, Option] = {
         (False,),
     ),
     "momentum": Option("the momentum factor.", _non_negative, (0,)),
+    "momentum_decay": Option(r"how fast the momentum grows, :math:`\psi`.", _non_negative),
     "dampening": Option(
         "the part of the gradient that does not go into the buffer.", _finite, (0,)
     ),

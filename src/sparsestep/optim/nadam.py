@@ -1,0 +1,254 @@
+"""NAdam as ``torch.optim`` has it, for every kind of gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.nadam import nadam as torch_nadam
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+from typing_extensions import Unpack
+
+from sparsestep.engines.torch_fused import DenseBatch
+from sparsestep.grads.layouts import Gradient
+from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim._docs import document_args
+from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.rules.idle import AdamDrift
+from sparsestep.rules.options import Betas, EngineName, SharedOptions, as_float
+from sparsestep.rules.rule import Rule
+
+_NEGLIGIBLE = 1e-20  # 1 minus this is 1
+
+
+def momentum(step: int, beta1: float, momentum_decay: float) -> float:
+    """The momentum of a step, which grows from half of ``beta1`` to ``beta1``."""
+    return beta1 * (1 - 0.5 * math.pow(0.96, step * momentum_decay))
+
+
+def momentum_product(
+    step: int, beta1: float, momentum_decay: float, dtype: torch.dtype = torch.float64
+) -> float:
+    """The product of the momentum of all steps so far; 0 if it no longer matters.
+
+    Example:
+        >>> momentum_product(2, 0.5, 0.0)
+        0.0625
+    """
+    known = _known_products(beta1, momentum_decay, dtype)
+    for i in range(len(known), step + 1):
+        if known[i - 1] < _NEGLIGIBLE:
+            return 0.0
+        product = torch.tensor(known[i - 1], dtype=dtype, device="cpu")
+        known[i] = (product * momentum(i, beta1, momentum_decay)).item()
+    return known[step]
+
+
+@lru_cache(maxsize=64)
+def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> dict[int, float]:
+    return {0: 1.0}
+
+
+def step_sizes(
+    step: int, lr: float, betas: Betas, momentum_decay: float
+) -> tuple[float, float, float]:
+    """How far a step goes along the gradient and along its average; the root of the correction.
+
+    Example:
+        >>> step_sizes(1, 1.0, (0.5, 0.75), 0.0)
+        (1.0, 0.26666666666666666, 0.5)
+    """
+    now, following = (momentum(i, betas[0], momentum_decay) for i in (step, step + 1))
+    product = momentum_product(step, betas[0], momentum_decay)
+    along_grad = lr * (1 - now) / (1 - product)
+    along_average = lr * following / (1 - product * following)
+    return along_grad, along_average, math.sqrt(1 - betas[1] ** step)
+
+
+def update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    momentum_decay: float,
+) -> tuple[Tensor, ...]:
+    """One step of NAdam; eps is added after bias correction."""
+    beta1, beta2 = betas
+    along_grad, along_average, root = step_sizes(step, lr, betas, momentum_decay)
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    move = (along_grad * grad + along_average * exp_avg) / (exp_avg_sq.sqrt() / root + eps)
+    return param - move, exp_avg, exp_avg_sq
+
+
+def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> tuple[float, float]:
+    names = ("lr", "betas", "momentum_decay")
+    return step_sizes(step, *(hyperparams[name] for name in names))[1:]
+
+
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
+
+
+def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
+    """Return torch's ``mu_product``, which is rounded after each step."""
+    beta1, momentum_decay = as_float(group["betas"][0]), as_float(group["momentum_decay"])
+    return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
+
+
+_call_torch = torch_kernel_of(torch_nadam, "exp_avg", "exp_avg_sq", "mu_product")
+RULE = Rule("nadam", update, bias.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
+
+
+@document_args()
+class NAdam(RuleOptimizer, Optimizer):
+    r"""Adam with Nesterov momentum; a drop-in for ``torch.optim.NAdam``.
+
+    For every entry of the gradient, with :math:`g` the sum of its duplicates:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - lr \left(\frac{1 - \mu_t}{1 - \prod_{i \le t} \mu_i} \, g +
+            \frac{\mu_{t+1}}{1 - \prod_{i \le t+1} \mu_i} \, m\right) \Big/
+            \left(\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon\right)
+
+    where the momentum :math:`\mu_t = \beta_1 (1 - 0.5 \cdot 0.96^{t \psi})` grows with the steps of
+    the parameter. Dense gradients run in torch's own kernel, so the results are torch's bit for
+    bit. Entries that are missing from a sparse gradient stay unchanged, and so do their moments.
+
+    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``. Torch also keeps ``mu_product``, the
+    product above. Here it follows from ``step`` and the options; ``state_dict()`` has it, so
+    checkpoints load in both directions.
+
+    Args:
+        eps: added to the square root after bias correction.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> optimizer = sparsestep.NAdam(table.parameters(), lr=0.01)
+        >>> table(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Dozat, `Incorporating Nesterov Momentum into Adam
+        <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
+    """
+
+    rule = RULE
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum_decay": momentum_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults, **shared)
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Let torch's own kernel do the step of dense gradients."""
+        products = [_torch_product(batch.group, step) for step in batch.steps]
+        _call_torch(replace(batch, state={**batch.state, "mu_product": products}))
+
+    def state_dict(self) -> StateDict:
+        """Like torch's, with ``mu_product``. All rows are brought up to date first."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            for key in group["params"]:
+                param_state = found["state"].get(key)
+                if param_state:
+                    product = _torch_product(group, param_state["step"])
+                    found["state"][key] = {**param_state, "mu_product": product}
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for param_state in self.state.values():
+            param_state.pop("mu_product", None)
+
+
+@document_args(like=NAdam)
+def nadam_(
+    param: Tensor,
+    grad: Gradient,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 2e-3,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum_decay: float = 4e-3,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    mask: Tensor | None = None,
+    engine: EngineName = "auto",
+    seed: int | None = None,
+) -> None:
+    """One step of :class:`sparsestep.NAdam`.
+
+    Example:
+        >>> import torch, sparsestep
+        >>> weight, mean, square = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+        >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
+        >>> sparsestep.functional.nadam_(weight, grad, mean, square, step=1, lr=0.5)
+        >>> weight[:, 0].round(decimals=3).tolist()
+        [0.0, -0.528, 0.0]
+    """
+    hyperparams = {"lr": lr, "betas": betas, "eps": eps, "momentum_decay": momentum_decay}
+    state = [exp_avg, exp_avg_sq]
+    apply_(
+        *("nadam_", RULE, param, grad, state, step, hyperparams),
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        mask=mask,
+        engine=engine,
+        seed=seed,
+    )
+
+
+class FunctionalNAdam(
+    FunctionalOptimizer, optimizer=NAdam, positional=("lr", "betas", "eps", "weight_decay")
+):
+    """:class:`sparsestep.NAdam` for gradients that you pass yourself."""
+
+    @signature_from(NAdam)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
