@@ -50,6 +50,7 @@ OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
         {"bias_correction": "per_row"},
         {"amsgrad": True, "bias_correction": "per_row"},
     ],
+    sparsestep.NAdam: [{"betas": (0.5, 0.75), "momentum_decay": 0.5, "weight_decay": 0.1}],
     sparsestep.RAdam: [{"weight_decay": 0.1, "decoupled_weight_decay": True}],
     sparsestep.Adagrad: [
         {"lr_decay": 0.5, "initial_accumulator_value": 0.25, "weight_decay": 0.1},

@@ -136,6 +136,7 @@ _VALUES: Options = {
     "decoupled_weight_decay": [True, False],
     "bias_correction": ["per_row", "global"],
     "amsgrad": [True],
+    "momentum_decay": [0.0, 0.5],
     "momentum": [0.9, 0.5],
     "dampening": [0.5],
     "nesterov": [True],

@@ -103,6 +103,7 @@ def rule_options(draw: st.DrawFn, name: str) -> dict[str, Any]:
         "betas": [(0.9, 0.999), (0.5, 0.75), (0.0, 0.99)],
         "eps": [1e-8, 1e-3],
         "amsgrad": [False, True],
+        "momentum_decay": [4e-3, 0.5],
         "decoupled_weight_decay": [False, True],
         "lr_decay": [0, 0.1],
         "initial_accumulator_value": [0, 0.25],

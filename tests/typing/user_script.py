@@ -56,6 +56,7 @@ def choose(model: Model) -> list[torch.optim.Optimizer]:
     return [
         sparsestep.SparseAdam(params, bias_correction="per_row", engine="reference"),
         sparsestep.Adam(groups, state_dtype=torch.bfloat16),
+        sparsestep.NAdam(params, momentum_decay=0.01, semantics="dense"),
         sparsestep.RAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
         sparsestep.Adagrad(params, stochastic_rounding=True, rounding_seed=7),
         sparsestep.RowwiseAdagrad(params, decoupled_weight_decay=True),
