@@ -161,9 +161,9 @@ class RuleOptimizer(_Base):
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
-        whole = {name: getattr(self, name) for name in options.OPTIMIZER_OPTIONS}
+        defaults = options.OPTIMIZER_OPTIONS
         return {
-            name: value for name, value in whole.items() if value != options.OPTIMIZER_OPTIONS[name]
+            name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]
         }
 
     def _init_members(self) -> None:
@@ -176,9 +176,7 @@ class RuleOptimizer(_Base):
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
         self.dense_embeddings: dict[int, tuple[Tensor, bool]] = {}
         self.store: states.StateStore = states.StateStore()
-        self._cached_plan: CachedPlan | None = (
-            None  # what groups said, where a step may be done again
-        )
+        self._cached_plan: CachedPlan | None = None  # of a step that may be replayed
         self._lock = fork_safe_lock()  # one step at a time
 
     # Param groups
@@ -191,9 +189,7 @@ class RuleOptimizer(_Base):
                 if "params" not in param_group:
                     requirement = "a param group must have the key 'params'"
                     raise InputError(message(requirement, ", ".join(map(str, param_group)) or "{}"))
-                options.check_group_keys(
-                    param_group, [*self.option_names, *self.group_options], self.no_op_values
-                )
+                self._check_keys(param_group)
                 options.check_options(param_group, self.formula_options)
                 options.ensure_seed(param_group)
             super().add_param_group(param_group)
@@ -202,15 +198,14 @@ class RuleOptimizer(_Base):
             try:
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
-                by_row = (
-                    self.stored_rule_for(param_group).needs_whole_rows or self.semantics == "dense"
-                )
-                if self.semantics == "dense":  # what has no such form is refused
+                rule, is_dense = self.stored_rule_for(param_group), self.semantics == "dense"
+                if is_dense:  # what has no such form is refused
                     settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.idle_update is None:
                         derive_idle_update(settings.rule, 1, settings.hyperparams)
+                by_row = rule.needs_whole_rows or is_dense
                 masks.check_masks(param_group.get("mask"), param_group["params"], by_row=by_row)
-                if self.semantics == "masked":
+                if not is_dense:
                     warn_if_tracked_elsewhere(type(self).__name__, param_group["params"])
             except Exception:
                 self.param_groups.pop()
@@ -256,14 +251,16 @@ class RuleOptimizer(_Base):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
-        options.check_group_keys(
-            group, [*self.option_names, *self.group_options], self.no_op_values
-        )
+        self._check_keys(group)
         missing = set(self.option_names) - set(self.group_options) - group.keys()
         if missing:
             got = f"no {', '.join(sorted(missing))}"
             raise InputError(message("it must have every option", got))
         self.check_values(group)
+
+    def _check_keys(self, group: ParamGroup) -> None:
+        known = [*self.option_names, *self.group_options]
+        options.check_group_keys(group, known, self.no_op_values)
 
     @classmethod
     def check_values(cls, group: dict[str, Any]) -> None:
@@ -286,11 +283,8 @@ class RuleOptimizer(_Base):
     def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
         """Return ``rule_for(group)`` with its state as stored, for example in int8."""
         rule = cls.rule_for(group)
-        return (
-            with_int8_state(rule)
-            if options.get_option(group, "state_dtype") is torch.int8
-            else rule
-        )
+        is_int8 = options.get_option(group, "state_dtype") is torch.int8
+        return with_int8_state(rule) if is_int8 else rule
 
     @classmethod
     def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
@@ -529,8 +523,8 @@ class RuleOptimizer(_Base):
             param: the parameter.
             rows: row indices, int64 or int32 of one dim; ``None`` for all.
         """
-        deferred = self.deferred.get(id(param))
-        if deferred is None or deferred.param is not param or not deferred.has_deferred:
+        deferred = self._deferred_rows(param)
+        if deferred is None or not deferred.has_deferred:
             return
         state = deferred.state_tensors(self.state.get(param))
         if state is None:  # cleared: the parameter starts over, so nothing was missed
@@ -544,6 +538,10 @@ class RuleOptimizer(_Base):
             return
         rows = deferred.movable(rows.to(param.device))
         deferred.catch_up(*real, rows, engine=self.engine)
+
+    def _deferred_rows(self, param: Tensor) -> DeferredRows | None:
+        found = self.deferred.get(id(param))
+        return found if found is not None and found.param is param else None
 
     def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
         """Bring rows up to date before a model reads them.
@@ -734,8 +732,8 @@ class RuleOptimizer(_Base):
         for tensor, value in zip(as_real_rows(memory, tensors)[1], values, strict=True):
             fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
             writes.add(tensor, rows, fresh)
-        deferred = self.deferred.get(id(param))
-        if deferred is not None and deferred.param is param:
+        deferred = self._deferred_rows(param)
+        if deferred is not None:
             writes.add(*deferred.prepare_reset(rows))
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
@@ -769,12 +767,8 @@ class RuleOptimizer(_Base):
             for name, value in (param_state or {}).items()
             if isinstance(value, Tensor) and value.dim() and len(value) == len(param)
         }
-        deferred, grow_rows = self.deferred.get(id(param)), None
-        if (
-            deferred is not None
-            and deferred.param is param
-            and deferred.state_tensors(param_state) is not None
-        ):
+        deferred, grow_rows = self._deferred_rows(param), None
+        if deferred is not None and deferred.state_tensors(param_state) is not None:
             grow_rows = deferred.prepare_growth(rows)
         return partial(self._commit_growth, param, param_state, new, grow_rows)
 
@@ -818,12 +812,8 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 name = param_name(group, group_index, index)
-                deferred = self.deferred.get(id(param))
-                behind = (
-                    deferred.num_deferred()
-                    if deferred is not None and deferred.param is param
-                    else 0
-                )
+                deferred = self._deferred_rows(param)
+                behind = 0 if deferred is None else deferred.num_deferred()
                 used = self.used_engines.get(id(param))
                 found.append(explain_param(name, param, self.state.get(param), used, behind))
         return Explanation(tuple(found))
@@ -906,8 +896,7 @@ class RuleOptimizer(_Base):
         state["state"].update(loading.state)
 
 
-# What is to run as it is when torch.compile comes across it. The compiler is not imported before
-# it does.
+# Excluded from torch.compile. The compiler is imported only when it comes across them.
 _uncompiled_init = disable_compiler(RuleOptimizer.__init__)
 _uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)

@@ -1,23 +1,38 @@
 """The idle update of a rule that does not declare one, derived from its traced formula.
 
-``zero_gradient`` says what becomes of parameter and state in a step without a gradient. Where every
-state is a multiple of itself, and the parameter a multiple of itself plus a move along one state,
-that is one of the classes of ``idle.py``. How far a step goes may depend on the step and on all
-options; what is derived is looked at again for each step, before anything is written.
+A formula is evaluated symbolically for a gradient of zero. If every state becomes a multiple of
+itself, and the parameter a multiple of itself plus a move along one state, that is one of the
+classes of ``idle.py``. The size of a step may depend on the step and on all options, so every step
+is analyzed again before anything is written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from sparsestep.errors import InputError, message
-from sparsestep.rules.idle import AdamDrift, GeometricDrift, IdleUpdate, NoDrift, SignDrift
+from sparsestep.rules.idle import (
+    AdamDrift,
+    GeometricDrift,
+    Hyperparams,
+    IdleUpdate,
+    NoDrift,
+    SignDrift,
+)
 from sparsestep.rules.rule import Rule
-from sparsestep.rules.trace import OPERATIONS, ConstantRef, Program, TraceError, ValueRef, trace
+from sparsestep.rules.trace import (
+    OPERATIONS,
+    ROW_REDUCTIONS,
+    ConstantRef,
+    Program,
+    TraceError,
+    ValueRef,
+    trace,
+)
 
 
 class Term(NamedTuple):
@@ -94,7 +109,44 @@ def evaluate_at_zero_grad(
         >>> [format_value(value, program.inputs) for value in evaluate_at_zero_grad(program)]
         ['param - 1.5 * mean', '0.75 * mean']
     """
-    return _ZeroGradEvaluator(program, start or {}).run()
+    known = {1: 0.0, **(start or {})}  # the gradient, and state
+    found: list[SymbolicValue] = []
+    for place, (name, arguments, _) in enumerate(program.operations):
+        if name == "input":
+            found.append(number(known[place]) if place in known else _input_form(place))
+            continue
+        given: list[SymbolicValue] = [
+            number(program.constants[argument.place])
+            if isinstance(argument, ConstantRef)
+            else found[argument.place]
+            for argument in arguments
+        ]
+        is_twice = len(arguments) == 2 and len(set(arguments)) == 1
+        is_same = is_twice and all(isinstance(each, ValueRef) for each in arguments)
+        found.append(_apply(program, name, given, is_same=is_same))
+    return [found[place] for place in program.results]
+
+
+def _apply(
+    program: Program, name: str, given: list[SymbolicValue], *, is_same: bool
+) -> SymbolicValue:
+    """Apply an operation; ``is_same`` if both of its operands are the same value."""
+    constants = [each for each in map(_as_constant, given) if each is not None]
+    if len(constants) == len(given):
+        folded = _fold_constants(name, constants)
+        return number(folded) if math.isfinite(folded) else NoClosedForm()
+    if name in ROW_REDUCTIONS:
+        (value,) = given
+        if name != "sum" and isinstance(value, ClosedForm) and value.ratio is None:
+            inputs = program.operations
+            if all(term == ONE or inputs[term.place].per_row for term in value.terms):
+                return value
+        return NoClosedForm(0.0 if value.low >= 0 else -math.inf, _is_finite(value))
+    if is_same and name in _SAME_OPERAND:
+        return number(_SAME_OPERAND[name])
+    if is_same and name == "mul":
+        return NoClosedForm(0.0, _is_finite(given[0]))
+    return _EVALUATORS[name](*given) if name in _EVALUATORS else NoClosedForm()
 
 
 def format_value(value: SymbolicValue, names: Sequence[str]) -> str:
@@ -118,65 +170,14 @@ def _format_term(term: Term, factor: float, names: Sequence[str]) -> str:
     return {1.0: name, -1.0: f"-{name}"}.get(factor, f"{factor:g} * {name}")
 
 
-class _ZeroGradEvaluator:
-    def __init__(self, program: Program, start: Mapping[int, float]) -> None:
-        self._program = program
-        self._start = start
-        self._found: list[SymbolicValue] = []
-
-    def run(self) -> list[SymbolicValue]:
-        for place, (name, arguments, _) in enumerate(self._program.operations):
-            if name == "input":
-                self._found.append(self._input_form(place))
-                continue
-            given: list[SymbolicValue] = [
-                number(self._program.constants[argument.place])
-                if isinstance(argument, ConstantRef)
-                else self._found[argument.place]
-                for argument in arguments
-            ]
-            is_twice = len(arguments) == 2 and len(set(arguments)) == 1
-            is_same = is_twice and all(isinstance(each, ValueRef) for each in arguments)
-            self._found.append(self._made(name, given, is_same))
-        return [self._found[place] for place in self._program.results]
-
-    def _input_form(self, place: int) -> ClosedForm:
-        if place == 1:
-            return number(0.0)
-        return number(self._start[place]) if place in self._start else _input_form(place)
-
-    def _made(self, name: str, given: list[SymbolicValue], is_same: bool) -> SymbolicValue:
-        numbers = [each.number for each in given if isinstance(each, ClosedForm)]
-        whole = [each for each in numbers if each is not None]
-        if len(whole) == len(given):
-            computed = _fold_constants(name, whole)
-            return number(computed) if math.isfinite(computed) else NoClosedForm()
-        if name in ("mean", "sum", "amax"):
-            return self._of_row(name, given[0])
-        if is_same and name in _SAME_OPERAND:
-            return number(_SAME_OPERAND[name])
-        if is_same and name == "mul":
-            return NoClosedForm(0.0, _is_finite(given[0]))
-        return _EVALUATORS[name](*given) if name in _EVALUATORS else NoClosedForm()
-
-    def _of_row(self, name: str, value: SymbolicValue) -> SymbolicValue:
-        if name != "sum" and isinstance(value, ClosedForm) and value.ratio is None:
-            inputs = self._program.operations
-            if all(term == ONE or inputs[term.place].per_row for term in value.terms):
-                return value
-        return NoClosedForm(0.0 if value.low >= 0 else -math.inf, _is_finite(value))
-
-
 def _input_form(place: int) -> ClosedForm:
     return ClosedForm({Term("input", place): 1.0})
 
 
 def _fold_constants(name: str, numbers: Sequence[float]) -> float:
     """An operation on numbers, of which a row has as many as it likes."""
-    if name == "mean" or name == "amax":
-        return numbers[0]
-    if name == "sum":
-        return 0.0 if numbers[0] == 0 else math.nan
+    if name in ROW_REDUCTIONS:
+        return numbers[0] if name != "sum" or numbers[0] == 0 else math.nan
     given = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in numbers)
     return float(OPERATIONS[name](*given))
 
@@ -230,23 +231,19 @@ def _mul(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
         if factor is not None:
             return _scale(other, factor)
     for value, other in ((a, b), (b, a)):
-        if (
-            isinstance(value, ClosedForm)
-            and isinstance(other, ClosedForm)
-            and _is_reciprocal(other)
-        ):
-            ratio = other.ratio
-            if ratio is not None and value.ratio is None:
-                return ClosedForm(
-                    {}, ratio._replace(terms=_scale_terms(value.terms, ratio.terms[ONE]))
-                )
+        ratio = _as_reciprocal(other)
+        if isinstance(value, ClosedForm) and value.ratio is None and ratio is not None:
+            scaled = _scale_terms(value.terms, ratio.terms[ONE])
+            return ClosedForm({}, ratio._replace(terms=scaled))
     low = 0.0 if a.low >= 0 and b.low >= 0 else -math.inf
     return NoClosedForm(low, _is_finite(a) and _is_finite(b))
 
 
-def _is_reciprocal(value: ClosedForm) -> bool:
-    """Whether it is a number divided by something, and nothing else."""
-    return not value.terms and value.ratio is not None and value.ratio.terms.keys() == {ONE}
+def _as_reciprocal(value: SymbolicValue) -> RootQuotient | None:
+    """The quotient, if the value is a number divided by something, and nothing else."""
+    if isinstance(value, NoClosedForm) or value.terms or value.ratio is None:
+        return None
+    return value.ratio if value.ratio.terms.keys() == {ONE} else None
 
 
 def _div(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
@@ -257,33 +254,40 @@ def _div(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
         return NoClosedForm()
     if _as_constant(a) == 0:
         return number(0.0)
-    if (
-        isinstance(a, ClosedForm)
-        and a.ratio is None
-        and isinstance(b, ClosedForm)
-        and b.ratio is None
-    ):
-        roots = [term for term in b.terms if term.kind == "root"]
-        if len(roots) == 1 and b.terms.keys() == {roots[0], ONE}:
-            divided = RootQuotient(a.terms, roots[0].place, b.terms[roots[0]], b.terms[ONE])
-            return ClosedForm({}, divided, 0.0 if a.low >= 0 else -math.inf)
-    return NoClosedForm(0.0 if a.low >= 0 else -math.inf, _is_finite(a))
+    low = 0.0 if a.low >= 0 else -math.inf
+    above, below = _as_terms(a), _as_terms(b)
+    if above is not None and below is not None:
+        roots = [term for term in below if term.kind == "root"]
+        if len(roots) == 1 and below.keys() == {roots[0], ONE}:
+            divided = RootQuotient(above, roots[0].place, below[roots[0]], below[ONE])
+            return ClosedForm({}, divided, low)
+    return NoClosedForm(low, _is_finite(a))
+
+
+def _as_terms(value: SymbolicValue) -> LinearTerms | None:
+    """The terms of a value that has nothing else."""
+    return value.terms if isinstance(value, ClosedForm) and value.ratio is None else None
+
+
+def _as_input(value: SymbolicValue) -> tuple[int, float] | None:
+    """An input and its factor, if that is all."""
+    terms = _as_terms(value) or {}
+    found = [(term.place, factor) for term, factor in terms.items() if term.kind == "input"]
+    return found[0] if len(terms) == len(found) == 1 else None
 
 
 def _sqrt(value: SymbolicValue) -> SymbolicValue:
     """Taken for a number: a formula has no root of what may be negative."""
-    if isinstance(value, ClosedForm) and value.ratio is None and len(value.terms) == 1:
-        ((term, factor),) = value.terms.items()
-        if term.kind == "input" and factor > 0:
-            return ClosedForm({Term("root", term.place): math.sqrt(factor)}, low=0.0)
+    found = _as_input(value)
+    if found is not None and found[1] > 0:
+        return ClosedForm({Term("root", found[0]): math.sqrt(found[1])}, low=0.0)
     return NoClosedForm(math.sqrt(max(value.low, 0.0)), _is_finite(value))
 
 
 def _sign(value: SymbolicValue) -> SymbolicValue:
-    if isinstance(value, ClosedForm) and value.ratio is None and len(value.terms) == 1:
-        ((term, factor),) = value.terms.items()
-        if term.kind == "input":
-            return ClosedForm({Term("sign", term.place): math.copysign(1.0, factor)}, low=-1.0)
+    found = _as_input(value)
+    if found is not None:
+        return ClosedForm({Term("sign", found[0]): math.copysign(1.0, found[1])}, low=-1.0)
     return NoClosedForm(-1.0, _is_finite(value))
 
 
@@ -344,9 +348,6 @@ _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
 }
 
 
-Hyper = Mapping[str, Any]
-
-
 class NoClosedFormError(Exception):
     """A formula does something else without a gradient; says what."""
 
@@ -375,7 +376,7 @@ class IdleForm(NamedTuple):
     number: float = 0.0
 
 
-def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyper) -> IdleForm:
+def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
     """What a rule does in a step without a gradient.
 
     Raises:
@@ -404,7 +405,7 @@ def _change(name: str, value: SymbolicValue, names: list[str]) -> str:
 
 
 def _evaluate(
-    rule: Rule, step: int, hyperparams: Hyper, start: Mapping[int, float] | None = None
+    rule: Rule, step: int, hyperparams: Hyperparams, start: Mapping[int, float] | None = None
 ) -> list[SymbolicValue]:
     if rule.traceable_update is None:
         raise NoClosedFormError("compile leaves nothing to record")
@@ -420,10 +421,8 @@ def _evaluate(
 
 def _as_multiple(value: SymbolicValue, place: int) -> float | None:
     """By what an input is multiplied, where that is all."""
-    term = Term("input", place)
-    if not isinstance(value, ClosedForm) or value.ratio is not None or value.terms.keys() - {term}:
-        return None
-    return value.terms.get(term, 0.0)
+    terms, term = _as_terms(value), Term("input", place)
+    return None if terms is None or terms.keys() - {term} else terms.get(term, 0.0)
 
 
 def _match_form(rule: Rule, param: SymbolicValue, decays: Mapping[str, float]) -> IdleForm | None:
@@ -478,29 +477,28 @@ class _StepSizes:
     def __init__(self, rule: Rule, like: IdleForm) -> None:
         self._rule = rule
         self._like = like
-        self._latest: tuple[int, Hyper, tuple[float, float, float] | None] = (0, {}, None)
+        self._latest: tuple[int, Hyperparams, tuple[float, float, float] | None] = (0, {}, None)
 
-    def fits(self, step: int, hyperparams: Hyper) -> bool:
+    def fits(self, step: int, hyperparams: Hyperparams) -> bool:
         """Whether a step has this form; raises if it has none."""
         return self._of(step, hyperparams) is not None
 
-    def size(self, step: int, hyperparams: Hyper) -> tuple[float, float]:
+    def size(self, step: int, hyperparams: Hyperparams) -> tuple[float, float]:
         """How far it goes, and the root."""
-        size, root, _ = self._of(step, hyperparams) or (0.0, 1.0, 1.0)
-        return size, root
+        return (self._of(step, hyperparams) or (0.0, 1.0, 1.0))[:2]
 
-    def shrink(self, step: int, hyperparams: Hyper) -> float:
+    def shrink(self, step: int, hyperparams: Hyperparams) -> float:
         """What it leaves of the parameter."""
         return (self._of(step, hyperparams) or (0.0, 1.0, 1.0))[2]
 
-    def _of(self, step: int, hyperparams: Hyper) -> tuple[float, float, float] | None:
+    def _of(self, step: int, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         known_step, known, found = self._latest
         if known_step != step or known is not hyperparams:
             found = self._derived(step, hyperparams)
             self._latest = step, hyperparams, found
         return found
 
-    def _derived(self, step: int, hyperparams: Hyper) -> tuple[float, float, float] | None:
+    def _derived(self, step: int, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         like = self._like
         try:
             found = analyze_idle_step(self._rule, step, hyperparams)
@@ -517,7 +515,7 @@ class _StepSizes:
         scale = like.number / found.number
         return found.size * scale, 1 / (found.factor * scale), found.shrink
 
-    def _first(self, hyperparams: Hyper) -> tuple[float, float, float] | None:
+    def _first(self, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         """A first step that is special: every entry without a gradient is as it began."""
         start = {place: spec.initial for place, spec in enumerate(self._rule.state, start=2)}
         numbers = {place: float(initial) for place, initial in start.items()}
@@ -530,7 +528,7 @@ class _StepSizes:
         return (0.0, 1.0, shrink) if shrink else None
 
 
-def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
+def derive_idle_update(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleUpdate:
     """Derive the idle update of a rule from a step on.
 
     Raises:
@@ -546,14 +544,12 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyper) -> IdleUpdate:
         >>> type(idle).__name__, idle.buffer, idle.decays({}), idle.size(1, {"lr": 2.0})
         ('GeometricDrift', 'mean', {'mean': 0.75}, (2.0, 1.0))
     """
-    # A rate of zero would hide where to; a first step may be special.
+    # With lr=0 nothing moves, so analyze lr=1. The first step may differ, so analyze a later one.
     typical = {**hyperparams, "lr": 1.0} if hyperparams.get("lr") == 0 else hyperparams
     later = max(step, 2)
     try:
-        like, after = (
-            analyze_idle_step(rule, later, typical),
-            analyze_idle_step(rule, later + 1, typical),
-        )
+        like = analyze_idle_step(rule, later, typical)
+        after = analyze_idle_step(rule, later + 1, typical)
         if like.decays != after.decays:
             raise NoClosedFormError("its state decays differently from step to step")
     except NoClosedFormError as error:
