@@ -115,7 +115,7 @@ def weight_decay() -> Iterator[tuple[str, ...]]:
             cells = ("none", "none")
         elif "decoupled_weight_decay" not in options:
             cells = ("", "always")
-        elif repr(options["decoupled_weight_decay"].default) == "True":  # autodoc wraps defaults
+        elif options["decoupled_weight_decay"].default:
             cells = ("", "default")
         else:
             cells = ("default", "`decoupled_weight_decay=True`")
