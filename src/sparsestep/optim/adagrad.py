@@ -9,10 +9,11 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import NoDrift
 from sparsestep.rules.options import EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
@@ -68,7 +69,6 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    torch_kernel = torch_kernel_of(torch_adagrad, "sum")
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -103,6 +103,11 @@ class Adagrad(RuleOptimizer, Optimizer):
         }
         super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
         self.materialize_state()
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        run_torch_kernel(torch_adagrad, batch, "sum")
 
 
 @document_args(like=Adagrad)

@@ -11,11 +11,12 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
 from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
@@ -122,9 +123,6 @@ class Adam(RuleOptimizer, Optimizer):
         Adam and Beyond <https://arxiv.org/abs/1904.09237>`_, 2018.
     """
 
-    torch_kernel = torch_kernel_of(
-        torch_adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", tensor_betas=True
-    )
     foreach_supports_tensor_lr = False  # unless capturable
     group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
 
@@ -160,6 +158,12 @@ class Adam(RuleOptimizer, Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        run_torch_kernel(torch_adam, batch, *names, tensor_betas=True)
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
@@ -56,7 +57,6 @@ class AdamW(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1711.05101>`_, 2017.
     """
 
-    torch_kernel = staticmethod(Adam.torch_kernel)
     foreach_supports_tensor_lr = Adam.foreach_supports_tensor_lr
     group_options = Adam.group_options
 
@@ -97,6 +97,11 @@ class AdamW(RuleOptimizer, Optimizer):
             "decoupled_weight_decay": True,
         }
         super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        Adam.torch_kernel(batch)
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:

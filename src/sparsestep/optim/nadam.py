@@ -19,7 +19,7 @@ from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
 from sparsestep.rules.options import Betas, EngineName, SharedOptions, as_float
 from sparsestep.rules.rule import Rule
@@ -106,7 +106,6 @@ def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
 
 
-_call_torch = torch_kernel_of(torch_nadam, "exp_avg", "exp_avg_sq", "mu_product")
 RULE = Rule("nadam", update, bias.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
@@ -183,7 +182,8 @@ class NAdam(RuleOptimizer, Optimizer):
     def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         products = [_torch_product(batch.group, step) for step in batch.steps]
-        _call_torch(replace(batch, state={**batch.state, "mu_product": products}))
+        batch = replace(batch, state={**batch.state, "mu_product": products})
+        run_torch_kernel(torch_nadam, batch, "exp_avg", "exp_avg_sq", "mu_product")
 
     def state_dict(self) -> StateDict:
         """Like torch's, with ``mu_product``. All rows are brought up to date first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -52,34 +52,31 @@ else:
     _Base = object
 
 
-def torch_kernel_of(
-    function: Callable[..., None], *state: str, tensor_betas: bool = False
-) -> staticmethod[[DenseBatch], None]:
-    """Return a ``torch_kernel`` that calls a function of ``torch.optim``, such as ``adam``.
+def run_torch_kernel(
+    function: Callable[..., None], batch: DenseBatch, *state: str, tensor_betas: bool = False
+) -> None:
+    """Call a function of ``torch.optim``, such as its ``adam``, on dense gradients.
 
     Args:
         function: takes parameters, gradients, lists of state, step counts, then options by name.
+        batch: the dense gradients.
         state: the names of the state, in the function's order.
-        tensor_betas: whether it takes betas that are tensors.
+        tensor_betas: whether the function takes betas that are tensors.
     """
-    names = list(inspect.signature(function).parameters)[len(state) + 3 :]
+    names = _argument_names(function)[len(state) + 3 :]
+    chosen = {name: batch.group[name] for name in names if name in batch.group}
+    if "betas" in batch.group:
+        betas = batch.group["betas"]
+        chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
+    lists = [batch.state.get(name, []) for name in state]
+    function(
+        batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
+    )
 
-    def run(batch: DenseBatch) -> None:
-        chosen = {name: batch.group[name] for name in names if name in batch.group}
-        if "betas" in batch.group:
-            betas = batch.group["betas"]
-            chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
-        lists = [batch.state.get(name, []) for name in state]
-        function(
-            batch.params,
-            batch.grads,
-            *lists,
-            batch.steps,
-            has_complex=batch.has_complex,
-            **chosen,
-        )
 
-    return staticmethod(run)
+@lru_cache
+def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 class RuleOptimizer(_Base):
@@ -302,7 +299,7 @@ class RuleOptimizer(_Base):
 
     @staticmethod
     def torch_kernel(batch: DenseBatch, /) -> None:
-        """Run torch's own kernel on dense gradients; see ``torch_kernel_of``."""
+        """Run torch's own kernel on dense gradients; see ``run_torch_kernel``."""
         raise NotImplementedError
 
     @classmethod

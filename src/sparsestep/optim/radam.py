@@ -10,11 +10,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.radam import radam as torch_radam
 from typing_extensions import Unpack
 
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.options import Betas, EngineName, SharedOptions
 from sparsestep.rules.rule import Rule
 
@@ -117,7 +118,6 @@ class RAdam(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    torch_kernel = torch_kernel_of(torch_radam, "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -146,6 +146,11 @@ class RAdam(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
         }
         super().__init__(params, defaults, **shared)
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        run_torch_kernel(torch_radam, batch, "exp_avg", "exp_avg_sq")
 
 
 @document_args(like=RAdam)

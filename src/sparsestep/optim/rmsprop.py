@@ -10,11 +10,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
+from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, torch_kernel_of
+from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
 from sparsestep.rules.options import EngineName, SharedOptions
@@ -162,7 +163,6 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    torch_kernel = torch_kernel_of(torch_rmsprop, "square_avg", "grad_avg", "momentum_buffer")
     group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "decoupled_weight_decay",
@@ -198,6 +198,12 @@ class RMSprop(RuleOptimizer, Optimizer):
             "differentiable": differentiable,
         }
         super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
+
+    @staticmethod
+    def torch_kernel(batch: DenseBatch) -> None:
+        """Run torch's own kernel on dense gradients."""
+        names = ("square_avg", "grad_avg", "momentum_buffer")
+        run_torch_kernel(torch_rmsprop, batch, *names)
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:

@@ -105,7 +105,7 @@ def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
     other classes are none either: torch's SparseAdam loads what torch's Adam has saved.
     """
     known = {*optimizer.option_names, *optimizer.group_options}
-    foreign = [name for name in optimizer.no_op_values if name in saved and name not in known]
+    foreign = sorted(optimizer.no_op_values.keys() & saved.keys() - known)
     missing = [name for name in rule.hyperparam_names if name not in saved]
     if foreign and missing:
         requirement = f"its options must be those of {type(optimizer).__name__}, with "
