@@ -120,6 +120,24 @@ FUNCTIONS: dict[type[RuleOptimizer], Callable[..., None]] = {
 STATEFUL = [Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {}) for cls in OPTIMIZERS]
 
 
+# Torch's SparseAdam takes no dense gradients.
+COUNTERPARTS = [
+    (ours, getattr(torch.optim, ours.__name__))
+    for ours in OPTIMIZERS
+    if hasattr(torch.optim, ours.__name__) and ours is not sparsestep.SparseAdam
+]
+each_counterpart = pytest.mark.parametrize(
+    ("ours", "theirs"), COUNTERPARTS, ids=[ours.__name__ for ours, _ in COUNTERPARTS]
+)
+
+
+def saved_state(opt: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """A parameter's state as a checkpoint has it: with what torch keeps and we compute."""
+    params = [each for group in opt.param_groups for each in group["params"]]
+    (index,) = (i for i, each in enumerate(params) if each is param)
+    return opt.state_dict()["state"].get(index, {})
+
+
 @sparsestep.rule(state={"momentum_buffer": 0.0})
 def sign_sgd(param, grad, momentum_buffer, *, lr=0.1, momentum=0.5):
     """A step of the length lr, along the sign of the momentum."""

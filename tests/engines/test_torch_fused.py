@@ -12,8 +12,7 @@ import sparsestep
 from sparsestep.engines import finishing, replay
 from sparsestep.engines import torch_fused as torch_kernels
 from sparsestep.engines.replay import CannotReplayError, Recording, Replay, pieces
-from tests.properties.counterparts import COUNTERPARTS
-from tests.table import same_bits
+from tests.table import COUNTERPARTS, same_bits, saved_state
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((ours.__name__, {"weight_decay": 0.1}) for ours, _ in COUNTERPARTS),
@@ -66,7 +65,7 @@ def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -
         assert same_bits(mine.detach(), param.detach())
         for key, value in theirs.state[param].items():
             if isinstance(value, Tensor):
-                assert same_bits(optimizer.state[mine][key], value), key
+                assert same_bits(saved_state(optimizer, mine)[key], value), key
 
 
 def test_first_gradients_become_momentum_with_the_sign_of_zeros():

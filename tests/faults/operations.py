@@ -14,7 +14,7 @@ import sparsestep
 from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
-from tests.properties.counterparts import COUNTERPARTS
+from tests.table import COUNTERPARTS
 
 ROWS, DIM = 3000, 16
 

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.table import PARAMETERS, each_engine, running_on, same_bits, snapshot, unchanged
-
-# Torch's SparseAdam takes no dense gradients.
-COUNTERPARTS = [
-    (ours, getattr(torch.optim, ours.__name__))
-    for ours in OPTIMIZERS
-    if hasattr(torch.optim, ours.__name__) and ours is not sparsestep.SparseAdam
-]
-each_counterpart = pytest.mark.parametrize(
-    ("ours", "theirs"), COUNTERPARTS, ids=[ours.__name__ for ours, _ in COUNTERPARTS]
+from tests.table import (
+    PARAMETERS,
+    each_counterpart,
+    each_engine,
+    running_on,
+    same_bits,
+    saved_state,
+    snapshot,
+    unchanged,
 )
 
 STEPS = 20
@@ -159,7 +157,7 @@ def assert_same(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> N
         pairs = zip(ours_group["params"], theirs_group["params"], strict=True)
         for our, their in pairs:
             assert same_bits(bits(our), bits(their))
-            mine, other = ours.state.get(our, {}), theirs.state.get(their, {})
+            mine, other = saved_state(ours, our), theirs.state.get(their, {})
             assert mine.keys() == other.keys()
             for name, tensor in other.items():
                 assert same_bits(bits(mine[name]), bits(tensor)), name
@@ -254,9 +252,10 @@ def test_sparse_and_dense_gradients_share_one_state(
             addresses = {k: v.data_ptr() for k, v in our_opt.state[our].items()}
             assert addresses == (kept or addresses)
             kept = addresses
-    assert our_opt.state[our].keys() == their_opt.state[their].keys()
+    mine = saved_state(our_opt, our)
+    assert mine.keys() == their_opt.state[their].keys()
     for name, tensor in their_opt.state[their].items():
-        assert close(our_opt.state[our][name], tensor), name
+        assert close(mine[name], tensor), name
     assert close(our, their)
 
 
@@ -319,7 +318,7 @@ def test_half_precision_with_float32_state_is_torch_in_float32_rounded_once(
             assert bool(((our.detach().float() - wide).abs() <= half_place + roundings).all())
             their.data.copy_(our.data)
     for name, tensor in their_opt.state[their].items():
-        mine = our_opt.state[our][name]
+        mine = saved_state(our_opt, our)[name]
         assert mine.dtype == torch.float32
         assert math.isclose(float((mine - tensor).abs().max()), 0, abs_tol=1e-5), name
 

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -75,9 +75,9 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
         assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
         given[name] = arguments[name].default
         assert given[name] == {**OPTIMIZER_OPTIONS, **GROUP_DEFAULTS}[name]
-    kinds = get_type_hints(optimizer.__init__)
-    assert get_args(kinds["engine"]) == ("auto", "native", "reference", "triton")
-    assert get_args(kinds["semantics"]) == ("masked", "dense")
+    kinds = {name: get_args(argument.annotation) for name, argument in arguments.items()}
+    assert kinds["engine"] == ("auto", "native", "reference", "triton")
+    assert kinds["semantics"] == ("masked", "dense")
     assert optimizer([table()], **given).defaults == optimizer([table()]).defaults
     with pytest.raises(TypeError, match="laerning_rate"):
         optimizer([table()], laerning_rate=0.1)
