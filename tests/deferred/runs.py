@@ -34,6 +34,7 @@ VARIANTS = [
     Variant(sparsestep.AdamW, {"betas": (0.9, 0.99), "eps": 1.0}),
     Variant(sparsestep.AdamW, {"betas": (0.0, 0.9)}),
     Variant(sparsestep.AdamW, {"betas": (0.5, 0.0), "eps": 0.1}),
+    Variant(sparsestep.NAdam, {"betas": (0.8, 0.9), "momentum_decay": 0.5, **DECAY}),
     Variant(sparsestep.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     Variant(sparsestep.Adagrad, DECAY),
     Variant(sparsestep.RowwiseAdagrad, DECAY),
