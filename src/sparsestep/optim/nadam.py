@@ -229,7 +229,7 @@ def nadam_(
         >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
         >>> sparsestep.functional.nadam_(weight, grad, mean, square, step=1, lr=0.5)
         >>> weight[:, 0]
-        tensor([ 0.0000, -0.5280,  0.0000])
+        tensor([ 0.0000, -0.5282,  0.0000])
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps, "momentum_decay": momentum_decay}
     state = [exp_avg, exp_avg_sq]
