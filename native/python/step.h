@@ -329,10 +329,8 @@ void read_row_stride(const nb::tuple& from, RowStride& to) {
 // The step after which each row of a parameter is current, under semantics="dense"; see
 // deferred/rows.py.
 struct LastSteps {
-    int32_t* data;                      // for each row; ~step if it never had a gradient
-    int32_t now;                        // the latest step
-    const bool* initialized = nullptr;  // for each page of rows, if some are not
-    int64_t page_rows = 1;
+    int32_t* data;  // for each row; ~step if it never had a gradient
+    int32_t now;    // the latest step
 
     bool are_current(const int64_t* rows, int64_t count, int threads) const {
         constexpr int64_t piece = 8192;
@@ -341,10 +339,7 @@ struct LastSteps {
             const int64_t end = std::min(count, (p + 1) * piece);
             for (int64_t i = p * piece; i < end && !found.load(std::memory_order_relaxed); ++i) {
                 const int32_t last = data[rows[i]];
-                if ((last < 0 ? ~last : last) < now ||
-                    (initialized && !initialized[rows[i] / page_rows])) {
-                    found = true;
-                }
+                if ((last < 0 ? ~last : last) < now) found = true;
             }
         });
         return !found;
@@ -505,8 +500,9 @@ public:
     }
 
     // Has the commit advance the last steps of all rows that get a gradient. `deferred` has for
-    // each job its parameter, the last steps, the latest step, the pages that are initialized, or
-    // None, and the rows of a page. False if another parameter was claimed, or a row is deferred.
+    // each job its parameter, the last steps, and the latest step. False if another parameter was
+    // claimed, or a row is deferred; a last step that is not initialized is 0, which counts as
+    // deferred.
     bool set_last_steps(nb::list deferred, int threads) {
         if (nb::len(deferred) != jobs_.size()) return false;
         for (size_t i = 0; i < jobs_.size(); ++i) {
@@ -514,11 +510,9 @@ public:
             if (one[0].ptr() != written_[i].ptr() || numel(one[1]) != jobs_[i].num_slots) {
                 return false;
             }
-            LastSteps last{static_cast<int32_t*>(own_address(one[1])), nb::cast<int32_t>(one[2])};
-            if (!one[3].is_none()) last.initialized = static_cast<bool*>(own_address(one[3]));
-            last.page_rows = nb::cast<int64_t>(one[4]);
             alive_.push_back(one);
-            last_steps_.push_back(last);
+            last_steps_.push_back(
+                {static_cast<int32_t*>(own_address(one[1])), nb::cast<int32_t>(one[2])});
         }
         nb::gil_scoped_release release;
         for (size_t i = 0; i < jobs_.size(); ++i) {

@@ -83,7 +83,6 @@ class _LazySteps:
 
     Attributes:
         values: int32, in the CPU's memory; right for rows that are initialized.
-        initialized: which pages are; ``None`` if all are.
         pages_left: number of pages that are not initialized.
 
     Example:
@@ -95,7 +94,7 @@ class _LazySteps:
 
     def __init__(self, num_rows: int, initial: int) -> None:
         self._initial = initial
-        self.initialized: Tensor | None = None
+        self._initialized: Tensor | None = None
         self.pages_left: int = 0
         self.values: Tensor
         if num_rows < _FEW:
@@ -106,12 +105,12 @@ class _LazySteps:
         self._pages = lazy.zeros(torch.Size([count, _PER_PAGE]), torch.int32, cpu)
         self.values = self._pages.view(-1)[:num_rows]
         if initial:
-            self.initialized = torch.zeros(count, dtype=torch.bool, device=cpu)
+            self._initialized = torch.zeros(count, dtype=torch.bool, device=cpu)
             self.pages_left = count
 
     def initialize(self, rows: Tensor | None) -> None:
         """Write the initial value of rows that do not have one yet; ``None`` for all."""
-        initialized = self.initialized
+        initialized = self._initialized
         if initialized is None:
             return
         if rows is None:
@@ -125,7 +124,7 @@ class _LazySteps:
                 initialized[new] = True
                 self.pages_left -= new.numel()
         if not self.pages_left:
-            self.initialized = None
+            self._initialized = None
 
 
 _MAX_COUNT = 2**31 - 1  # last steps are int32
@@ -265,14 +264,14 @@ class DeferredRows:
 
     def prepare_replay(
         self, settings: GroupSettings, param: Tensor
-    ) -> tuple[tuple[Any, ...], Callable[[], None]] | None:
+    ) -> tuple[tuple[Tensor, Tensor, int], Callable[[], None]] | None:
         """Prepare another step under the same settings, in which no row has to catch up.
 
         Returns:
             The arguments of the core, which checks and then advances the last steps, and a call
             that appends the step. ``None`` if the step has to be planned.
         """
-        history, steps = self.history, self._steps
+        history = self.history
         if (
             self.param is not param
             or self._settings is not settings
@@ -284,8 +283,7 @@ class DeferredRows:
             or self._version != _write_version(param)
         ):
             return None
-        last_steps = (param, steps.values, history.now, steps.initialized, _PER_PAGE)
-        return last_steps, self.prepare_commit(settings, param)
+        return (param, self.last_step, history.now), self.prepare_commit(settings, param)
 
     def catch_up(
         self, param: Tensor, state: list[Tensor], rows: Tensor | None, *, engine: str = "auto"
@@ -623,7 +621,7 @@ def replay_dense_step(
         False, and nothing has changed, if it has to be planned.
     """
     assert ext is not None
-    last_steps: list[tuple[Any, ...]] = []
+    last_steps: list[tuple[Tensor, Tensor, int]] = []
     calls: list[Callable[[], None]] = []
     for group, settings in zip(groups, cached.settings, strict=False):
         for param in group["params"]:
