@@ -70,7 +70,8 @@ def worker() -> None:
     def dense(name: str, shape: tuple[int, ...], **options: Any) -> Run:
         param = torch.nn.Parameter(torch.randn(shape))
         param.grad = torch.randn(shape)
-        return getattr(sparsestep, name)([param], lr=1e-3, **options).step
+        optimizer: torch.optim.Optimizer = getattr(sparsestep, name)([param], lr=1e-3, **options)
+        return optimizer.step
 
     def loop(bag: bool, tables: int, rows: int, batch: int, **options: Any) -> Run:
         make = sparsestep.nn.EmbeddingBag if bag else sparsestep.nn.Embedding

@@ -105,7 +105,7 @@ def show_history(steps: int) -> None:
         begin = perf_counter()
         if clock.history.is_full:
             clock.history.clear()
-        clock.commit_step(settings)
+        clock.prepare_commit(settings, None)()
         if number >= steps - COUNTED:
             times.append(perf_counter() - begin)
     assert clock.history.now == steps
