@@ -267,7 +267,7 @@ KEPT = torch.ones(4, 3)
 
 
 @pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
-def test_values_are_written_in_place_where_nobody_else_has_them(function: Callable):
+def test_values_are_written_in_place_if_they_are_not_shared(function: Callable):
     table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
     table(torch.tensor([3, 1])).pow(2).sum().backward()
     coalesced = with_grad(table.weight.grad.coalesce().clone())
@@ -516,7 +516,7 @@ def test_value_of_compact_gradients(listed: Ids, clip_value: float, foreach: boo
 
 @pytest.mark.parametrize("foreach", FOREACH)
 def test_total_norm_then_clip(foreach: bool | None):
-    """As torch's newer functions do it, and whoever logs the norm."""
+    """As torch's newer functions do it, and programs that log the norm."""
     ours, theirs = ours_and_dense()
     totals = []
     for model in (ours, theirs):

@@ -182,7 +182,7 @@ def test_norms_at_places_that_are_no_slots_are_refused():
 
 @needs_core
 def test_what_the_core_declines_is_none_and_not_a_norm():
-    """So that whoever asks goes another way; all else above must have an answer."""
+    """So that callers go another way; all else above must have an answer."""
     grad = IndexedGrad(torch.tensor([0]), torch.ones(1, 2), 3, 2)
     assert slot_norms((grad,), 3.0) is None
     wrong = grad._replace(values=torch.ones(1, 2, dtype=torch.complex64))

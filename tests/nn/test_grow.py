@@ -121,7 +121,7 @@ def test_hooks_and_steps_in_backward_go_on():
 
 @pytest.mark.parametrize("guard", [False, True])
 def test_a_tracked_model_stays_tracked(guard: bool):
-    """Under dense semantics nobody reads a row that is behind, an old or a new one."""
+    """No deferred row is read before it has caught up, an old or a new one."""
     model = torch.nn.Sequential(sparsestep.nn.Embedding(3, 2), torch.nn.Linear(2, 1))
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1, semantics="dense")
     handle = optimizer.track(model, guard=guard)
@@ -153,7 +153,7 @@ def test_checkpoints_of_the_grown_table_and_the_next_growth():
     assert same_bits(table.weight.detach(), other.weight.detach())
 
 
-def test_large_tables_wait_for_huge_pages_anew():
+def test_large_tables_wait_for_huge_pages_again():
     table = sparsestep.nn.Embedding(300_000, 8)
     optimizer = sparsestep.SGD(table.parameters(), lr=0.1)
     train(table, optimizer, [1])

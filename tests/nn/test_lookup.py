@@ -169,7 +169,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_watches_operations_sees_the_look_up():
+def test_a_dispatch_mode_sees_the_lookup():
     assert found(WEIGHT, IDS) is not None
     with Watching():
         assert found(WEIGHT, IDS) is None
@@ -186,8 +186,8 @@ def test_derivatives_are_carried_forward():
 
 
 @pytest.mark.parametrize("cls", [sparsestep.nn.Embedding, sparsestep.nn.EmbeddingBag])
-def test_ids_that_nobody_sees_change_are_those_that_were_read(cls: Any):
-    """Whoever writes to the memory of a batch behind torch's back does not reach the gradient."""
+def test_ids_that_change_unnoticed_are_those_that_were_read(cls: Any):
+    """Code that writes to the memory of a batch behind torch's back does not reach the gradient."""
     ids = torch.tensor([[1, 2], [2, 0]])
     table = cls(5, 2)
     output = table(ids)
