@@ -221,7 +221,7 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_whoever_asks_for_more_gets_an_ordinary_tensor(name: str):
+def test_code_that_reads_more_gets_an_ordinary_tensor(name: str):
     grad = example()
     wanted = ASKED[name](plain(grad))
     found = ASKED[name](grad)
