@@ -1,8 +1,10 @@
 // Working memory of steps, and lazily provided pages for tables.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <type_traits>
 #include <utility>
@@ -31,6 +33,48 @@ private:
 // std::bad_alloc. Release them with free_pages() and the same size.
 void* allocate_pages(size_t bytes);
 void free_pages(void* pages, size_t bytes) noexcept;
+
+// Zeroed memory for state, of which the system provides a page when it is first touched; and which
+// pages have been.
+//
+// A page that is read before it is written is faulted in twice, and the second fault interrupts the
+// threads that run beside: ten times the cost of a write. Steps read state first, so they have new
+// pages written before.
+class LazyState {
+public:
+    explicit LazyState(size_t bytes);  // throws std::bad_alloc
+    ~LazyState();
+    LazyState(const LazyState&) = delete;
+    LazyState& operator=(const LazyState&) = delete;
+    void* data() const { return data_; }
+
+    // The one whose memory begins there; null if there is none. It has to outlive its use.
+    static LazyState* find(const void* data);
+
+    // Whether a step should look for new pages. While they are few, most steps need not.
+    bool begin_step();
+
+    // Makes pages of [offset, offset + bytes) exist; contents stay as they are.
+    void touch(int64_t offset, int64_t bytes) {
+        const int64_t last = (offset + bytes - 1) >> page_bits;
+        for (int64_t page = offset >> page_bits; page <= last; ++page) {
+            const uint64_t bit = uint64_t(1) << (page & 63);
+            std::atomic<uint64_t>& word = touched_[size_t(page >> 6)];
+            if (!(word.load(std::memory_order_relaxed) & bit)) touch_new(page, word, bit);
+        }
+    }
+
+private:
+    static constexpr int page_bits = 12;
+    static constexpr int64_t few_pages = 64;
+    void touch_new(int64_t page, std::atomic<uint64_t>& word, uint64_t bit);
+
+    void* data_;
+    size_t bytes_;
+    std::unique_ptr<std::atomic<uint64_t>[]> touched_;
+    std::atomic<int64_t> pages_left_, new_pages_{few_pages};
+    std::atomic<int> steps_to_skip_{0};
+};
 
 // A zero-initialized array on such pages: for tables with random access.
 template <class Item>

@@ -95,6 +95,7 @@ std::optional<OutOfRange> Step::prepare() {
     if (const std::optional<OutOfRange> bad = first_out_of_range()) return bad;
     find_overlaps();
     find_groups();
+    find_lazy_state();
     return std::nullopt;
 }
 
@@ -279,11 +280,44 @@ void Step::add_large_group(int64_t j, int64_t group) {
     }
 }
 
+void Step::find_lazy_state() {
+    for (int64_t j = 0; j < count_; ++j) {
+        const Job& job = jobs_[j];
+        if (job.all_slots) continue;  // each page is written as it comes
+        const auto add = [&](const void* data, int64_t stride, int64_t bytes) {
+            LazyState* const found = data ? LazyState::find(data) : nullptr;
+            if (found && found->begin_step()) lazy_rows_.push_back({j, found, stride, bytes});
+        };
+        for (const TensorView& view : job.state) {
+            const int64_t item = element_bytes(view.dtype);
+            if (view.element_stride == 1) {
+                add(view.data, view.slot_stride * item, job.slot_size * item);
+            }
+        }
+        for (const Int8View& view : job.int8_state) add(view.data, view.stride, job.slot_size);
+    }
+}
+
+void Step::touch_state(int64_t j, const JobSlice& slice) const {
+    const Job& job = jobs_[j];
+    for (const LazyRows& rows : lazy_rows_) {
+        if (rows.job != j) continue;
+        const auto touch = [&](int64_t slot) {
+            rows.state->touch(slot * rows.stride, rows.bytes);
+        };
+        for (int64_t i = slice.begin; i < slice.end; ++i) {
+            touch(job.indices[job.unique_entries ? int64_t(job.unique_entries[i]) : i]);
+        }
+        for (int64_t g = slice.first_group; g < slice.last_group; ++g) touch(job.groups[g].slot);
+    }
+}
+
 void Step::apply(size_t begin, size_t end) {
     parallel(threads_, int64_t(end - begin), [&](int64_t t) {
         auto& [j, slice] = slices_[begin + size_t(t)];
         const Job& job = jobs_[j];
         if (job.unique_entries) slice.end = dedups_[size_t(j)].list_unique(slice.begin, slice.end);
+        if (!lazy_rows_.empty()) touch_state(j, slice);
         job.apply(job, slice);
     });
 }

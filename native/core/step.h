@@ -43,6 +43,15 @@ private:
     void add_slices(int64_t job);
     void add_large_group(int64_t job, int64_t group);
     void apply(size_t begin, size_t end);
+    void find_lazy_state();
+    void touch_state(int64_t job, const JobSlice& slice) const;
+
+    // A job's state in memory of which pages may be new.
+    struct LazyRows {
+        int64_t job;
+        LazyState* state;
+        int64_t stride, bytes;
+    };
 
     Job* jobs_;
     int64_t count_;
@@ -52,6 +61,7 @@ private:
     std::vector<std::pair<Dedup*, int64_t>> tasks_;
     std::vector<std::pair<int64_t, JobSlice>> slices_;
     std::vector<std::unique_ptr<char[]>> copies_;
+    std::vector<LazyRows> lazy_rows_;
     Scratch scratch_;
 };
 

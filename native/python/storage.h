@@ -3,8 +3,12 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <memory>
 
 #include "core/mapped_file.h"
+#include "core/memory.h"
 #include "python/tensors.h"
 
 namespace sparsestep {
@@ -49,7 +53,17 @@ void run_mark_rows(nb::object rows, nb::object marks) {
     mark_rows(from, entries, count, to);
 }
 
+// Bytes that are zero and take memory when they are touched.
+nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>> lazy_zeros(size_t bytes) {
+    auto memory = std::make_unique<LazyState>(bytes);
+    void* const data = memory->data();
+    nb::capsule owner(memory.release(), [](void* p) noexcept { delete static_cast<LazyState*>(p); });
+    return {data, {bytes}, owner};
+}
+
 void bind_storage(nb::module_& module) {
+    module.def("lazy_zeros", &lazy_zeros, nb::arg("bytes"),
+               "A tensor of zeros that take memory when they are touched.");
     module.def("reserve_rows", &run_reserve_rows, nb::arg("rows"), nb::arg("count"),
                nb::arg("row_bytes"), nb::arg("offset"), nb::arg("page_bytes"), nb::arg("file"),
                nb::arg("known"), "Have blocks of a file held ready for rows; an errno, or 0.");

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
+import os
 import platform
 import sys
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext
 from sparsestep._torch import coo_indices, coo_values, plain_results
 from sparsestep.errors import InputError, message
 from sparsestep.memory.tensors import out_of_range
@@ -44,11 +47,13 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     if device.type != "cpu" or size < _SMALL_BYTES or not _LAZY:
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
+        if ext is not None:
+            return ext.lazy_zeros(size).view(dtype).view(shape)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-    except OSError as error:
+    except (OSError, MemoryError):
         requirement = f"the state of a parameter needs {size:,} bytes of address space"
         remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
-        raise MemoryError(message(requirement, error.strerror, remedy)) from None
+        raise MemoryError(message(requirement, os.strerror(errno.ENOMEM), remedy)) from None
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
