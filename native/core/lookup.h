@@ -8,8 +8,8 @@
 
 namespace sparsestep {
 
-// Copy each row, or reduce the rows of a bag.
-enum class Pooling : int32_t { none = 0, sum = 1, mean = 2, max = 3 };
+// Copy each row, reduce the rows of a bag, or multiply each row by the query of its bag.
+enum class Pooling : int32_t { none = 0, sum = 1, mean = 2, max = 3, dot = 4 };
 
 // Integers of four or eight bytes.
 struct Integers {
@@ -31,8 +31,9 @@ struct LookupWork {
     int64_t bags, length;
     Pooling pooling;
     const void* factors;   // one per id, of the table's dtype; null: none
+    const void* queries;   // [bags, columns], of the table's dtype, for dot products
     int64_t padding;       // the id to skip; -1: none
-    void* output;          // [bags, columns]
+    void* output;          // [bags, columns]; for dot products, one number per id
     int64_t* indices;      // a copy of the ids, without padding
     int64_t* value_index;  // the bag of each id; null: not needed
     int64_t* winners;      // [bags, columns]: the row of each maximum; null: not needed

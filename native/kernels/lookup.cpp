@@ -247,6 +247,57 @@ private:
     const int64_t bytes_, stride_;
 };
 
+// Dot products of rows and the query of their bag. Products are added up in lanes, and the lanes in
+// pairs, in one order for every instruction set.
+template <class Stored, class T>
+class Dot {
+public:
+    explicit Dot(const LookupWork& work)
+        : job_(work),
+          table_(static_cast<const Stored*>(work.table)),
+          queries_(static_cast<const Stored*>(work.queries)),
+          columns_(work.columns) {}
+
+    SPARSESTEP_INLINE void run(int64_t bag, int64_t begin, int64_t end, int64_t known) const {
+        const Stored* const query = queries_ + bag * columns_;
+        for (int64_t i = begin; i < end; ++i) {
+            if (i + rows_ahead < known) prefetch(job_.indices[i + rows_ahead]);
+            const T found = product(table_ + job_.indices[i] * job_.row_stride, query);
+            static_cast<Stored*>(job_.output)[i] = Convert<Stored, T>::store(found);
+        }
+    }
+    SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        prefetch_row(table_ + row * job_.row_stride, columns_ * int64_t(sizeof(Stored)));
+    }
+
+private:
+    static constexpr int64_t width = 4 * lanes<T>;
+
+    T product(const Stored* __restrict row, const Stored* __restrict query) const {
+        alignas(cache_line) T sums[width] = {};
+        int64_t column = 0;
+        for (; column + width <= columns_; column += width) {
+            for (int64_t l = 0; l < width; ++l) {
+                sums[l] += Convert<Stored, T>::load(row[column + l]) *
+                           Convert<Stored, T>::load(query[column + l]);
+            }
+        }
+        for (int64_t l = 0; column + l < columns_; ++l) {
+            sums[l] += Convert<Stored, T>::load(row[column + l]) *
+                       Convert<Stored, T>::load(query[column + l]);
+        }
+        for (int64_t half = width / 2; half > 0; half /= 2) {
+            for (int64_t l = 0; l < half; ++l) sums[l] += sums[l + half];
+        }
+        return sums[0];
+    }
+
+    const LookupWork& job_;
+    const Stored* const table_;
+    const Stored* const queries_;
+    const int64_t columns_;
+};
+
 // Moves ids that are not padding to the front, with their bags; returns their number.
 inline int64_t keep_counted(const LookupWork& work, int64_t begin, int64_t end) {
     int64_t at = begin;
@@ -301,6 +352,10 @@ LookedUp look_up_bags(const LookupWork& work, int64_t first, int64_t last) {
             // FBGEMM, which torch uses for sums without padding, fuses float32 sums.
             constexpr bool is_float = std::is_same_v<Stored, float>;
             constexpr auto fused = is_float ? Reduction::fused : Reduction::weighted;
+            if (work.pooling == Pooling::dot) {
+                good = run_bags(work, Dot<Stored, T>(work), first, last, begin, end);
+                return;
+            }
             const auto run = work.pooling == Pooling::max ? &pool<Stored, T, Reduction::max>
                              : !work.factors              ? &pool<Stored, T, Reduction::sum>
                              : work.padding < 0           ? &pool<Stored, T, fused>

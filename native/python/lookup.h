@@ -48,7 +48,8 @@ struct LookupCall {
     nb::object winners = nb::none(), counted = nb::none();
 
     // `asked` is (weight, ids, starts or None, whether these have the end of the last bag, factors
-    // or None, pooling, padding, whether there is to be a gradient). False off the fast path.
+    // or None (queries, for dot products), pooling, padding, whether there is to be a gradient).
+    // False off the fast path.
     bool read(nb::tuple asked) {
         const nb::object weight = asked[0], ids = asked[1];
         PlainTensor table, which;
@@ -109,6 +110,7 @@ private:
     }
 
     bool read_factors(const PlainTensor& ids, nb::handle factors) {
+        if (work.pooling == Pooling::dot) return read_queries(factors);
         if (factors.is_none()) return true;
         PlainTensor read;
         if (work.pooling != Pooling::sum || !read.read(factors) || read.dtype() != work.dtype ||
@@ -116,6 +118,17 @@ private:
             return false;
         }
         work.factors = read.data();
+        return true;
+    }
+
+    bool read_queries(nb::handle queries) {
+        PlainTensor read;
+        if (!read.read(queries) || read.dtype() != work.dtype || read.dl.dims != 2 ||
+            read.dl.shape[0] != work.bags || read.dl.shape[1] != work.columns ||
+            is_true(queries, names().is_neg)) {
+            return false;
+        }
+        work.queries = read.data();
         return true;
     }
 
@@ -129,6 +142,7 @@ private:
                 nb::steal(PySequence_Concat(shape.ptr(), nb::make_tuple(work.columns).ptr()));
             if (!of_output.is_valid()) throw nb::python_error();
         }
+        if (work.pooling == Pooling::dot) of_output = shape;
         if (!make(output, of_output, dtype.ptr(), work.output)) return false;
         if (!has_gradient) return true;
         if (is_max && !make(winners, of_output, names().int64, work.winners)) return false;

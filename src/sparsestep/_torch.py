@@ -258,6 +258,13 @@ def is_watched(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks)
 
 
+def call_forward_pre_hooks(module: torch.nn.Module, *args: Any) -> None:
+    """Call the hooks that run before a module's forward, for code that reads its weight instead."""
+    for key, hook in tuple(module._forward_pre_hooks.items()):
+        with_kwargs = key in module._forward_pre_hooks_with_kwargs
+        hook(module, args, {}) if with_kwargs else hook(module, args)
+
+
 # Distributed
 
 

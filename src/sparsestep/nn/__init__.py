@@ -4,6 +4,7 @@ They are torch's modules with another gradient: one row for each row of the outp
 number of ids. The usual loop stays the usual loop.
 """
 
+from sparsestep.nn import functional
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.fuse import fuse, optimizer_for
@@ -15,6 +16,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "Vocabulary",
+    "functional",
     "fuse",
     "grow",
     "hash_strings",

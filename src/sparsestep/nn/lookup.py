@@ -32,7 +32,7 @@ from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
 from sparsestep.nn.interop import materialize_for_ddp
 
-ROWS, SUM, MEAN, MAX = range(4)  # a row for each id, or one for each bag
+ROWS, SUM, MEAN, MAX, DOT = range(5)  # a row for each id, one for each bag, or a dot product
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 _FEW = 256
 
@@ -45,8 +45,8 @@ class Lookup(NamedTuple):
         ids: of any shape for single rows; for bags, 2-D, or 1-D with ``offsets``.
         offsets: where each bag begins.
         include_last_offset: whether ``offsets`` has the end of the last bag as well.
-        per_sample_weights: a factor for each id.
-        mode: ``ROWS``, ``SUM``, ``MEAN`` or ``MAX``; -1 if the module has another one.
+        per_sample_weights: a factor for each id; for ``DOT``, the row that a bag is multiplied by.
+        mode: ``ROWS``, ``SUM``, ``MEAN``, ``MAX`` or ``DOT``; -1 if the module has another one.
         padding_idx: the id that is ignored; -1 if there is none.
         needs_grad: whether the weight gets a gradient.
         table: the module, for its other options and its name.

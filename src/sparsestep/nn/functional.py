@@ -1,0 +1,206 @@
+"""Functions of embeddings whose gradients are never written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsestep._torch import call_forward_pre_hooks
+from sparsestep.deferred.guard import readable
+from sparsestep.errors import InputError, message
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.memory.tensors import memory_of
+from sparsestep.nn.embedding import Embedding
+from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
+from sparsestep.nn.lookup import (
+    DOT,
+    SUM,
+    Lookup,
+    LookupResult,
+    check_ids,
+    embed,
+    first_derivative,
+    grad_of_ids,
+    look_up,
+    row_lookup,
+)
+
+__all__ = ["embedding_dot"]
+
+
+class _Table:
+    """A weight without a module."""
+
+    padding_idx = max_norm = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+@excluded_from_compile
+def embedding_dot(
+    left: nn.Module | Tensor,
+    left_ids: Tensor,
+    right: nn.Module | Tensor,
+    right_ids: Tensor,
+    *,
+    diagonal: nn.Module | Tensor | None = None,
+    diagonal_ids: Tensor | None = None,
+) -> Tensor:
+    r"""Dot products of rows of two tables: the scores of word2vec, node2vec, BPR or DistMult.
+
+    .. math::
+        y_{bk} = \sum_d L_{l_b d} \, D_{r_b d} \, R_{r_{bk} d}
+
+    The same as ``(left(left_ids).unsqueeze(1) * right(right_ids)).sum(-1)``, without any tensor of
+    pairs times columns, in the forward pass or the backward pass. Gradients of both tables are
+    sparse and compact, and both tables may be the same.
+
+    Args:
+        left: a table: an embedding module, or its weight.
+        left_ids: rows of ``left``, shape ``[B]``.
+        right: a table, with as many columns.
+        right_ids: rows of ``right``: ``[B]``, one for each; ``[B, K]``, several for each, as
+            negative samples are; or ``[1, K]``, the same for all.
+        diagonal: a table of factors, such as the relations of DistMult.
+        diagonal_ids: rows of ``diagonal``, shape ``[B]``.
+
+    Returns:
+        The dot products, ``[B]`` or ``[B, K]``.
+
+    Raises:
+        InputError: tables or ids do not fit, or an id is out of range; nothing has changed.
+
+    Example:
+        >>> import sparsestep
+        >>> words = sparsestep.nn.Embedding(1000, 16)
+        >>> center, context = torch.tensor([3, 8]), torch.tensor([[5, 7, 9], [1, 3, 2]])
+        >>> scores = sparsestep.nn.functional.embedding_dot(words, center, words, context)
+        >>> scores.shape
+        torch.Size([2, 3])
+        >>> scores.sum().backward()
+        >>> sparsestep.SparseAdam(words.parameters()).step()
+    """
+    rows = _rows_of(left, left_ids, "left")
+    if (diagonal is None) != (diagonal_ids is None):
+        missing = "diagonal" if diagonal is None else "diagonal_ids"
+        raise _error("diagonal and diagonal_ids belong together", f"no {missing}")
+    if diagonal is not None:
+        factors = _rows_of(diagonal, diagonal_ids, "diagonal")
+        if factors.shape != rows.shape:
+            requirement = "diagonal must have a row for each row of left"
+            raise _error(requirement, f"{tuple(factors.shape)} for {tuple(rows.shape)}")
+        rows = rows * factors
+    return _dot(rows, right, right_ids)
+
+
+def _rows_of(table: nn.Module | Tensor, ids: Any, name: str) -> Tensor:
+    if isinstance(ids, Tensor) and ids.dim() != 1:
+        raise _error(f"{name}_ids must have shape [B]", tuple(ids.shape))
+    if isinstance(table, nn.Module):
+        found: Tensor = table(ids)
+        return found
+    _check_weight(table, name)
+    return embed([row_lookup(_Table(table), ids)])[0]  # type: ignore[arg-type]
+
+
+def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
+    table: Any = right if isinstance(right, nn.Module) else _Table(right)
+    weight = table.weight
+    _check_weight(weight, "right")
+    count, dim = rows.shape
+    if weight.shape[1] != dim or weight.dtype != rows.dtype:
+        requirement = "both tables must have the same number of columns and dtype"
+        raise _error(requirement, f"{dim} of {rows.dtype} and {weight.shape[1]} of {weight.dtype}")
+    check_ids(table, weight, ids)
+    if ids.dim() not in (1, 2) or (ids.shape[0] != count and ids.shape[:-1] != (1,)):
+        requirement = f"right_ids must have shape [{count}], [{count}, K] or [1, K]"
+        raise _error(requirement, tuple(ids.shape))
+    is_plain = not isinstance(right, nn.Module) or type(right) in (Embedding, nn.Embedding)
+    if ids.shape[0] != count:  # shared by all
+        shared = _module_rows(right, ids[0])
+        return rows @ shared.T
+    if not is_plain or table.max_norm is not None or uses_torch_ops(weight) or not weight.is_leaf:
+        found = _module_rows(right, ids)
+        return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
+    if isinstance(right, nn.Module):
+        call_forward_pre_hooks(right, ids)
+    materialize_for_ddp([weight])
+    return _RowsDot.apply(rows, weight, ids, table)  # type: ignore[no-any-return]
+
+
+def _module_rows(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
+    if isinstance(table, nn.Module):
+        found: Tensor = table(ids)
+        return found
+    return embed([row_lookup(_Table(table), ids)])[0]  # type: ignore[arg-type]
+
+
+class _RowsDot(torch.autograd.Function):
+    """Dot products of given rows and rows of a table."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ids: Tensor, table: Any) -> Tensor:
+        memory, ids = readable(weight, ids), ids.contiguous()
+        rows = rows.detach().contiguous()
+        bags = ids.view(len(ids), -1)
+        lookup = Lookup(memory, bags, None, False, rows, DOT, -1, True)
+        found = look_up([lookup])
+        if found is None:
+            output = (memory[bags] * rows.unsqueeze(1)).sum(-1)
+            result = LookupResult(output, ids.reshape(-1).long(), lookup.bag_index())
+        else:
+            result = found[0]
+        ctx.options = weight.shape, table
+        # The ids are saved even if they are not used: they must not change before backward.
+        saved = rows, memory_of(weight), ids, result.indices, result.value_index
+        ctx.save_for_backward(*saved)
+        return result.output.view(ids.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return first_derivative(_backward, ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    rows, weight, ids, indices, value_index = ctx.saved_tensors
+    shape, table = ctx.options
+    grad = grad.contiguous()
+    rows_grad = weight_grad = None
+    if ctx.needs_input_grad[0]:
+        bags = ids.view(len(ids), -1)
+        lookup = Lookup(weight, bags, None, False, grad.view(bags.shape), SUM, -1, False)
+        found = look_up([lookup])
+        if found is None:
+            rows_grad = (weight[bags] * grad.view(bags.shape).unsqueeze(-1)).sum(1)
+        else:
+            rows_grad = found[0].output
+    if ctx.needs_input_grad[1]:
+        part = grad_of_ids(
+            shape,
+            indices,
+            rows,
+            value_index,
+            grad.reshape(-1),
+            padding_idx=-1 if table.padding_idx is None else table.padding_idx,
+            scale_grad_by_freq=table.scale_grad_by_freq,
+            copy=False,
+        )
+        weight_grad = CompactGrad.of([part], shape, grad)
+    return rows_grad, weight_grad, None, None
+
+
+def _check_weight(weight: Any, name: str) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        got = (
+            f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        )
+        raise _error(f"{name} must be an embedding module or a 2-D weight", got)
+
+
+def _error(requirement: str, got: object) -> InputError:
+    return InputError(f"embedding_dot: {message(requirement, got)}")

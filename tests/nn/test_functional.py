@@ -1,0 +1,165 @@
+"""Functions of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep._native import instruction_set, instruction_sets, use_instruction_set
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.nn.functional import embedding_dot
+
+IDS = {
+    "one each": torch.randint(30, (9,)),
+    "several each": torch.randint(30, (9, 4)),
+    "none each": torch.randint(30, (9, 0)),
+    "shared": torch.randint(30, (1, 6)),
+    "int32": torch.randint(30, (9, 4)).int(),
+    "not contiguous": torch.randint(30, (4, 9)).T,
+}
+
+
+def tables(
+    dtype: torch.dtype = torch.float64, dim: int = 37, **options: Any
+) -> list[sparsestep.nn.Embedding]:
+    torch.manual_seed(1)
+    return [sparsestep.nn.Embedding(30, dim, dtype=dtype, **options) for _ in range(3)]
+
+
+def plain(table: nn.Module) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(table.weight.detach().clone(), freeze=False)
+
+
+def expected(left: Any, left_ids: Tensor, right: Any, ids: Tensor, factors: Any = 1) -> Tensor:
+    rows = left(left_ids) * factors
+    return (
+        (rows.unsqueeze(1) * right(ids.view(len(ids), -1)))
+        .sum(-1)
+        .view(ids.shape if len(ids) == len(left_ids) else (len(left_ids), -1))
+    )
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    one = one.to_dense() if one.is_sparse else one
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+@pytest.mark.parametrize("same", [False, True])
+def test_results_and_gradients_are_those_of_the_formula(ids: Tensor, same: bool):
+    left, right, relation = tables()
+    right = left if same else right
+    left_ids, relation_ids = torch.randint(30, (9,)), torch.randint(30, (9,))
+    ours = embedding_dot(left, left_ids, right, ids, diagonal=relation, diagonal_ids=relation_ids)
+    copies = {table: plain(table) for table in (left, right, relation)}
+    theirs = expected(copies[left], left_ids, copies[right], ids, copies[relation](relation_ids))
+    close(ours, theirs)
+    grad = torch.randn(ours.shape, dtype=ours.dtype)
+    ours.backward(grad)
+    theirs.backward(grad)
+    for table, copied in copies.items():
+        assert isinstance(table.weight.grad, CompactGrad)
+        close(table.weight.grad, copied.weight.grad)
+
+
+def test_a_gradient_has_no_row_for_each_pair():
+    left, right, _ = tables()
+    embedding_dot(left, torch.arange(9), right, torch.randint(30, (9, 50))).sum().backward()
+    assert right.weight.grad.indexed().values.shape == (9, 37)
+    assert left.weight.grad.indexed().values.shape == (9, 37)
+
+
+def test_weights_and_torchs_modules():
+    left, right, _ = tables()
+    one, several = torch.arange(9), IDS["several each"]
+    wanted = embedding_dot(left, one, right, several)
+    assert embedding_dot(left.weight, one, right.weight, several).equal(wanted)
+    close(embedding_dot(plain(left), one, plain(right), several), wanted)
+
+
+def test_padding_has_no_gradient():
+    left, right, _ = tables(padding_idx=3)
+    ids = torch.full((9, 2), 3)
+    ids[:, 0] = 5
+    embedding_dot(left, torch.arange(9), right, ids).sum().backward()
+    assert right.weight.grad.coalesce().indices().tolist() == [[5]]
+
+
+def test_rows_are_renormalized_where_the_module_does():
+    left, _, _ = tables()
+    right = sparsestep.nn.Embedding(30, 37, max_norm=0.5, dtype=torch.float64)
+    embedding_dot(left, torch.arange(9), right, torch.arange(9))
+    assert (right.weight[:9].norm(dim=1) <= 0.5 + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_do_not_depend_on_threads_or_instruction_set(dtype: torch.dtype):
+    left, right, _ = tables(dtype, dim=70)
+    ids = torch.randint(30, (500, 20))
+    one = torch.randint(30, (500,))
+    found = []
+    before = instruction_set(), torch.get_num_threads()
+    try:
+        for name in [name for name, is_there in instruction_sets().items() if is_there]:
+            for threads in (1, 2):
+                use_instruction_set(name)
+                torch.set_num_threads(threads)
+                found.append(embedding_dot(left, one, right, ids))
+    finally:
+        use_instruction_set(before[0])
+        torch.set_num_threads(before[1])
+    assert all(each.equal(found[0]) for each in found)
+    wanted = expected(left.double(), one, right.double(), ids)
+    torch.testing.assert_close(found[0].double(), wanted, rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_deferred_rows_catch_up_before_they_are_read(guard: bool):
+    results = []
+    for semantics in ("dense", "reference"):
+        left, right, _ = tables()
+        model = nn.ModuleList([left, right])
+        if semantics == "dense":
+            optimizer: Any = sparsestep.AdamW(model.parameters(), lr=0.1, semantics="dense")
+            optimizer.track(model, guard=guard)
+        else:
+            model = nn.ModuleList(map(plain, (left, right)))
+            left, right = model  # type: ignore[assignment]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        chance = torch.Generator().manual_seed(3)
+        for _ in range(6):
+            one = torch.randint(30, (5,), generator=chance)
+            several = torch.randint(30, (5, 2), generator=chance)
+            optimizer.zero_grad(set_to_none=semantics == "dense")
+            loss = (
+                embedding_dot(left, one, right, several)
+                if semantics == "dense"
+                else expected(left, one, right, several)
+            )
+            loss.square().sum().backward()
+            optimizer.step()
+        if semantics == "dense":
+            optimizer.catch_up()
+        results.append([param.detach().clone() for param in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_what_does_not_fit_is_refused():
+    left, right, _ = tables()
+    one = torch.arange(9)
+    for match, call in {
+        "right_ids must have shape": lambda: embedding_dot(left, one, right, torch.arange(8)),
+        "left_ids must have shape": lambda: embedding_dot(left, one[None], right, one),
+        "same number of columns": lambda: embedding_dot(left, one, right.weight[:, :5], one),
+        "2-D weight": lambda: embedding_dot(left, one, torch.zeros(3), one),
+        "belong together": lambda: embedding_dot(left, one, right, one, diagonal=left),
+        "in \\[0, 30\\)": lambda: embedding_dot(left, one, right, one + 25),
+    }.items():
+        with pytest.raises(sparsestep.InputError, match=match):
+            call()
+    assert left.weight.grad is None
