@@ -140,7 +140,9 @@ BAD_RULES: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "options", "words"), BAD_RULES, ids=str)
+@pytest.mark.parametrize(
+    ("function", "options", "words"), BAD_RULES, ids=[rule[0].__name__ for rule in BAD_RULES]
+)
 def test_a_function_that_cannot_be_a_rule_is_refused_when_it_is_decorated(
     function: Any, options: dict[str, Any], words: str
 ):
