@@ -31,12 +31,12 @@ struct NAdam {
         return beta1 * (1 - 0.5 * power(0.96, step * momentum_decay));
     }
 
-    // Of all steps so far; 0 if it no longer matters.
+    // Of all steps so far, in float32 as torch has it; 0 if it no longer matters.
     static double momentum_product(double step, double beta1, double momentum_decay) {
-        double product = 1;
+        float product = 1;
         for (double i = 1; i <= step; ++i) {
             if (product < 1e-20) return 0;
-            product = product * momentum(i, beta1, momentum_decay);
+            product = product * float(momentum(i, beta1, momentum_decay));
         }
         return product;
     }

@@ -33,9 +33,11 @@ def momentum(step: int, beta1: float, momentum_decay: float) -> float:
 
 
 def momentum_product(
-    step: int, beta1: float, momentum_decay: float, dtype: torch.dtype = torch.float64
+    step: int, beta1: float, momentum_decay: float, dtype: torch.dtype = torch.float32
 ) -> float:
     """The product of the momentum of all steps so far; 0 if it no longer matters.
+
+    Torch has it in a float32 tensor, so it is rounded after each step.
 
     Example:
         >>> momentum_product(2, 0.5, 0.0)
@@ -101,7 +103,7 @@ _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, siz
 
 
 def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
-    """Return torch's ``mu_product``, which is rounded after each step."""
+    """Return torch's ``mu_product``."""
     beta1, momentum_decay = as_float(group["betas"][0]), as_float(group["momentum_decay"])
     return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
 
