@@ -5,7 +5,6 @@
 #include <pthread.h>
 #endif
 
-#include <algorithm>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -52,41 +51,7 @@ void on_short_lived_threads(int threads, void (*run)(void*), void* context) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-// What parallel parts have saved the calling thread lately, up to a limit: an occasional loss is
-// outweighed, a busy machine is noticed within a few parts.
-struct Balance {
-    Clock::duration saved{0};
-    Clock::time_point alone_until{};
-};
-constexpr Clock::duration most_saved = std::chrono::milliseconds(2);
-
-// A loss is followed by this many times its duration on one thread, so trying costs little.
-constexpr int64_t alone_per_loss = 32;
-
-Balance& balance() {
-    static thread_local Balance found;
-    return found;
-}
-
 }  // namespace
-
-int available_threads(int threads) {
-    const Clock::time_point until = balance().alone_until;
-    return until != Clock::time_point{} && Clock::now() < until ? 1 : threads;
-}
-
-void record(const ParallelPart& part) {
-    if (part.caller_tasks == 0) return;  // nothing to estimate from
-    Balance& kept = balance();
-    const Clock::duration alone =
-        (part.caller_ended - part.began) / part.caller_tasks * part.tasks;
-    kept.saved = std::min(kept.saved + alone - (part.ended - part.began), most_saved);
-    kept.alone_until = {};
-    if (kept.saved < Clock::duration{0}) {
-        kept.alone_until = part.ended - kept.saved * alone_per_loss;
-        kept.saved = Clock::duration{0};
-    }
-}
 
 void run_on_threads(int threads, void (*run)(void*), void* context) {
     if (const OpenMpParallel borrowed = torch_openmp()) {

@@ -117,7 +117,7 @@ private:
             stale += done.stale;
         };
         nb::gil_scoped_release release;
-        threads = count * work.slot_size < (1 << 14) ? 1 : available_threads(threads);
+        if (count * work.slot_size < (1 << 14)) threads = 1;
         if (work.rows) {
             // Before a step, the rows of a lookup are current. Checking takes less time than
             // assigning rows to threads.
