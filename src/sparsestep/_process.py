@@ -90,7 +90,7 @@ class _Fork(threading.local):
     def in_child(self) -> None:
         for index, lock in enumerate(self.locks):
             if index >= len(self.is_acquired) or not self.is_acquired[index]:
-                lock._at_fork_reinit()  # type: ignore[attr-defined]
+                lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001
         self.in_parent()
 
 
@@ -166,7 +166,7 @@ class _Deferral:
         for signum, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
             if callable(handler):
                 if isinstance(handler, _Deferral) and not handler.is_holding:  # left behind
-                    handler = handler._handlers[signum]
+                    handler = handler._handlers[signum]  # noqa: SLF001
                 self._handlers[signum] = handler
                 self._installed.append(signum)
                 _signal.signal(signum, self)

@@ -198,7 +198,7 @@ def warn_once(category: type[Warning], reason: str) -> None:
 
 def warn(category: type[Warning], text: str) -> None:
     """Warn, at the user's line."""
-    level, frame = 2, sys._getframe(1)
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FRAMES):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)

@@ -452,7 +452,7 @@ def test_where_the_series_does_not_converge(betas: tuple[float, float]):
 
 def test_when_a_history_is_full(monkeypatch: pytest.MonkeyPatch):
     history = new_history(ADAM)
-    monkeypatch.setattr(histories, "_MAX_STEPS", 10)
+    monkeypatch.setattr(histories, "MAX_STEPS", 10)
     append(history, ADAM, rates(7))
     assert not history.is_full
     append(history, ADAM, rates(1))

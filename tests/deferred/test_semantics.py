@@ -376,11 +376,11 @@ def test_a_full_history_is_cleared(
     monkeypatch.setattr(StepHistory, "drop_oldest", lambda h, n: (dropped.append(n), drop(h, n)))
     if at_once:
         monkeypatch.setattr(StepHistory, "is_half_full", False)
-        monkeypatch.setattr(histories, "_MAX_STEPS", 13)  # no series reaches far enough to be used
+        monkeypatch.setattr(histories, "MAX_STEPS", 13)  # no series reaches far enough to be used
 
     def train(opt: Any, param: Tensor) -> None:
         run.train(opt, param, range(1))
-        monkeypatch.setattr(histories, "_MAX_STEPS", 13)
+        monkeypatch.setattr(histories, "MAX_STEPS", 13)
         run.train(opt, param, range(1, 60))
         if opt.semantics == "dense":
             assert (len(cleared) > 3, len(dropped) > 3) == (at_once, not at_once)
@@ -391,7 +391,7 @@ def test_a_full_history_is_cleared(
 @on_both_engines
 def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch: pytest.MonkeyPatch):
     """A step of a long run catches up its share of the rows, and no more."""
-    monkeypatch.setattr(histories, "_MAX_STEPS", 40)
+    monkeypatch.setattr(histories, "MAX_STEPS", 40)
     run = Run(100, (200, 2))
     param = run.param()
     caught_up = []
@@ -416,7 +416,7 @@ def test_no_step_waits_for_the_whole_table(engine: str, monkeypatch: pytest.Monk
 def test_rows_outside_a_mask_keep_their_bits_in_a_long_run(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(histories, "_MAX_STEPS", 13)
+    monkeypatch.setattr(histories, "MAX_STEPS", 13)
     run = standard()
     mask = torch.arange(24) % 3 != 1
 

@@ -29,7 +29,7 @@ from sparsestep.rules.idle import AdamDrift, IdleUpdate
 # Terms below this, relative to the first, are left out.
 _NEGLIGIBLE = 1e-18
 # Limits on the past steps, and on their decay.
-_MAX_STEPS = 1 << 16
+MAX_STEPS = 1 << 16
 _MAX_INVERSE_DECAY = 1e150
 _SWEEP_INVERSE_DECAY = 1e50
 _SERIES_RATIO = {torch.float64: 1e-4}
@@ -76,7 +76,7 @@ class StepHistory:
     def _prepare_series(self, ratios: list[float]) -> None:
         """Compute the horizon, and the weights of the steps within it."""
         self.horizon = max(map(_horizon, ratios), default=1)
-        self.converges = self.horizon < _MAX_STEPS
+        self.converges = self.horizon < MAX_STEPS
         # A replay ends when the first term is negligible.
         self.replay_limit = _horizon(ratios[0]) if ratios else 1
         horizon = self.horizon if self.converges else 1
@@ -119,12 +119,12 @@ class StepHistory:
     @property
     def is_half_full(self) -> bool:
         """Whether to catch up a few rows in each step, so that old steps can be dropped."""
-        return self.steps >= _MAX_STEPS // 2 or self.latest_inverse_decay > _SWEEP_INVERSE_DECAY
+        return self.steps >= MAX_STEPS // 2 or self.latest_inverse_decay > _SWEEP_INVERSE_DECAY
 
     @property
     def is_full(self) -> bool:
         """Whether every row has to catch up before the next step."""
-        return self.steps + 2 >= _MAX_STEPS or self.latest_inverse_decay > _MAX_INVERSE_DECAY
+        return self.steps + 2 >= MAX_STEPS or self.latest_inverse_decay > _MAX_INVERSE_DECAY
 
     def clear(self) -> None:
         """Drop all steps; every row has reached ``now``."""
@@ -192,5 +192,5 @@ def _horizon(ratio: float) -> int:
     if ratio <= 0.0:
         return 1
     if ratio >= 1.0:
-        return _MAX_STEPS
-    return min(_MAX_STEPS, max(1, math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))))
+        return MAX_STEPS
+    return min(MAX_STEPS, max(1, math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))))

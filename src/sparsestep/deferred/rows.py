@@ -356,7 +356,7 @@ class DeferredRows:
         step ever waits for the whole table.
         """
         row, began = self._sweep_position or (0, self.history.steps)
-        end = min(self.num_rows, row - (-self.num_rows // max(1, histories._MAX_STEPS // 4)))
+        end = min(self.num_rows, row - (-self.num_rows // max(1, histories.MAX_STEPS // 4)))
         device = param.device if self.movable_rows is None else self.movable_rows.device
         rows = self.movable(torch.arange(row, end, device=device))
         self.catch_up(param, state, rows, engine=engine)

@@ -606,10 +606,10 @@ class FunctionalOptimizer:
         return repr(self.optimizer).replace(type(self.optimizer).__name__, type(self).__name__, 1)
 
 
-# What is to run as it is when torch.compile comes across it.
+# Excluded from torch.compile.
 _uncompiled_step = disable_compiler(FunctionalOptimizer.step)
 _uncompiled_step_param = disable_compiler(FunctionalOptimizer.step_param)
-_uncompiled_update = disable_compiler(FunctionalOptimizer._update)
+_uncompiled_update = disable_compiler(FunctionalOptimizer._update)  # noqa: SLF001
 
 
 def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:
