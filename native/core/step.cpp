@@ -302,9 +302,7 @@ void Step::touch_state(int64_t j, const JobSlice& slice) const {
     const Job& job = jobs_[j];
     for (const LazyRows& rows : lazy_rows_) {
         if (rows.job != j) continue;
-        const auto touch = [&](int64_t slot) {
-            rows.state->touch(slot * rows.stride, rows.bytes);
-        };
+        const auto touch = [&](int64_t slot) { rows.state->touch(slot * rows.stride, rows.bytes); };
         for (int64_t i = slice.begin; i < slice.end; ++i) {
             touch(job.indices[job.unique_entries ? int64_t(job.unique_entries[i]) : i]);
         }

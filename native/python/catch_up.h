@@ -1,5 +1,5 @@
-// Rows to catch up: the attributes of sparsestep._C.CatchUp. An object lives for one call, so it need
-// not be visible to Python's garbage collector.
+// Rows to catch up: the attributes of sparsestep._C.CatchUp. An object lives for one call, so it
+// need not be visible to Python's garbage collector.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -161,9 +161,10 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("roots", &CatchUpCall::roots)
         .def_rw("sums", &CatchUpCall::sums)
         .def_rw("options", &CatchUpCall::options)
-        .def("run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
-             "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "
-             "None, and nothing done, if the core cannot read a tensor.");
+        .def(
+            "run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
+            "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "
+            "None, and nothing done, if the core cannot read a tensor.");
 }
 
 }  // namespace

@@ -57,7 +57,8 @@ void run_mark_rows(nb::object rows, nb::object marks) {
 nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>> lazy_zeros(size_t bytes) {
     auto memory = std::make_unique<LazyState>(bytes);
     void* const data = memory->data();
-    nb::capsule owner(memory.release(), [](void* p) noexcept { delete static_cast<LazyState*>(p); });
+    nb::capsule owner(memory.release(),
+                      [](void* p) noexcept { delete static_cast<LazyState*>(p); });
     return {data, {bytes}, owner};
 }
 

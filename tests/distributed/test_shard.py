@@ -110,6 +110,24 @@ def test_a_model_trains_in_ddp_as_in_one_process(rank: Rank):
         torch.testing.assert_close(found, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
+@ranks(2)
+def test_a_rank_that_only_evaluates_serves_those_that_train(rank: Rank):
+    """Its lookups are in inference mode, those of others have a gradient."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(8, 2, mode="sum", padding_idx=0)
+    before = table.weight.detach().clone()
+    shard(table, plan="rows", reduce="sum")
+    opt = sparsestep.SGD(table.parameters(), lr=1.0)
+    ids, factors = torch.tensor([[1, 2], [0, 5]]), torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    with torch.inference_mode(rank.index == 0):
+        rows = table(ids, per_sample_weights=factors)
+    if rank.index == 1:
+        rows.sum().backward()
+    opt.step()
+    before[[1, 2, 5]] -= torch.tensor([[2.0], [1.0], [3.0]])
+    torch.testing.assert_close(whole(rank, table.weight, "rows", 8), before)
+
+
 @ranks(3)
 @each_kind
 def test_a_loss_may_leave_a_table_out(rank: Rank, kind: str):

@@ -436,10 +436,11 @@ def _serve_with_module(
     if table.is_plain_read and not any(request.bags_per_rank):
         empty, shape = torch.empty(0, dtype=torch.int64), table.weight.shape
         return LocalRows(table.weight.detach()[:0], lambda grad: [grad_of_ids(shape, empty, grad)])
-    ids, lengths = request.ids.to(torch.int64, copy=True), request.lengths  # may be overwritten
-    if lengths is None and request.length > 1:
-        lengths = torch.full((sum(request.bags_per_rank),), request.length)
-    with torch.set_grad_enabled(needs_grad):
+    # This rank may be in inference mode while others train.
+    with torch.inference_mode(False), torch.set_grad_enabled(needs_grad):
+        ids, lengths = request.ids.to(torch.int64, copy=True), request.lengths  # may be overwritten
+        if lengths is None and request.length > 1:
+            lengths = torch.full((sum(request.bags_per_rank),), request.length)
         output = table.lookup(ids, lengths, _detached_copy(request.per_sample_weights))
     return LocalRows(output.detach(), partial(_backward_through_module, output, table.weight))
 
