@@ -180,3 +180,16 @@ def test_an_option_that_the_formula_does_not_read_must_be_a_number(fused: bool):
         with pytest.raises(sparsestep.InputError, match="dampening"):
             optimizer.step()
     assert bool((param == 1).all())
+
+
+@pytest.mark.parametrize("count", [-1.0, -5.0, float("nan")])
+def test_a_count_that_is_none_is_refused_before_the_kernel_runs(count: float):
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = sparsestep.Adam([param])
+    param.grad = torch.ones(4, 3)
+    optimizer.step()
+    optimizer.state[param]["step"].fill_(count)
+    before = param.detach().clone()
+    with pytest.raises(sparsestep.InputError, match="number of steps taken"):
+        optimizer.step()
+    assert same_bits(param.detach(), before)

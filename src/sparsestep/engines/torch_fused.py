@@ -111,6 +111,8 @@ class TorchFusedEngine:
         if param.is_cpu and type(param) in _PLAIN and not group.get("differentiable"):
             count = update.param_state["step"] if update.param_state and counts else None
             step = None if count is None else (count.item(), count.dtype)
+            if step is not None and not step[0] >= 0:
+                update.steps_taken()  # raises
             kind = id(group), is_first, param.dtype, param.dim() > 0, step
             self._replayed.setdefault(kind, []).append(update)
         else:
