@@ -467,3 +467,14 @@ def test_a_state_of_one_column_is_loaded_with_any_strides(tmp_path: Path):
     saved["state"] = {0: {"step": torch.tensor(1.0), "sum": column}}
     opt.load_state_dict(saved)
     assert opt.state[param]["sum"].eq(1).all()
+
+
+def test_a_parameter_without_rows_beside_a_table_in_a_file(tmp_path: Path):
+    table = nn.Parameter(sparsestep.storage.mapped(tmp_path / "table", (7, 3)))
+    empty = nn.Parameter(torch.zeros(0, 4))
+    optimizer = sparsestep.SGD([table, empty], lr=1.0)
+    rows, values = torch.zeros(0, 1, dtype=torch.int64), torch.zeros(1, 0, 4)
+    empty.grad = torch.sparse_coo_tensor(rows, values, (0, 4), check_invariants=True)
+    table.grad = torch.ones(7, 3).to_sparse(1)
+    optimizer.step()
+    assert table.detach().eq(-1).all()

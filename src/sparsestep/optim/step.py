@@ -118,6 +118,8 @@ def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tenso
     if positions is None or not param.dim():
         return None
     positions = positions.reshape(-1).long()
+    if not len(param):
+        return positions.new_empty(0)
     if slots != len(param):
         positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
     return positions.contiguous()
