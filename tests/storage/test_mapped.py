@@ -478,3 +478,13 @@ def test_a_parameter_without_rows_beside_a_table_in_a_file(tmp_path: Path):
     table.grad = torch.ones(7, 3).to_sparse(1)
     optimizer.step()
     assert table.detach().eq(-1).all()
+
+
+def test_a_gradient_on_another_device_is_refused_under_a_mask(tmp_path: Path):
+    table = nn.Parameter(sparsestep.storage.mapped(tmp_path / "table", (7, 3)))
+    rows, values = torch.tensor([[1, 2]], device="meta"), torch.ones(2, 3, device="meta")
+    functional = sparsestep.FunctionalSGD([table], lr=1.0, mask=torch.arange(7) < 3)
+    grad = torch.sparse_coo_tensor(rows, values, (7, 3), check_invariants=False)
+    with pytest.raises(sparsestep.InputError, match="meta"):
+        functional.step([grad])
+    assert not table.detach().any()

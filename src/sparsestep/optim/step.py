@@ -90,6 +90,8 @@ def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGra
 def _touched_rows(param: Tensor, grad: Any, selection: MaskSelection | None) -> list[Tensor | None]:
     """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
     layout = classify(grad)
+    if isinstance(grad, Tensor) and grad.device != param.device:  # refused later
+        return []
     if layout is GradLayout.COMPACT:
         parts = (_slots_to_rows(param, part.indices, part.num_slots) for part in grad.local_parts())
         return [_select_rows(param, rows, selection) for rows in parts]
