@@ -30,7 +30,7 @@ struct Missed {
 template <class T>
 using Counter = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
-// What idle updates have in common. Each has a `name`, that of its twin, and besides what is here:
+// Base of idle updates. Each has the `name` of its Python twin, and in addition:
 //
 //   enter_row(missed)         looks up what the row needs
 //   move(param, state, m)     moves a tile; returns whether the parameter is seen to have moved

@@ -36,7 +36,7 @@ class GroupSettings:
         stochastic_rounding: whether half precision is rounded stochastically; int8 always is.
         describe_param: names a parameter of the group, by its index, in messages.
         uses_torch_kernel: whether torch's own kernel supports the options, for dense gradients.
-        core: what the native engine caches for the group.
+        core: the native engine's cache of the group.
     """
 
     rule: Rule

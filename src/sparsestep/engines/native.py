@@ -317,7 +317,7 @@ def apply_standard(
 
 
 class CachedPlan(NamedTuple):
-    """What the core knows about each param group, so that an identical step needs one call.
+    """The core's cache of each param group, so that an identical step needs one call.
 
     Attributes:
         cached_groups: for each group, its values when it was read, the core's view of it, if any,
@@ -345,7 +345,7 @@ def replay_step(
 
     Args:
         groups: the param groups.
-        cached: what the core knows about them.
+        cached: the core's cache of the groups.
         state: the optimizer's state.
         addresses: of the parameters and their state, as ``StateStore`` has them.
         grads: gradients passed by hand, for parameters of the first group.

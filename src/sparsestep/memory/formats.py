@@ -1,4 +1,4 @@
-"""File formats: what is written, in which version, and how it is read back.
+"""File formats: their schemas, versions and reader.
 
 A file is input: it may be damaged, or crafted. An invalid one raises ``ValueError`` with the
 requirement and the value; callers add the path.

@@ -92,7 +92,7 @@ class MappedFile(mmap.mmap):
         path: of the file when it was opened.
         descriptor: of the open file.
         header: what it says of itself.
-        layout: what a row consists of.
+        layout: the fields of a row.
         address: of the table's first element.
         state_files: the files of state that is not in the rows, by name, the latest of each.
         dirty_rows: for each row whether it was written since the last checkpoint; ``None`` if no
@@ -493,8 +493,8 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
 
     Args:
         param: the parameter. Has no effect if it is not in a file.
-        state: its state; ignores what is no tensor.
-        rows: int64; ``None`` for all. Ignores what is no row.
+        state: its state; values that are not tensors are ignored.
+        rows: int64; ``None`` for all. Numbers out of range are ignored.
     """
     file = file_of(param)
     if file is None:

@@ -101,10 +101,16 @@ def embedding_dot(
 def _rows_of(table: nn.Module | Tensor, ids: Any, name: str) -> Tensor:
     if isinstance(ids, Tensor) and ids.dim() != 1:
         raise _error(f"{name}_ids must have shape [B]", tuple(ids.shape))
+    if not isinstance(table, nn.Module):
+        _check_weight(table, name)
+    return _look_up(table, ids)
+
+
+def _look_up(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
+    """Rows for each id, by the module if there is one."""
     if isinstance(table, nn.Module):
         found: Tensor = table(ids)
         return found
-    _check_weight(table, name)
     return embed([row_lookup(_Table(table), ids)])[0]  # type: ignore[arg-type]
 
 
@@ -122,22 +128,14 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
         raise _error(requirement, tuple(ids.shape))
     is_plain = not isinstance(right, nn.Module) or type(right) in (Embedding, nn.Embedding)
     if ids.shape[0] != count:  # shared by all
-        shared = _module_rows(right, ids[0])
-        return rows @ shared.T
+        return rows @ _look_up(right, ids[0]).T
     if not is_plain or table.max_norm is not None or uses_torch_ops(weight) or not weight.is_leaf:
-        found = _module_rows(right, ids)
+        found = _look_up(right, ids)
         return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
     materialize_for_ddp([weight])
     return _RowsDot.apply(rows, weight, ids, table)  # type: ignore[no-any-return]
-
-
-def _module_rows(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
-    if isinstance(table, nn.Module):
-        found: Tensor = table(ids)
-        return found
-    return embed([row_lookup(_Table(table), ids)])[0]  # type: ignore[arg-type]
 
 
 class _RowsDot(torch.autograd.Function):

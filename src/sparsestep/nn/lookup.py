@@ -102,7 +102,7 @@ class Lookup(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """What was looked up, and what the gradient needs to know.
+    """The output of a lookup, and the indices of its gradient.
 
     Attributes:
         output: a row for each id or bag.
